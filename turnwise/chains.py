@@ -1,0 +1,141 @@
+"""Turns into chains: the sequences that a trainer sees. Pure, numpy only.
+
+One decision: a turn stores only what came after its parent, so a chain's tokens are the plain concatenation of its
+turns, and nothing is tokenised or compared again. A sampled token is trained exactly once: where chains share a trunk,
+the first one trains it and the others carry it masked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.types import Logprobs, Outcome, TokenIds, Turn
+
+TRAINABLE_OUTCOMES = frozenset({Outcome.EXACT, Outcome.RETOKENISED})
+"""What is captured whole and bit-exact."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChainTokens:
+    """One training sequence of L tokens, with K turns trained in it."""
+
+    turns: tuple[Turn, ...]
+    """The turns whose sampled tokens are trained here, in order. [K]"""
+    tokens: TokenIds
+    """Prompt and sampled tokens, the prompt tokens between turns included. [L]"""
+    prompt_length: int
+    """Tokens before the first trained one."""
+    loss_mask: npt.NDArray[np.bool_]
+    """True where a token was sampled and is trained. [L]"""
+    turn_index: TokenIds
+    """Which of `turns` sampled the token; -1 where none did. [L]"""
+    logprobs: Logprobs
+    """Behaviour logprobs; 0 where `loss_mask` is False. [L]"""
+
+
+def is_trainable(turn: Turn) -> bool:
+    """Return whether the turn has sampled tokens that may carry loss."""
+    return turn.outcome in TRAINABLE_OUTCOMES and turn.token_ids.size > 0
+
+
+def chain_paths(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Return every root-to-leaf path of a session's turns, in the order in which the chains were opened.
+
+    Turns that nothing trainable comes after are left out first, so that an aborted attempt does not split the chain
+    that its retry goes on with.
+
+    Args:
+        turns: The session's turns in order of `seq`, parents before children.
+    """
+    wanted = _leading_to_trainable(turns)
+    by_id = {turn.turn_id: turn for turn in turns}
+    paths: list[list[Turn]] = []
+    path_of_tip: dict[str | None, list[Turn]] = {}
+    for turn in turns:
+        if turn.turn_id not in wanted:
+            continue
+        path = path_of_tip.pop(turn.parent_turn_id, None)
+        if path is None:
+            path = lineage(turn, by_id)
+            paths.append(path)
+        else:
+            path.append(turn)
+        path_of_tip[turn.turn_id] = path
+    return paths
+
+
+def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = frozenset()) -> ChainTokens:
+    """Concatenate a path's tokens, up to the last that is trained, and mark those that are.
+
+    Args:
+        path: Turns from a root on, each the parent of the next; at least one is to be trained.
+        trained_elsewhere: Turn ids whose tokens an earlier chain trains already.
+    """
+    trained = [turn for turn in path if is_trainable(turn) and turn.turn_id not in trained_elsewhere]
+    assert trained, "a path without a turn to train is no training sequence"
+    used = path[: 1 + next(index for index, turn in enumerate(path) if turn is trained[-1])]
+    index_of = {turn.turn_id: k for k, turn in enumerate(trained)}
+    parts: list[TokenIds] = []
+    indices: list[TokenIds] = []
+    logprobs: list[Logprobs] = []
+    for turn in used:
+        k = index_of.get(turn.turn_id, -1)
+        parts += [turn.prompt_delta, turn.token_ids]
+        indices += [np.full(turn.prompt_delta.size, -1, np.int32), np.full(turn.token_ids.size, k, np.int32)]
+        sampled = turn.logprobs if k >= 0 else np.zeros(turn.token_ids.size, np.float32)
+        logprobs += [np.zeros(turn.prompt_delta.size, np.float32), sampled]
+    turn_index = np.concatenate(indices)
+    return ChainTokens(
+        turns=tuple(trained),
+        tokens=np.concatenate(parts),
+        prompt_length=int(np.argmax(turn_index >= 0)),
+        loss_mask=turn_index >= 0,
+        turn_index=turn_index,
+        logprobs=np.concatenate(logprobs),
+    )
+
+
+def merge_session(turns: Sequence[Turn]) -> list[ChainTokens]:
+    """Return a session's training sequences; every trainable token is trained in exactly one of them."""
+    merged: list[ChainTokens] = []
+    trained: set[str] = set()
+    for path in chain_paths(turns):
+        chain = merge_chain(path, trained)  # its leaf is trainable, and in no other path
+        trained.update(turn.turn_id for turn in chain.turns)
+        merged.append(chain)
+    return merged
+
+
+def split_session(turns: Sequence[Turn]) -> list[ChainTokens]:
+    """Return one sequence per trainable turn, its whole prompt before it."""
+    by_id = {turn.turn_id: turn for turn in turns}
+    singles: list[ChainTokens] = []
+    for turn in turns:
+        if is_trainable(turn):
+            path = lineage(turn, by_id)
+            singles.append(merge_chain(path, {ancestor.turn_id for ancestor in path[:-1]}))
+    return singles
+
+
+def lineage(turn: Turn, by_id: dict[str, Turn]) -> list[Turn]:
+    """Return the turns from the root to this one, this one included."""
+    path = [turn]
+    while path[-1].parent_turn_id is not None:
+        path.append(by_id[path[-1].parent_turn_id])
+    path.reverse()
+    return path
+
+
+def _leading_to_trainable(turns: Sequence[Turn]) -> set[str]:
+    """Return the ids of trainable turns and of all their ancestors."""
+    wanted: set[str] = set()
+    for turn in reversed(turns):
+        if is_trainable(turn) or turn.turn_id in wanted:
+            wanted.add(turn.turn_id)
+            if turn.parent_turn_id is not None:
+                wanted.add(turn.parent_turn_id)
+    return wanted

@@ -1,0 +1,137 @@
+"""Reward lines into rewards and returns per turn. Pure, stdlib only.
+
+One decision: credit is worked out when experiences are read, never when rewards are written, so a late or revised
+line, or another policy of credit, needs no rewrite of what is stored. The shaping is rLLM's, over steps: with raw
+rewards r, bonus coefficient c and discount γ,
+
+    r'_0 = r_0,   r'_t = r_t + c · (r_t - r_{t-1}),   G_t = r'_t + γ · G_{t+1}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from turnwise.chains import is_trainable
+from turnwise.types import Credit, Reward, Turn
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionCredit:
+    """What the reward lines of one session are worth to its turns."""
+
+    reward: float
+    """Of the whole session: undiscounted, without bonus."""
+    turn_rewards: dict[str, float]
+    """Reward of each turn, by turn id."""
+    turn_returns: dict[str, float]
+    """Return of each turn, by turn id: its reward after bonus and discount."""
+
+
+def latest_lines(lines: Iterable[Reward], names: Collection[str] | None = None) -> list[Reward]:
+    """Return the lines in force: of each target and name the latest, of these names only if any are given.
+
+    Args:
+        lines: Lines of one session in order of arrival.
+        names: The reward names that count; None lets all of them.
+    """
+    latest: dict[tuple[str | None, int | None, str], Reward] = {}
+    for line in lines:
+        if names is None or line.name in names:
+            latest[line.turn_id, line.step, line.name] = line
+    return list(latest.values())
+
+
+def session_reward(lines: Iterable[Reward], credit: Credit, names: Collection[str] | None = None) -> float | None:
+    """Return the reward of a whole session; None when no line counts.
+
+    Step by step it is the sum of all lines in force; propagated it is the session's own lines, where it has any.
+    """
+    in_force = latest_lines(lines, names)
+    if not in_force:
+        return None
+    if credit is Credit.PROPAGATE:
+        in_force = [line for line in in_force if _is_for_session(line)] or in_force
+    return sum(line.value for line in in_force)
+
+
+def shape_returns(raw: Sequence[float], gamma: float = 0.0, reward_bonus_coeff: float = 0.0) -> list[float]:
+    """Return the step rewards after bonus and discount; both are off at 0, as in rLLM.
+
+    Args:
+        raw: Reward of each step, in order.
+        gamma: Discount γ of the return.
+        reward_bonus_coeff: Weight c of the improvement over the step before, taken from the raw rewards.
+    """
+    shaped = list(raw)
+    if reward_bonus_coeff > 0:
+        for t in range(1, len(raw)):
+            shaped[t] += reward_bonus_coeff * (raw[t] - raw[t - 1])
+    if gamma > 0:
+        for t in reversed(range(len(shaped) - 1)):
+            shaped[t] += gamma * shaped[t + 1]
+    return shaped
+
+
+def assign_credit(
+    turns: Sequence[Turn],
+    lines: Iterable[Reward],
+    credit: Credit,
+    *,
+    gamma: float = 0.0,
+    reward_bonus_coeff: float = 0.0,
+    names: Collection[str] | None = None,
+) -> SessionCredit:
+    """Give each turn of a session its reward and its return.
+
+    Args:
+        turns: All turns of the session.
+        lines: Its reward lines in order of arrival.
+        credit: Step by step, or the session's reward to every turn.
+        gamma: Discount over steps; unused when propagated.
+        reward_bonus_coeff: Bonus over steps; unused when propagated.
+        names: The reward names that count; None lets all of them.
+    """
+    in_force = latest_lines(lines, names)
+    reward = session_reward(in_force, credit) or 0.0
+    if credit is Credit.PROPAGATE:
+        rewards = {turn.turn_id: reward for turn in turns}
+        return SessionCredit(reward, rewards, dict(rewards))
+    of_turn, of_step, step_total = _step_rewards(turns, in_force)
+    steps = sorted(step_total)
+    shaped = dict(zip(steps, shape_returns([step_total[s] for s in steps], gamma, reward_bonus_coeff), strict=True))
+    rewards = {turn.turn_id: of_turn[turn.turn_id] + of_step[_step(turn)] for turn in turns}
+    # A turn that was judged by itself stands as far from its step's return as from its step's reward.
+    returns = {turn.turn_id: shaped[_step(turn)] + (rewards[turn.turn_id] - step_total[_step(turn)]) for turn in turns}
+    return SessionCredit(reward, rewards, returns)
+
+
+def _step_rewards(
+    turns: Sequence[Turn], in_force: Iterable[Reward]
+) -> tuple[dict[str, float], dict[int, float], dict[int, float]]:
+    """Return what lines say of single turns, what they say of whole steps, and each step's total of both."""
+    of_turn: dict[str, float] = defaultdict(float)
+    of_step: dict[int, float] = defaultdict(float)
+    trained_steps = [_step(turn) for turn in turns if is_trainable(turn)]
+    # A last step that cannot be trained (an aborted call, say) must not swallow the session's reward.
+    last_step = max(trained_steps or [_step(turn) for turn in turns], default=0)
+    for line in in_force:
+        if line.turn_id is not None:
+            of_turn[line.turn_id] += line.value
+        else:
+            of_step[last_step if line.step is None else line.step] += line.value
+    step_total = {_step(turn): of_step[_step(turn)] for turn in turns}
+    for turn in turns:
+        step_total[_step(turn)] += of_turn[turn.turn_id]
+    return of_turn, of_step, step_total
+
+
+def _step(turn: Turn) -> int:
+    """Return the turn's step, which the store gives to every turn that it holds."""
+    return turn.seq if turn.step is None else turn.step
+
+
+def _is_for_session(line: Reward) -> bool:
+    """Return whether the line judges the whole session."""
+    return line.turn_id is None and line.step is None

@@ -1,0 +1,261 @@
+"""The demo from start to end: build a small model, start the stack, let the agent play and learn, and report.
+
+One decision: everything is real and separate. Engine, proxy and trainer are the processes that `turnwise up` starts;
+this driver is only a client, which plays rollouts no faster than the trainer takes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from turnwise.client import AsyncClient
+from turnwise.demo.report import Point, Report
+from turnwise.demo.rollouts import Rollouts, load_agent
+from turnwise.errors import TurnwiseError
+from turnwise.settings import Settings
+from turnwise.stack import UpSettings, children, demo_model, free_port
+from turnwise.supervisor import Supervisor
+
+POLL_SECONDS = 0.25
+"""How often a new policy version is looked for."""
+
+
+class DemoSettings(Settings):
+    """Settings of the demo."""
+
+    agent: Path = Path("examples/trail/agent.py")
+    trainer_config: Path = Path("examples/trail/train.toml")
+    out: Path = Path("runs/demo")
+    seed: int = 0
+    groups_per_batch: int = Field(default=32, ge=1)
+    """As in the trainer's settings: groups that make one policy version."""
+    group_size: int = Field(default=8, ge=2)
+    lead: float = Field(default=2.0, ge=1)
+    """Batches that may be played and not yet trained on: one that is trained on, one that is played."""
+    target_reward: float = Field(default=0.94, gt=0, le=1)
+    """Mean reward of a batch of new training tasks at which the held-out evaluation is worth its time."""
+    enough_reward: float = Field(default=0.92, gt=0, le=1)
+    """Held-out reward that ends the demo."""
+    num_eval_tasks: int = Field(default=256, ge=1)
+    max_versions: int = Field(default=60, ge=1)
+    """Give up after so many; the report says what was reached."""
+
+
+class Demo:
+    """One run of the demo."""
+
+    def __init__(self, settings: DemoSettings, say: Any) -> None:
+        self._settings = settings
+        self._say = say
+        self._num_groups = 0
+        self._num_evaluations = 0
+        self._version = 0
+        self._new_version = asyncio.Event()
+
+    async def run(self) -> Report:
+        """Run it all and return the report, which is written as well."""
+        settings = self._settings
+        settings.out.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        model = await asyncio.to_thread(demo_model, settings.out / f"model-{settings.seed}", self._say, settings.seed)
+        warm_up_seconds = time.monotonic() - started
+        with contextlib.ExitStack() as stack:
+            client = await asyncio.to_thread(self._start, stack, model)
+            started = time.monotonic()
+            async with client:
+                report = await self._learn(client)
+                await self._count(client, report)
+            report.seconds = round(time.monotonic() - started, 1)
+        report.warm_up_seconds = round(warm_up_seconds, 1)
+        await asyncio.to_thread(report.write, settings.out)
+        return report
+
+    def _start(self, stack: contextlib.ExitStack, model: str) -> AsyncClient:
+        """Start engine, proxy and trainer on a fresh database; return a client of the proxy."""
+        out = self._settings.out
+        for name in ("turnwise.db", "turnwise.db-wal", "turnwise.db-shm", "train.jsonl"):
+            (out / name).unlink(missing_ok=True)
+        up = UpSettings(
+            model=model,
+            database=f"sqlite:///{out / 'turnwise.db'}",
+            port=free_port(),
+            runs_dir=out,
+            policies_dir=_fresh(out / "policies"),
+            trainer_config=self._settings.trainer_config,
+        )
+        stack.enter_context(Supervisor(children(up, model), log_directory=out / "logs", say=self._say))
+        return AsyncClient(f"http://127.0.0.1:{up.port}")
+
+    async def _learn(self, client: AsyncClient) -> Report:
+        """Play until a held-out evaluation is good enough."""
+        settings = self._settings
+        model = (await client.models())[0]["id"]
+        rollouts = Rollouts(client, load_agent(settings.agent), model, seed=settings.seed)
+        self._say("demo", f"playing {settings.num_eval_tasks} held-out tasks before any training")
+        before = await self._evaluate(rollouts)
+        self._say("demo", f"held-out reward before: {before:.2f}")
+        report = Report(seed=settings.seed, reward_before=before, num_eval_tasks=settings.num_eval_tasks)
+        async with self._playing(client, rollouts, report):
+            while self._version < settings.max_versions:
+                await self._next_version()
+                if rollouts.tally.mean_reward(settings.groups_per_batch * settings.group_size) < settings.target_reward:
+                    continue
+                report.reward_after = await self._evaluate(rollouts)
+                self._say("demo", f"held-out reward of version {self._version}: {report.reward_after:.2f}")
+                if report.reward_after >= settings.enough_reward:
+                    break
+        report.num_sessions, report.failed_requests = rollouts.tally.num_sessions, rollouts.tally.num_failed
+        report.num_policy_versions = self._version
+        return report
+
+    async def _evaluate(self, rollouts: Rollouts) -> float:
+        """Play held-out tasks that were never played before."""
+        count = self._settings.num_eval_tasks
+        self._num_evaluations += 1
+        return await rollouts.evaluate((self._num_evaluations - 1) * count, count)
+
+    @contextlib.asynccontextmanager
+    async def _playing(self, client: AsyncClient, rollouts: Rollouts, report: Report) -> AsyncIterator[None]:
+        """Play training groups and watch the versions in the background; fail as soon as either fails.
+
+        What has begun is played to its end: a call that is given up would be a failed one.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(self._play_groups(rollouts, tasks)),
+                tasks.create_task(self._watch(client, rollouts, report)),
+            ]
+            yield
+            rollouts.is_training = False
+            for task in background:
+                task.cancel()
+
+    async def _play_groups(self, rollouts: Rollouts, groups: asyncio.TaskGroup) -> None:
+        """Start groups, never more than `lead` batches ahead of the trainer."""
+        settings = self._settings
+        while True:
+            while self._num_groups >= (self._version + settings.lead) * settings.groups_per_batch:
+                await self._next_version()
+            groups.create_task(rollouts.train_group(self._num_groups, settings.group_size))
+            self._num_groups += 1
+
+    async def _next_version(self) -> None:
+        await self._new_version.wait()
+
+    async def _watch(self, client: AsyncClient, rollouts: Rollouts, report: Report) -> None:
+        """Follow the policy versions and say what each one brought."""
+        settings = self._settings
+        batch = settings.groups_per_batch * settings.group_size
+        while True:
+            active = await active_version(client)
+            if active is not None and active["version"] > self._version:
+                self._version = active["version"]
+                staleness = (active["metrics"] or {}).get("staleness_mean")
+                point = Point(
+                    self._version,
+                    rollouts.tally.num_sessions,
+                    rollouts.tally.mean_reward(batch),
+                    active["reload_seconds"],
+                    staleness,
+                )
+                report.curve.append(point)
+                self._say("learn", describe(point))
+                self._new_version.set()
+                self._new_version = asyncio.Event()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _count(self, client: AsyncClient, report: Report) -> None:
+        """Take the proxy's own counts into the report."""
+        counts = prometheus_counts(await client.metrics())
+        for labels, value in counts.get("turnwise_turns_total", {}).items():
+            outcome = dict(labels)["outcome"]
+            report.outcomes[outcome] = report.outcomes.get(outcome, 0) + int(value)
+        report.num_turns = sum(report.outcomes.values())
+        report.failed_requests += report.outcomes.get("error", 0) + report.outcomes.get("aborted", 0)
+        for labels, value in counts.get("turnwise_refused_total", {}).items():
+            report.refused[dict(labels)["code"]] = int(value)
+        report.failed_requests += sum(report.refused.values())
+        sampled = counts.get("turnwise_tokens_total", {}).get((("kind", "sampled"),), 0)
+        report.num_sampled_tokens = int(sampled)
+        report.reload_pause_seconds_max = max((point.reload_seconds or 0.0 for point in report.curve), default=0.0)
+
+
+async def active_version(client: AsyncClient) -> dict[str, Any] | None:
+    """Return the active policy version as the API shows it."""
+    async for policy in client.policies():
+        if policy["status"] == "active":
+            return policy
+    return None
+
+
+def describe(point: Point) -> str:
+    """Return one line for the terminal."""
+    filled = round(point.reward * 30)
+    pause = f"{(point.reload_seconds or 0) * 1000:4.0f} ms"
+    stale = "" if point.staleness is None else f"  staleness {point.staleness:.1f}"
+    return (
+        f"version {point.version:2d}  reward {point.reward:.2f} [{'#' * filled}{'.' * (30 - filled)}]  "
+        f"{point.num_sessions:5d} sessions  reload {pause}{stale}"
+    )
+
+
+def prometheus_counts(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Return the samples of Prometheus' text format: name → labels → value."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or " " not in line:
+            continue
+        sample, value = line.rsplit(" ", 1)
+        name, _, labels = sample.partition("{")
+        pairs = [pair.partition("=") for pair in labels.rstrip("}").split('",') if pair]
+        found.setdefault(name, {})[tuple((key, raw.strip('"')) for key, _, raw in pairs)] = float(value)
+    return found
+
+
+def _fresh(directory: Path) -> Path:
+    """Return an empty directory: a new database must not meet an old run's policies."""
+    import shutil
+
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    return directory
+
+
+def conclude(report: Report, settings: DemoSettings, say: Any) -> int:
+    """Say how it went and where to look next; return the exit status."""
+    out = settings.out
+    say(
+        "demo",
+        f"held-out reward {report.reward_before:.2f} → {report.reward_after:.2f}, "
+        f"over {report.num_eval_tasks} tasks each",
+    )
+    say(
+        "demo",
+        f"{report.num_policy_versions} policy versions, {report.num_sessions} sessions, {report.num_turns} turns, "
+        f"{report.num_sampled_tokens} sampled tokens, {report.failed_requests} failed requests, {report.seconds:.0f} s",
+    )
+    say("demo", f"numbers: {out / 'report.json'}   curve: {out / 'learning.png'}   logs: {out / 'logs'}")
+    say("demo", f"look inside: turnwise sessions --database sqlite:///{out / 'turnwise.db'}")
+    if report.reward_after < settings.enough_reward or report.failed_requests:
+        say("demo", f"not good enough: wanted a held-out reward of {settings.enough_reward} and no failed request")
+        return 1
+    return 0
+
+
+def main(settings: DemoSettings, say: Any) -> int:
+    """Run the demo and return the exit status."""
+    report = None
+    try:
+        report = asyncio.run(Demo(settings, say).run())
+    except* TurnwiseError as failures:
+        for failure in failures.exceptions:
+            say("demo", f"failed: {failure}")
+    return 1 if report is None else conclude(report, settings, say)

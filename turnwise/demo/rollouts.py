@@ -1,0 +1,110 @@
+"""Lets an agent that knows nothing of us play sessions, and rewards them over REST.
+
+One decision: the agent is a file with `async def play(client, task, model)`, loaded as any script would be. It gets a
+plain OpenAI client; what happens around it, sessions and rewards, is what any harness would do over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from turnwise.client import AsyncClient
+from turnwise.demo import trail
+from turnwise.errors import SettingsError, TurnwiseError
+from turnwise.wire import SessionFields
+
+log = logging.getLogger(__name__)
+
+Play = Callable[[Any, dict[str, Any], str], Awaitable[str]]
+MAX_FAILED_SESSIONS = 5
+"""After so many the demo is broken, and ends with the last one's error."""
+CONCURRENT_SESSIONS = 64
+"""More keep the small engine no busier."""
+
+
+def load_agent(path: Path) -> Play:
+    """Return the agent's `play`.
+
+    Raises:
+        SettingsError: there is no such file, or no such function in it.
+    """
+    spec = importlib.util.spec_from_file_location("agent", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise SettingsError(
+            f"there is no agent at {str(path)!r}; give a Python file with `async def play(client, task, model)`"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "play"):
+        raise SettingsError(f"{str(path)!r} has no `async def play(client, task, model)`")
+    return cast("Play", module.play)
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What has been played so far."""
+
+    num_sessions: int = 0
+    num_failed: int = 0
+    """Sessions in which a request failed; the demo's promise is that there is none."""
+    recent_rewards: list[float] = dataclasses.field(default_factory=list)
+    """Of the latest training sessions."""
+
+    def mean_reward(self, num_sessions: int) -> float:
+        """Return the mean over the latest training sessions."""
+        latest = self.recent_rewards[-num_sessions:]
+        return sum(latest) / len(latest) if latest else 0.0
+
+
+class Rollouts:
+    """Plays sessions through the proxy."""
+
+    def __init__(self, client: AsyncClient, play: Play, model: str, *, seed: int) -> None:
+        self._client = client
+        self._play = play
+        self._model = model
+        self._seed = seed
+        self._places = asyncio.Semaphore(CONCURRENT_SESSIONS)
+        self.tally = Tally()
+        self.is_training = True
+        """False lets the training sessions that have not begun end at once; what has begun is played to its end."""
+
+    async def evaluate(self, first: int, count: int) -> float:
+        """Play held-out tasks once each, without anything being learned from them; return their mean reward."""
+        played = [self._session("eval", first + index, 0, None) for index in range(count)]
+        return sum(await asyncio.gather(*played)) / count
+
+    async def train_group(self, index: int, size: int) -> None:
+        """Play one training task `size` times: a group whose rewards are compared with each other."""
+        rewards = await asyncio.gather(*(self._session("train", index, run, size) for run in range(size)))
+        if self.is_training:
+            self.tally.recent_rewards += rewards
+
+    async def _session(self, split: Literal["train", "eval"], index: int, run: int, group_size: int | None) -> float:
+        task = trail.make_task(split, index, self._seed)
+        fields = SessionFields(task_id=task.task_id, run=run, split=split)
+        if group_size is not None:
+            fields |= SessionFields(group_id=task.task_id, group_size=group_size)
+        async with self._places:
+            if split == "train" and not self.is_training:
+                return 0.0
+            session = await self._client.create_session(**fields)
+            try:
+                answer = await self._play(session.openai_async(), task.for_agent(), self._model)
+            except Exception as error:  # the agent is anybody's code; its failure is counted and rewarded with 0
+                self.tally.num_failed += 1
+                if self.tally.num_failed >= MAX_FAILED_SESSIONS:
+                    raise TurnwiseError(f"{MAX_FAILED_SESSIONS} sessions failed, the last with {error!r}") from error
+                log.exception("a session failed")
+                answer = ""
+            reward = trail.reward(task, answer)
+            await session.reward(reward, source="trail")
+            await session.end(reason="env_done")
+        self.tally.num_sessions += 1
+        return reward

@@ -1,0 +1,125 @@
+"""A command whose flags are a settings model: what a process declares is what its command takes, and nothing else.
+
+The decision behind it: a flag is not written twice. Its name is the setting's, its help the setting's docstring, its
+default is left to the model, so that files and the environment come between. The model is loaded when the command
+is, which keeps `turnwise --help` quick and free of what an extra brings.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import json
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic.fields import FieldInfo
+
+from turnwise.settings import Settings, describe, load_settings
+
+_NOT_SETTINGS = ("config", "dry_run", "as_json")
+
+
+class SettingsCommand(click.Command):
+    """Resolves settings from file, environment and flags, then prints or runs them."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: str,
+        section: str,
+        run: Callable[..., None],
+        show: Callable[..., dict[str, Any]] | None = None,
+        takes_extra: str | None = None,
+        help: str,  # noqa: A002  click's own name
+    ) -> None:
+        """Declare the command.
+
+        Args:
+            name: The command.
+            model: `module:Class` of the settings.
+            section: Their table in `turnwise.toml`.
+            run: Takes the resolved settings (and the extra arguments, where they are taken).
+            show: Returns what `--dry-run` prints besides, under the key `shell` as one line for a shell.
+            takes_extra: Name of the arguments after `--`, None where there are none.
+            help: What the command does.
+        """
+        super().__init__(name, help=help, callback=self._invoke)
+        self._model = model
+        self._section = section
+        self._run = run
+        self._show = show
+        self._takes_extra = takes_extra
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return one option per setting, and those that every such command has."""
+        if not self.params:
+            self.params = self._flags()
+        return super().get_params(ctx)
+
+    def _flags(self) -> list[click.Parameter]:
+        flags: list[click.Parameter] = [_option(name, field) for name, field in self._settings().model_fields.items()]
+        flags += [
+            click.Option(["--config"], type=click.Path(path_type=Path), help="Settings file [default: turnwise.toml]."),
+            click.Option(["--dry-run"], is_flag=True, help="Print the resolved settings and do nothing."),
+            click.Option(["--json", "as_json"], is_flag=True, help="Print them as JSON."),
+        ]
+        if self._takes_extra:
+            flags.append(click.Argument(["extra"], nargs=-1, type=click.UNPROCESSED, metavar=self._takes_extra))
+        return flags
+
+    def _settings(self) -> type[Settings]:
+        module, _, name = self._model.partition(":")
+        settings: type[Settings] = getattr(importlib.import_module(module), name)
+        return settings
+
+    def _invoke(self, **values: Any) -> None:
+        config, dry_run, as_json = (values.pop(name) for name in _NOT_SETTINGS)
+        extra = (tuple(values.pop("extra")),) if self._takes_extra else ()
+        given = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value != ()
+        }
+        settings = load_settings(self._settings(), config=config, section=self._section, overrides=given)
+        if not dry_run:
+            self._run(settings, *extra)
+            return
+        besides = self._show(settings, *extra) if self._show else {}
+        if as_json:
+            click.echo(json.dumps({"settings": settings.model_dump(mode="json"), **besides}, indent=2))
+            return
+        click.echo(describe(settings, self._section))
+        if "shell" in besides:
+            click.echo(f"\n{besides['shell']}")
+
+
+def _option(name: str, field: FieldInfo) -> click.Option:
+    """Make a setting's flag. Values stay text: the model converts them, and says what does not fit."""
+    flag = "--" + name.replace("_", "-")
+    annotation = _without_none(field.annotation)
+    text = (field.description or "").partition("\n\n")[0].replace("\n", " ")
+    if not field.is_required() and field.get_default(call_default_factory=True) is not None:
+        text += f" [default: {field.get_default(call_default_factory=True)}]"
+    if annotation is bool:
+        return click.Option([f"{flag}/--no-{flag[2:]}"], default=None, help=text)
+    many = typing.get_origin(annotation) in {list, tuple}
+    if typing.get_origin(annotation) is typing.Literal:
+        return click.Option([flag], type=click.Choice([str(each) for each in typing.get_args(annotation)]), help=text)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return click.Option([flag], type=click.Choice([str(each.value) for each in annotation]), help=text)
+    return click.Option([flag], multiple=many, metavar=_metavar(annotation), help=text)
+
+
+def _without_none(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in {typing.Union, types.UnionType}:
+        kept = [each for each in typing.get_args(annotation) if each is not type(None)]
+        return kept[0] if len(kept) == 1 else str
+    return annotation
+
+
+def _metavar(annotation: Any) -> str:
+    return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")

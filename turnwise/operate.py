@@ -1,0 +1,118 @@
+"""What the operator's commands do with the store: keys, sessions, exports, each as plain JSON values.
+
+The decision behind it: a command prints what these functions return, as a table or as JSON, so both say the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import enum
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from turnwise.store import keys, queries
+from turnwise.store.database import Database
+from turnwise.store.experiences import experiences
+from turnwise.store.filters import SessionFilter
+from turnwise.types import Credit, Experience, Json
+
+
+@contextlib.contextmanager
+def opened(url: str, *, check: bool = True) -> Iterator[Database]:
+    """Open a database for one command.
+
+    Raises:
+        SchemaMismatch: its tables are not those of this release.
+        StoreUnavailable: it cannot be reached.
+    """
+    database = Database(url)
+    try:
+        if check:
+            database.check_schema()
+        yield database
+    finally:
+        database.close()
+
+
+def upgrade(url: str) -> None:
+    """Bring the tables to this release."""
+    with opened(url, check=False) as database:
+        database.upgrade()
+
+
+def create_key(url: str, *, tenant: str, role: str, name: str) -> Json:
+    """Make a key; the only time that it is shown whole."""
+    with opened(url) as database, database.write() as conn:
+        key_id, key = keys.create_key(conn, tenant, keys.Role(role), name)
+    return {"key_id": key_id, "key": key, "tenant": tenant, "role": role, "name": name}
+
+
+def list_keys(url: str, *, tenant: str | None) -> list[Json]:
+    """Return all keys without their secrets."""
+    with opened(url) as database, database.read() as conn:
+        return [as_json(key) for key in keys.list_keys(conn, tenant)]
+
+
+def revoke_key(url: str, key_id: str) -> Json:
+    """Make a key useless.
+
+    Raises:
+        NotFound: no such key.
+    """
+    with opened(url) as database, database.write() as conn:
+        revoked: Json = as_json(keys.revoke_key(conn, key_id))
+    return revoked
+
+
+def list_sessions(url: str, wanted: SessionFilter, *, limit: int) -> list[Json]:
+    """Return the newest sessions."""
+    with opened(url) as database, database.read() as conn:
+        return [as_json(session) for session in queries.sessions(conn, wanted, limit=limit)[0]]
+
+
+def export(
+    url: str,
+    wanted: SessionFilter,
+    *,
+    merge: Literal["turn", "chain"],
+    credit: str | None,
+    gamma: float | None,
+    reward_bonus_coeff: float,
+) -> Iterator[Json]:
+    """Yield experiences as a trainer would see them."""
+    policy = None if credit is None else Credit(credit)
+    with opened(url) as database, database.read() as conn:
+        found = experiences(
+            conn, wanted, merge=merge, credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff
+        )
+        for experience in found:
+            yield experience_json(experience)
+
+
+def experience_json(experience: Experience) -> Json:
+    """Return an experience as the API shows it: mask and logprobs cover the tokens after the prompt."""
+    after = experience.prompt_length
+    shown: Json = as_json(experience)
+    shown["loss_mask"], shown["logprobs"] = shown["loss_mask"][after:], shown["logprobs"][after:]
+    shown["return"] = shown.pop("turn_returns")
+    del shown["turn_index"]
+    return shown
+
+
+def as_json(value: Any) -> Any:
+    """Return a record as JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, dt.datetime):
+        return value.isoformat()
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple | list):
+        return [as_json(item) for item in value]
+    return value

@@ -1,0 +1,182 @@
+"""Settings of every process: defaults < `turnwise.toml` < environment `TURNWISE_*` < flags.
+
+One decision: a process has one flat model of settings, and each source may only set what the model declares. A name
+that nobody declared is an error with a sentence, wherever it came from, because a misspelt setting that is ignored
+costs more than one that stops the start. Nothing else in the project reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from pydantic_settings.exceptions import SettingsError as UnreadableVariable
+
+from turnwise.errors import SettingsError
+
+SECTIONS = ("proxy", "trainer", "engine", "up", "demo")
+"""Tables of `turnwise.toml`, one a process."""
+
+DEFAULT_FILE = Path("turnwise.toml")
+"""Read from the working directory where no file is named."""
+
+ENVIRONMENT_PREFIX = "TURNWISE_"
+
+
+class Settings(BaseSettings):
+    """Base of each process's settings. Constructed directly it takes its arguments and nothing from outside."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003  pydantic-settings passes all of these by name
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keep the arguments alone; `load_settings` adds the other sources where a process starts."""
+        return (init_settings,)
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def load_settings(
+    model_cls: type[SettingsT], *, config: Path | None, section: str, overrides: Mapping[str, Any]
+) -> SettingsT:
+    """Return the settings of one process, resolved from all sources.
+
+    Args:
+        model_cls: What the process declares.
+        config: A TOML file with `[section]` tables, or one without tables that is all this section's; None takes
+            `turnwise.toml` from the working directory if there is one.
+        section: The process: one of `SECTIONS`.
+        overrides: The command line's flags; a None is a flag that was not given.
+
+    Raises:
+        SettingsError: A key that nothing declares, a value that does not fit, or a file that cannot be read.
+    """
+    sources = {
+        f"file {_file_name(config)}": _read_file(config, section),
+        "environment": _read_environment(model_cls, section),
+        "flag": {key: value for key, value in overrides.items() if value is not None},
+    }
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, values in sources.items():
+        merged |= values
+        origins |= dict.fromkeys(values, origin)
+    try:
+        return model_cls(**merged)
+    except pydantic.ValidationError as error:
+        raise SettingsError(_explain(error, model_cls, section, origins)) from error
+
+
+def describe(settings: Settings, section: str) -> str:
+    """Return the resolved settings as a TOML table, secrets masked: what `--dry-run` prints."""
+    dumped = settings.model_dump(mode="json")
+    lines = [f"[{section}]"]
+    for name, value in dumped.items():
+        lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
+    return "\n".join(lines)
+
+
+def _file_name(config: Path | None) -> str:
+    return str(config or DEFAULT_FILE)
+
+
+def _read_file(config: Path | None, section: str) -> dict[str, Any]:
+    """Return the section's keys of a TOML file; nothing where no file was named and none lies there."""
+    if config is None and not DEFAULT_FILE.is_file():
+        return {}
+    path = config or DEFAULT_FILE
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the settings file {str(path)!r} is not TOML: {error}") from error
+    if not any(isinstance(document.get(name), dict) for name in SECTIONS):
+        return document
+    strangers = [key for key in document if key not in SECTIONS]
+    if strangers:
+        raise SettingsError(
+            f"{str(path)!r} has {strangers[0]!r} outside of its sections; put it into one of "
+            + ", ".join(f"[{name}]" for name in SECTIONS)
+        )
+    table: dict[str, Any] = document.get(section, {})
+    return table
+
+
+def _read_environment(model_cls: type[Settings], section: str) -> dict[str, Any]:
+    """Return what `TURNWISE_<SECTION>_*` sets, undeclared names included so that validation refuses them."""
+    prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}_"
+    try:
+        values = dict(EnvSettingsSource(model_cls, env_prefix=prefix)())
+    except UnreadableVariable as error:
+        raise SettingsError(f"{error}; a list or a table in the environment is written as JSON") from error
+    for name, value in os.environ.items():
+        if name.upper().startswith(prefix):
+            values.setdefault(name[len(prefix) :].lower(), value)
+    return values
+
+
+def _explain(
+    error: pydantic.ValidationError, model_cls: type[Settings], section: str, origins: Mapping[str, str]
+) -> str:
+    """Turn pydantic's report into one sentence a line."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        name = ".".join(map(str, problem["loc"])) or "settings"
+        head = str(problem["loc"][0]) if problem["loc"] else ""
+        origin = origins.get(head, "default")
+        if problem["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(head, model_cls.model_fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see --help for the names there are"
+            lines.append(f"[{section}] has no setting {name!r} (from {origin}); {hint}")
+        elif problem["type"] == "missing":
+            lines.append(
+                f"[{section}] needs {name!r}: set it in the file, as {_variable(section, name)}, or by its flag"
+            )
+        else:
+            shown = "**********" if _is_secret(model_cls, head) else repr(problem["input"])
+            lines.append(f"[{section}] {name}={shown} (from {origin}) does not fit: {problem['msg']}")
+    return "\n".join(lines)
+
+
+def _variable(section: str, name: str) -> str:
+    return f"{ENVIRONMENT_PREFIX}{section}_{name}".upper()
+
+
+def _is_secret(model_cls: type[Settings], name: str) -> bool:
+    field = model_cls.model_fields.get(name)
+    return field is not None and "Secret" in str(field.annotation)
+
+
+def _toml(value: object) -> str:
+    """Write a value as TOML: JSON's scalars and arrays are TOML's, only tables differ."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+__all__ = ["SECTIONS", "Settings", "describe", "load_settings"]

@@ -1,0 +1,63 @@
+"""How sessions fared by the policy version that they sampled with: what a canary is judged by."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+
+import sqlalchemy as sa
+
+from turnwise import credit
+from turnwise.store import lineage
+from turnwise.store.database import to_micros
+from turnwise.store.tables import sessions, turns
+from turnwise.types import Credit, Outcome, SessionStatus
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arm:
+    """The finished sessions of one version."""
+
+    rewards: tuple[float, ...] = ()
+    """Of the sessions that have one."""
+    num_sessions: int = 0
+    num_turns: int = 0
+    num_broken: int = 0
+    """Turns that failed, are untrainable, or were cut by length."""
+
+
+def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[int, int]) -> tuple[Arm, Arm]:
+    """Return how the sessions that began since then and have finished fared, for each of two versions.
+
+    A session counts for the newest version that it sampled with.
+    """
+    broken = sa.or_(
+        turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
+    )
+    found = conn.execute(
+        sa.select(
+            sessions.c.session_pk,
+            sessions.c.credit,
+            sa.func.max(turns.c.policy_version_last).label("version"),
+            sa.func.count().label("num_turns"),
+            sa.func.sum(sa.case((broken, 1), else_=0)).label("num_broken"),
+        )
+        .join_from(turns, sessions)
+        .where(sessions.c.created_at >= to_micros(since), sessions.c.status != SessionStatus.OPEN.value)
+        .group_by(sessions.c.session_pk, sessions.c.credit)
+    ).all()
+    lines = lineage.rewards_of(conn, [row.session_pk for row in found])
+    rewards = {
+        row.session_pk: credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)) for row in found
+    }
+
+    def arm(version: int) -> Arm:
+        own = [row for row in found if row.version == version]
+        return Arm(
+            tuple(reward for row in own if (reward := rewards[row.session_pk]) is not None),
+            len(own),
+            sum(row.num_turns for row in own),
+            sum(row.num_broken for row in own),
+        )
+
+    return arm(versions[0]), arm(versions[1])

@@ -1,0 +1,247 @@
+"""How the trainer takes groups: claim, lease, ack.
+
+One decision: a claim is a fencing token per group, one higher each time the group changes hands, and the transaction
+that records an update checks every token. A trainer that slept through its lease can therefore do no harm, and a group
+is trained exactly once whatever is killed when. Time is the database's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from turnwise.errors import Conflict, LeaseLost
+from turnwise.store import rows
+from turnwise.store.database import Database, clock, from_micros
+from turnwise.store.policies import publish_policy
+from turnwise.store.tables import groups, updates
+from turnwise.types import GroupStatus, PolicyVersion, UpdateRecord
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedGroup:
+    """One group that a trainer holds."""
+
+    group_pk: int
+    group_id: str
+    tenant: str
+    fencing_token: int
+    """Grows by one with every claim of the group."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Groups that a trainer holds until its lease runs out."""
+
+    trainer_id: str
+    groups: tuple[ClaimedGroup, ...]
+    """At least one, the one that was ready first at the front."""
+    leased_until: datetime.datetime
+    """By the database's clock."""
+    num_stale: int = 0
+    """Groups that this call dropped because a turn of theirs was too old."""
+
+    @property
+    def group_pks(self) -> list[int]:
+        """The groups' keys, for `queries.experiences_of_groups`."""
+        return [group.group_pk for group in self.groups]
+
+
+def claim(
+    db: Database,
+    trainer_id: str,
+    *,
+    max_groups: int,
+    lease_seconds: float,
+    min_policy_version: int | None = None,
+    now: datetime.datetime | None = None,
+) -> Claim | None:
+    """Take the groups that have been ready longest, those included whose lease ran out.
+
+    Args:
+        db: The store.
+        trainer_id: Who takes them.
+        max_groups: How many at most.
+        lease_seconds: How long the trainer may take without renewing.
+        min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
+        now: Instead of the database's own time, in tests.
+
+    Returns:
+        The claim; None when no group is there to train.
+    """
+    with db.write() as conn:
+        instant = clock(conn, now)
+        num_stale = _drop_stale(conn, instant, min_policy_version)
+        leased_until = instant + int(lease_seconds * 1e6)
+        found = conn.execute(
+            sa.select(groups.c.group_pk, groups.c.group_id, groups.c.tenant, groups.c.fencing_token)
+            .where(_free(instant))
+            .order_by(groups.c.ready_at, groups.c.group_pk)
+            .limit(max_groups)
+            .with_for_update(skip_locked=True)
+        ).all()
+        if not found:
+            return None
+        conn.execute(
+            sa.update(groups)
+            .where(groups.c.group_pk.in_([row.group_pk for row in found]))
+            .values(
+                status=GroupStatus.CLAIMED.value,
+                trainer_id=trainer_id,
+                fencing_token=groups.c.fencing_token + 1,
+                leased_until=leased_until,
+            )
+        )
+    claimed = tuple(
+        ClaimedGroup(
+            group_pk=row.group_pk, group_id=row.group_id, tenant=row.tenant, fencing_token=row.fencing_token + 1
+        )
+        for row in found
+    )
+    return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
+
+
+def num_claimable(conn: sa.Connection) -> int:
+    """Count the groups that a claim could take now, those included whose lease ran out."""
+    instant = clock(conn, None)
+    return int(conn.execute(sa.select(sa.func.count()).select_from(groups).where(_free(instant))).scalar_one())
+
+
+def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetime | None = None) -> Claim:
+    """Hold the groups for longer.
+
+    Raises:
+        LeaseLost: one of them was taken since.
+    """
+    with db.write() as conn:
+        leased_until = clock(conn, now) + int(lease_seconds * 1e6)
+        for group in held.groups:
+            _change(conn, group, leased_until=leased_until)
+    return dataclasses.replace(held, leased_until=from_micros(leased_until))
+
+
+def release(db: Database, held: Claim, reason: str | None = None) -> None:
+    """Give the groups back for somebody else to claim, with a note why.
+
+    Raises:
+        LeaseLost: one of them was taken since.
+    """
+    with db.write() as conn:
+        for group in held.groups:
+            _change(conn, group, status=GroupStatus.READY.value, leased_until=None, trainer_id=None, reason=reason)
+
+
+def take_back(db: Database, trainer_id: str) -> int:
+    """Make ready again what an earlier process of this trainer held when it died; return how many groups.
+
+    Nobody has to wait for the dead process's lease, and the batch can be done again as it was. Should that process be
+    alive after all, its tokens are stale as soon as the groups are claimed anew.
+    """
+    with db.write() as conn:
+        held = sa.and_(groups.c.trainer_id == trainer_id, groups.c.status == GroupStatus.CLAIMED.value)
+        freed = conn.execute(
+            sa.update(groups).where(held).values(status=GroupStatus.READY.value, leased_until=None, trainer_id=None)
+        )
+    return freed.rowcount
+
+
+def drop(db: Database, held: Claim, reason: str) -> None:
+    """Give the groups up for good: nobody trains on them.
+
+    Raises:
+        LeaseLost: one of them was taken since.
+    """
+    with db.write() as conn:
+        for group in held.groups:
+            _change(conn, group, status=GroupStatus.DROPPED.value, leased_until=None, reason=reason)
+
+
+def ack(
+    conn: sa.Connection,
+    held: Claim,
+    update: UpdateRecord,
+    policy: PolicyVersion | None = None,
+    refused: Mapping[str, str] | None = None,
+) -> bool:
+    """Record an update and what it was trained on, and publish what came out of it: all of it or nothing.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        held: What the update was trained on.
+        update: The update; its id makes a replay visible.
+        policy: The version that came out of it, if it is to be served.
+        refused: Groups that were not trained on after all, with the reason: they are dropped.
+
+    Returns:
+        False when this trainer committed the same update before; then nothing is written.
+
+    Raises:
+        LeaseLost: one of the groups was taken since.
+        Conflict: the update id is another trainer's, or the policy version is there with another path.
+    """
+    if _is_recorded(conn, update):
+        return False
+    reasons = refused or {}
+    for group in held.groups:
+        reason = reasons.get(group.group_id)
+        status = GroupStatus.TRAINED if reason is None else GroupStatus.DROPPED
+        _change(conn, group, status=status.value, leased_until=None, update_id=update.update_id, reason=reason)
+    conn.execute(sa.insert(updates).values(**rows.update_row(update)))
+    if policy is not None:
+        publish_policy(conn, policy)
+    return True
+
+
+def _free(instant: int) -> sa.ColumnElement[bool]:
+    """Return the condition that a group may be claimed."""
+    lapsed = sa.and_(groups.c.status == GroupStatus.CLAIMED.value, groups.c.leased_until <= instant)
+    return sa.or_(groups.c.status == GroupStatus.READY.value, lapsed)
+
+
+def _drop_stale(conn: sa.Connection, instant: int, min_policy_version: int | None) -> int:
+    if min_policy_version is None:
+        return 0
+    dropped = conn.execute(
+        sa.update(groups)
+        .where(_free(instant), groups.c.policy_version_first < min_policy_version)
+        .values(status=GroupStatus.DROPPED.value, leased_until=None, reason="stale")
+    )
+    return dropped.rowcount
+
+
+def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:
+    """Change a group that is held.
+
+    Raises:
+        LeaseLost: its fencing token is not the claim's any more.
+    """
+    held = sa.and_(
+        groups.c.group_pk == group.group_pk,
+        groups.c.fencing_token == group.fencing_token,
+        groups.c.status == GroupStatus.CLAIMED.value,
+    )
+    if conn.execute(sa.update(groups).where(held).values(**values)).rowcount != 1:
+        raise LeaseLost(
+            f"group {group.group_id!r} is no longer held under fencing token {group.fencing_token}; claim again"
+        )
+
+
+def _is_recorded(conn: sa.Connection, update: UpdateRecord) -> bool:
+    """Return whether the update is a replay.
+
+    Raises:
+        Conflict: another update has its id.
+    """
+    known = conn.execute(sa.select(updates).where(updates.c.update_id == update.update_id)).one_or_none()
+    if known is None:
+        return False
+    if (known.trainer_id, known.policy_version) != (update.trainer_id, update.policy_version):
+        raise Conflict(
+            f"update {update.update_id} was recorded by trainer {known.trainer_id!r} as policy version "
+            f"{known.policy_version}; two trainers share this database, or a checkpoint is older than it"
+        )
+    return True

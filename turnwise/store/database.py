@@ -1,0 +1,375 @@
+"""One connection pool, and every difference between SQLite and PostgreSQL.
+
+One decision: callers see two kinds of transaction, `write()` and `read()`, and two errors, `StoreUnavailable` and
+`SchemaMismatch`; the rest of the store is one set of SQLAlchemy Core statements for both databases. SQLite runs in WAL
+with `synchronous=FULL` and takes its write lock at BEGIN, so a writer never fails half-way for want of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import importlib.resources
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy.dialects import postgresql, sqlite
+
+from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
+from turnwise.store import tables
+
+Connection: TypeAlias = sa.Connection
+"""An open transaction; what callers outside of the store know of SQLAlchemy."""
+
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_MICROSECOND = datetime.timedelta(microseconds=1)
+_MIGRATION_LOCK = 0x7475726E
+"""Key of the advisory lock under which PostgreSQL migrates."""
+_MIGRATION_SECONDS = 600
+"""How long one process waits for another's migration."""
+_UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "UndefinedTable", "UndefinedColumn")
+
+
+def to_micros(instant: datetime.datetime) -> int:
+    """Return the instant as stored: microseconds since 1970 in UTC."""
+    return (instant - _EPOCH) // _MICROSECOND
+
+
+def from_micros(micros: int) -> datetime.datetime:
+    """Return a stored instant, aware, in UTC."""
+    return _EPOCH + micros * _MICROSECOND
+
+
+class Database:
+    """A pool of connections to one SQLite file or PostgreSQL database; safe to share between threads."""
+
+    def __init__(self, url: str, *, pool_size: int = 5, lock_timeout_seconds: float = 5.0) -> None:
+        self._lock_timeout_seconds = lock_timeout_seconds
+        parsed = _parsed(url)
+        self.dialect = parsed.get_backend_name()
+        """`sqlite` or `postgresql`."""
+        make = _sqlite_engine if self.dialect == "sqlite" else _postgresql_engine
+        self._engine = make(parsed, pool_size, lock_timeout_seconds)
+        self._writer = self._engine.execution_options(**_WRITE_OPTIONS[self.dialect])
+        self._reader = self._engine.execution_options(**_READ_OPTIONS[self.dialect])
+        # SQLite has one writer anyway; queueing for it here is fair, where its own busy handler sleeps and guesses.
+        self._write_turn: threading.Lock | None = threading.Lock() if self.dialect == "sqlite" else None
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """Open a transaction that writes: committed, durably, when the block ends, rolled back when it raises.
+
+        Raises:
+            StoreUnavailable: the database cannot be reached, is full, or is locked for too long.
+            SchemaMismatch: a table or column is missing.
+        """
+        with self._taking_turns(), attributed(), self._writer.begin() as conn:
+            yield conn
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """Open a transaction that only reads, all of it from one snapshot.
+
+        Raises:
+            StoreUnavailable: the database cannot be reached, or is locked for too long.
+            SchemaMismatch: a table or column is missing.
+        """
+        with attributed(), self._reader.connect() as conn:
+            yield conn
+
+    def upgrade(self, revision: str = "head") -> None:
+        """Migrate the tables to this release; two processes that do it at once take turns.
+
+        Raises:
+            StoreUnavailable: the database cannot be reached.
+        """
+        self._migrate(command.upgrade, revision)
+
+    def downgrade(self, revision: str) -> None:
+        """Migrate the tables back to an older revision; `base` removes them all.
+
+        Raises:
+            StoreUnavailable: the database cannot be reached.
+        """
+        self._migrate(command.downgrade, revision)
+
+    def check_schema(self) -> None:
+        """Make sure that the tables are those of this release.
+
+        Raises:
+            SchemaMismatch: they are not.
+            StoreUnavailable: the database cannot be reached.
+        """
+        head = ScriptDirectory.from_config(alembic_config()).get_current_head()
+        with self.read() as conn:
+            found = MigrationContext.configure(conn).get_current_revision()
+        if found != head:
+            raise SchemaMismatch(
+                f"the database is at schema revision {found!r}, this release needs {head!r}; run `turnwise db upgrade`"
+            )
+
+    def close(self) -> None:
+        """Close every pooled connection."""
+        self._engine.dispose()
+
+    def _migrate(self, migrate: Callable[[Config, str], None], revision: str) -> None:
+        config = alembic_config()
+        with self.write() as conn:
+            if self.dialect == "postgresql":
+                conn.exec_driver_sql(f"SET LOCAL lock_timeout = '{_MIGRATION_SECONDS}s'")
+                conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+            config.attributes["connection"] = conn
+            migrate(config, revision)
+
+    @contextlib.contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        if self._write_turn is None:
+            yield
+            return
+        if not self._write_turn.acquire(timeout=self._lock_timeout_seconds):
+            raise StoreUnavailable(
+                f"the database was busy with another write for {self._lock_timeout_seconds} s; try again"
+            )
+        try:
+            yield
+        finally:
+            self._write_turn.release()
+
+
+_WRITE_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "sqlite": {"begin": "BEGIN IMMEDIATE"},
+    "postgresql": {"isolation_level": "READ COMMITTED"},
+}
+_READ_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "sqlite": {"begin": "BEGIN"},
+    "postgresql": {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True},
+}
+
+
+def alembic_config() -> Config:
+    """Return alembic's configuration for the migrations that were installed with this package."""
+    config = Config()
+    config.set_main_option("script_location", str(importlib.resources.files("migrations")).replace("%", "%%"))
+    return config
+
+
+@contextlib.contextmanager
+def attributed() -> Iterator[None]:
+    """Turn what a driver raises into the store's own errors; programming errors pass as they are.
+
+    Raises:
+        StoreUnavailable: the database cannot be reached, is full, read-only, corrupt, or is locked for too long.
+        SchemaMismatch: a table or column is missing.
+        InvalidRequest: a value that the database cannot hold, such as a text with a NUL in it.
+    """
+    try:
+        yield
+    except sa.exc.TimeoutError as error:
+        raise StoreUnavailable(f"no database connection came free: {error}; raise the pool size") from error
+    except sa.exc.DBAPIError as error:
+        said = f"{type(error.orig).__name__}: {error.orig}".strip()
+        if any(mark in said for mark in _UNKNOWN_TABLE):
+            raise SchemaMismatch(f"{said}; run `turnwise db upgrade`") from error
+        if isinstance(error, sa.exc.DataError):
+            raise InvalidRequest(f"the database cannot hold a value: {said}") from error
+        if isinstance(error, (sa.exc.IntegrityError, sa.exc.ProgrammingError)):
+            raise
+        raise StoreUnavailable(
+            f"the database failed ({said}); check that it runs, has space and is not locked"
+        ) from error
+
+
+def _parsed(url: str) -> sa.URL:
+    """Return the URL with the driver that this project uses."""
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError as error:
+        raise SettingsError(f"{url!r} is no database URL; write sqlite:///FILE or postgresql://…") from error
+    match parsed.get_backend_name():
+        case "postgresql" | "postgres":
+            return parsed.set(drivername="postgresql+psycopg")
+        case "sqlite" if parsed.database and parsed.database != ":memory:":
+            return parsed.set(drivername="sqlite+pysqlite")
+        case "sqlite":
+            raise SettingsError(f"{url!r} is in memory, which processes cannot share; write sqlite:///FILE")
+    raise SettingsError(f"database {parsed.get_backend_name()!r} is not supported; use sqlite or postgresql")
+
+
+def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> sa.Engine:
+    engine = sa.create_engine(
+        url,
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_timeout=lock_timeout_seconds,
+        # Autocommit at the driver: transactions are begun below, and nowhere behind our back.
+        connect_args={"timeout": lock_timeout_seconds, "isolation_level": None, "check_same_thread": False},
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def _configure(driver_connection: Any, _record: Any) -> None:
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            driver_connection.execute(f"PRAGMA {pragma}")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(conn: sa.Connection) -> None:
+        conn.exec_driver_sql(conn.get_execution_options().get("begin", "BEGIN"))
+
+    return engine
+
+
+def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> sa.Engine:
+    lock_timeout_ms = int(lock_timeout_seconds * 1000)
+    return sa.create_engine(
+        url,
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_timeout=lock_timeout_seconds,
+        # A server that was restarted leaves dead connections behind; one cheap probe per transaction replaces them.
+        pool_pre_ping=True,
+        connect_args={
+            "connect_timeout": max(2, int(lock_timeout_seconds)),
+            "options": f"-c lock_timeout={lock_timeout_ms} -c synchronous_commit=on",
+        },
+    )
+
+
+def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
+    """Insert the row unless one with its key is there; return whether it was inserted."""
+    insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
+    key, *_ = table.primary_key.columns
+    inserted = conn.execute(insert(table).values(**row).on_conflict_do_nothing().returning(key))
+    return inserted.one_or_none() is not None
+
+
+def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, which must hold what the driver takes as it is: no enum, no datetime.
+
+    This is the hot path: SQLAlchemy's conversion of each value would cost as much as SQLite's insert. One statement
+    takes many rows, because between two of them the driver gives the interpreter away and waits to get it back.
+    """
+    columns = tuple(batch[0])
+    start = 0
+    for size in _ROWS_PER_STATEMENT:
+        while len(batch) - start >= size:
+            values = tuple(row[column] for row in batch[start : start + size] for column in columns)
+            conn.exec_driver_sql(_insert_sql(table, columns, size, conn.dialect.name), values)
+            start += size
+
+
+_ROWS_PER_STATEMENT = (32, 8, 1)
+"""A batch is cut into these, so that there are few different statements to prepare."""
+
+
+@functools.lru_cache
+def _insert_sql(table: sa.Table, columns: tuple[str, ...], num_rows: int, dialect_name: str) -> str:
+    mark = "%s" if dialect_name == "postgresql" else "?"
+    row = f"({', '.join([mark] * len(columns))})"
+    return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES {', '.join([row] * num_rows)}"  # noqa: S608  names are ours
+
+
+def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) -> None:
+    """Add to sessions' counts of turns and chains, and move their last activity on, in one statement for many.
+
+    Args:
+        conn: a transaction of `Database.write`.
+        batch: session_pk, new turns, new chains, instant of the last activity; each session once.
+    """
+    start = 0
+    for size in _ROWS_PER_STATEMENT:
+        while len(batch) - start >= size:
+            values = tuple(value for row in batch[start : start + size] for value in row)
+            conn.exec_driver_sql(_count_sql(size, conn.dialect.name), values)
+            start += size
+
+
+@functools.lru_cache
+def _count_sql(num_rows: int, dialect_name: str) -> str:
+    row = "(%s::bigint, %s::int, %s::int, %s::bigint)" if dialect_name == "postgresql" else "(?, ?, ?, ?)"
+    latest = "greatest" if dialect_name == "postgresql" else "max"
+    new = f"WITH new(session_pk, turns, chains, at) AS (VALUES {', '.join([row] * num_rows)})"
+    return (
+        f"{new} UPDATE sessions SET num_turns = num_turns + new.turns, num_chains = num_chains + new.chains, "  # noqa: S608
+        f"last_active_at = {latest}(last_active_at, new.at) FROM new WHERE sessions.session_pk = new.session_pk"
+    )
+
+
+def is_among(dialect_name: str, column: sa.Column[Any], parameter: str) -> sa.ColumnElement[bool]:
+    """Return the condition that the column is one of a list of values; its SQL is the same however many there are."""
+    if dialect_name == "postgresql":
+        return column == sa.any_(sa.bindparam(parameter, type_=postgresql.ARRAY(column.type)))
+    return column.in_(sa.select(sa.func.json_each(sa.bindparam(parameter)).table_valued("value").c.value))
+
+
+def members(dialect_name: str, values: Collection[Any]) -> Any:
+    """Return the list as the parameter of `is_among`."""
+    return list(values) if dialect_name == "postgresql" else json.dumps(list(values))
+
+
+def clock(conn: sa.Connection, now: datetime.datetime | None = None) -> int:
+    """Return the database's own time in microseconds, so that a client's clock steals no lease; or `now`, if given."""
+    if now is not None:
+        return to_micros(now)
+    if conn.dialect.name == "postgresql":
+        sql = "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)"
+    else:
+        # julianday counts days from noon, 4714 BC; 2440587.5 of them came before 1970.
+        sql = "SELECT CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000"
+    return int(conn.exec_driver_sql(sql).scalar_one())
+
+
+def acquire_lease(
+    conn: sa.Connection, name: str, owner: str, seconds: float, now: datetime.datetime | None = None
+) -> int | None:
+    """Take a named lock between processes for some seconds.
+
+    Returns:
+        The fencing token, which grows by one with every change of holder; None while somebody else holds the lease.
+        Who holds it already gets the same token and a longer lease.
+    """
+    instant = clock(conn, now)
+    expires_at = instant + int(seconds * 1e6)
+    lease = tables.leases
+    first = {"name": name, "owner": owner, "fencing_token": 1, "expires_at": expires_at}
+    if insert_ignoring(conn, lease, first):
+        return 1
+    keeps = sa.and_(lease.c.owner == owner, lease.c.expires_at > instant)
+    return conn.execute(
+        sa.update(lease)
+        .where(lease.c.name == name, sa.or_(keeps, lease.c.expires_at <= instant))
+        .values(
+            owner=owner,
+            expires_at=expires_at,
+            fencing_token=lease.c.fencing_token + sa.case((keeps, 0), else_=1),
+        )
+        .returning(lease.c.fencing_token)
+    ).scalar_one_or_none()
+
+
+def renew_lease(
+    conn: sa.Connection, name: str, fencing_token: int, seconds: float, now: datetime.datetime | None = None
+) -> bool:
+    """Hold the lease for longer; False when somebody else took it since."""
+    lease = tables.leases
+    renewed = conn.execute(
+        sa.update(lease)
+        .where(lease.c.name == name, lease.c.fencing_token == fencing_token)
+        .values(expires_at=clock(conn, now) + int(seconds * 1e6))
+    )
+    return renewed.rowcount == 1
+
+
+def release_lease(conn: sa.Connection, name: str, fencing_token: int) -> bool:
+    """Give the lease back at once; False when somebody else took it since."""
+    lease = tables.leases
+    released = conn.execute(
+        sa.update(lease).where(lease.c.name == name, lease.c.fencing_token == fencing_token).values(expires_at=0)
+    )
+    return released.rowcount == 1

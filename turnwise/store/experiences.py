@@ -1,0 +1,153 @@
+"""Experiences, made from the ledger when they are asked for: the trainer's batch and the proxy's dry run are the same.
+
+One decision: only sessions that are finished count (over, with a reward), because a session without a reward is not
+one with reward 0. Sessions are read some at a time, so a long history streams in bounded memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import sqlalchemy as sa
+
+from turnwise.chains import ChainTokens, merge_session, split_session
+from turnwise.credit import SessionCredit, assign_credit, latest_lines
+from turnwise.store import lineage, rows
+from turnwise.store.filters import SessionFilter
+from turnwise.store.tables import sessions
+from turnwise.types import EID, Credit, Experience, Session, SessionStatus
+
+_SESSIONS_AT_ONCE = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """How experiences are to be made; None takes what the session says."""
+
+    credit: Credit | None = None
+    gamma: float | None = None
+    reward_bonus_coeff: float = 0.0
+    names: Collection[str] | None = None
+    merge: Literal["turn", "chain"] = "turn"
+
+
+def experiences(
+    conn: sa.Connection,
+    wanted: SessionFilter,
+    *,
+    credit: Credit | None = None,
+    gamma: float | None = None,
+    reward_bonus_coeff: float = 0.0,
+    names: Collection[str] | None = None,
+    merge: Literal["turn", "chain"] = "turn",
+) -> Iterator[Experience]:
+    """Yield the experiences of rewarded sessions, oldest first: of those that are over, unless a status is asked.
+
+    Args:
+        conn: A transaction that stays open while the iterator is read.
+        wanted: Which sessions.
+        credit: Another credit policy than each session's own.
+        gamma: Another discount than each session's own.
+        reward_bonus_coeff: Bonus for getting better from step to step.
+        names: The reward names that count; None lets all of them.
+        merge: One experience per turn, or one per chain, as the trainer sees them.
+    """
+    shape = _Shape(credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, names=names, merge=merge)
+    clauses = wanted.clauses()
+    if wanted.status is None:
+        clauses.append(sessions.c.status != SessionStatus.OPEN.value)
+    return _stream(conn, clauses, shape)
+
+
+def experiences_of_groups(
+    conn: sa.Connection,
+    group_pks: Sequence[int],
+    *,
+    reward_bonus_coeff: float = 0.0,
+    names: Collection[str] | None = None,
+    merge: Literal["turn", "chain"] = "chain",
+) -> Iterator[Experience]:
+    """Yield the experiences of the finished sessions of these groups.
+
+    Args:
+        conn: A transaction that stays open while the iterator is read.
+        group_pks: Keys of the groups, from a claim.
+        reward_bonus_coeff: Bonus for getting better from step to step.
+        names: The reward names that count; None lets all of them.
+        merge: One experience per chain, or one per turn.
+    """
+    shape = _Shape(reward_bonus_coeff=reward_bonus_coeff, names=names, merge=merge)
+    clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value]
+    return _stream(conn, clauses, shape)
+
+
+def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shape: _Shape) -> Iterator[Experience]:
+    behind = 0
+    while True:
+        found = conn.execute(
+            sa.select(sessions)
+            .where(*clauses, sessions.c.num_rewards > 0, sessions.c.session_pk > behind)
+            .order_by(sessions.c.session_pk)
+            .limit(_SESSIONS_AT_ONCE)
+        ).all()
+        if not found:
+            return
+        behind = found[-1].session_pk
+        yield from _of_sessions(conn, found, shape)
+
+
+def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Shape) -> Iterator[Experience]:
+    pks = [row.session_pk for row in found]
+    turns = lineage.turns_of(conn, pks)
+    lines = lineage.rewards_of(conn, pks)
+    for row in found:
+        in_session = turns.get(row.session_pk, [])
+        in_force = latest_lines(lines.get(row.session_pk, []), shape.names)
+        if not in_force:
+            continue  # judged, but by none of the names that count
+        assigned = assign_credit(
+            in_session,
+            in_force,
+            shape.credit or Credit(row.credit),
+            gamma=row.gamma if shape.gamma is None else shape.gamma,
+            reward_bonus_coeff=shape.reward_bonus_coeff,
+        )
+        session = rows.session_from_row(row, assigned.reward)
+        sequences = merge_session(in_session) if shape.merge == "chain" else split_session(in_session)
+        for sequence in sequences:
+            yield _experience(session, sequence, assigned)
+
+
+def _experience(session: Session, sequence: ChainTokens, credit: SessionCredit) -> Experience:
+    turn_ids = tuple(turn.turn_id for turn in sequence.turns)
+    steps = tuple(turn.seq if turn.step is None else turn.step for turn in sequence.turns)
+    group_id = session.group_id or session.session_id
+    return Experience(
+        eid=EID(batch=group_id, task=session.task_id or "", run=session.run, step=steps[0], suffix=turn_ids[0]),
+        session_id=session.session_id,
+        group_id=group_id,
+        turn_ids=turn_ids,
+        turn_steps=steps,
+        tokens=sequence.tokens,
+        prompt_length=sequence.prompt_length,
+        loss_mask=sequence.loss_mask,
+        turn_index=sequence.turn_index,
+        logprobs=sequence.logprobs,
+        turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
+        turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),
+        reward=credit.reward,
+        policy_version_first=min(turn.policy_version_first for turn in sequence.turns),
+        policy_version_last=max(turn.policy_version_last for turn in sequence.turns),
+        split=session.split,
+        metrics={"num_turns": len(turn_ids), "num_tokens": int(sequence.loss_mask.sum())},
+        info={
+            "termination_reason": session.termination_reason,
+            "metadata": session.metadata,
+            "credit": session.credit.value,
+            # What a session pins wins over what a call asked for. One a turn.
+            "sampling": [{**turn.sampling, **session.sampling} for turn in sequence.turns],
+        },
+    )

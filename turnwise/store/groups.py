@@ -1,0 +1,136 @@
+"""Groups: the sessions that are centred together, and the unit that a trainer claims.
+
+One decision: a group's state changes in the transaction of the session that causes it, so a group is ready at the very
+commit that completes it and no sweep has to find that out. Turns never touch it: they are the hot path.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from typing import Literal
+
+import sqlalchemy as sa
+
+from turnwise.chains import TRAINABLE_OUTCOMES
+from turnwise.errors import Conflict
+from turnwise.store.database import insert_ignoring, to_micros
+from turnwise.store.rows import StoredRow
+from turnwise.store.tables import groups, sessions, turns
+from turnwise.types import GroupStatus, Session, utc_now
+
+
+def close_stalled_groups(
+    conn: sa.Connection,
+    inactive_since: datetime.datetime,
+    policy: Literal["train", "drop"] = "train",
+    now: datetime.datetime | None = None,
+) -> list[str]:
+    """Decide the open groups in which nothing happened since: train on what is finished, or drop them.
+
+    Under `train` a group without any finished session stays open: its rewards may still come.
+
+    Returns:
+        The group ids that left the state `open`.
+    """
+    since = to_micros(inactive_since)
+    active = sa.exists().where(sessions.c.group_pk == groups.c.group_pk, sessions.c.last_active_at >= since)
+    stalled = sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at < since, ~active)
+    if policy == "train":
+        change = (
+            sa.update(groups)
+            .where(stalled, groups.c.num_finished > 0)
+            .values(status=GroupStatus.READY.value, ready_at=to_micros(now or utc_now()), reason="stalled")
+        )
+    else:
+        change = sa.update(groups).where(stalled).values(status=GroupStatus.DROPPED.value, reason="stalled")
+    return list(conn.execute(change.returning(groups.c.group_id)).scalars())
+
+
+def join(conn: sa.Connection, session: Session) -> int:
+    """Count the session in its group, which is created with its first session; return the group's key."""
+    instant = to_micros(session.created_at)
+    size = session.group_size if session.group_id is not None else 1
+    group_id = session.group_id if session.group_id is not None else session.session_id
+    fresh = insert_ignoring(
+        conn,
+        groups,
+        {
+            "tenant": session.tenant,
+            "group_id": group_id,
+            "group_size": size,
+            "status": GroupStatus.OPEN.value,
+            "num_sessions": 0,
+            "num_finished": 0,
+            "last_active_at": instant,
+            "fencing_token": 0,
+        },
+    )
+    group = conn.execute(
+        sa.select(groups).where(groups.c.tenant == session.tenant, groups.c.group_id == group_id).with_for_update()
+    ).one()
+    if not fresh:
+        _check_joinable(group, session)
+    conn.execute(
+        sa.update(groups)
+        .where(groups.c.group_pk == group.group_pk)
+        .values(
+            group_size=sa.func.coalesce(groups.c.group_size, size),
+            num_sessions=groups.c.num_sessions + 1,
+            last_active_at=instant,
+        )
+    )
+    return int(group.group_pk)
+
+
+def _check_joinable(group: StoredRow, session: Session) -> None:
+    if session.group_id is None:
+        raise Conflict(f"session id {session.session_id!r} is the id of a group; choose another", param="session_id")
+    if group.status != GroupStatus.OPEN:
+        raise Conflict(
+            f"group {group.group_id!r} is {group.status} and takes no more sessions; use a new group_id",
+            param="group_id",
+        )
+    if None not in (session.group_size, group.group_size) and session.group_size != group.group_size:
+        raise Conflict(
+            f"group {group.group_id!r} has size {group.group_size}, not {session.group_size!r}", param="group_size"
+        )
+
+
+def leave(conn: sa.Connection, group_pk: int | None) -> None:
+    """Take back what `join` counted: another transaction created the same session meanwhile."""
+    conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(num_sessions=groups.c.num_sessions - 1))
+
+
+def finish(conn: sa.Connection, finished: Iterable[StoredRow]) -> None:
+    """Count sessions as finished in their groups, and make complete groups ready."""
+    instant = to_micros(utc_now())
+    for row in sorted((row for row in finished if row.group_pk is not None), key=lambda row: int(row.group_pk)):
+        complete = sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.num_finished + 1 >= groups.c.group_size)
+        conn.execute(
+            sa.update(groups)
+            .where(groups.c.group_pk == row.group_pk)
+            .values(
+                num_finished=groups.c.num_finished + 1,
+                status=sa.case((complete, GroupStatus.READY.value), else_=groups.c.status),
+                ready_at=sa.case((complete, instant), else_=groups.c.ready_at),
+                last_active_at=instant,
+            )
+        )
+        _note_oldest_version(conn, row)
+
+
+def _note_oldest_version(conn: sa.Connection, session: StoredRow) -> None:
+    """Lower the group's oldest policy version to that of the session's trainable turns, if it has any."""
+    oldest = conn.execute(
+        sa.select(sa.func.min(turns.c.policy_version_first)).where(
+            turns.c.session_pk == session.session_pk, turns.c.outcome.in_([o.value for o in TRAINABLE_OUTCOMES])
+        )
+    ).scalar_one()
+    if oldest is not None:
+        known = groups.c.policy_version_first
+        conn.execute(
+            sa.update(groups)
+            .where(groups.c.group_pk == session.group_pk, sa.or_(known.is_(None), known > oldest))
+            .values(policy_version_first=oldest)
+        )

@@ -1,0 +1,370 @@
+"""What is written while agents run: sessions, turns, rewards, and what follows for groups and policies.
+
+One decision: every function works inside the caller's transaction, so the proxy commits all turns that arrived
+meanwhile at once, and ending a session with a reward is one commit. A session is *finished* when it is over (ended or
+expired) and has a reward; the write that makes it so counts it in its group, and the last one makes the group ready.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from turnwise.chains import TRAINABLE_OUTCOMES
+from turnwise.errors import Conflict, InvalidRequest, NotFound
+from turnwise.store import groups, queries, rows
+from turnwise.store.database import count_up, insert_ignoring, insert_rows, is_among, members, to_micros
+from turnwise.store.groups import close_stalled_groups
+from turnwise.store.policies import activate_policy, fail_policy, pin_policy, publish_policy
+from turnwise.store.tables import idempotency, rewards, sessions, turns
+from turnwise.types import Outcome, Reward, Session, SessionStatus, Split, Turn, utc_now
+
+__all__ = [
+    "activate_policy",
+    "add_rewards",
+    "append_turns",
+    "close_stalled_groups",
+    "create_session",
+    "end_session",
+    "expire_idle_sessions",
+    "fail_policy",
+    "pin_policy",
+    "publish_policy",
+]
+
+
+def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool]:
+    """Open a session, and join its group; idempotent by tenant and session id.
+
+    Returns:
+        The stored session, and whether this call created it.
+
+    Raises:
+        Conflict: its group is complete already, has another size, or is a session by itself.
+    """
+    if session.group_size is not None and session.group_id is None:
+        raise InvalidRequest(f"group_size {session.group_size!r} needs a group_id to say which group", param="group_id")
+    known = _session_row(conn, session.tenant, session.session_id)
+    if known is None:
+        group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
+        if insert_ignoring(conn, sessions, rows.session_row(session, group_pk)):
+            return queries.session(conn, session.tenant, session.session_id), True
+        groups.leave(conn, group_pk)
+    return queries.session(conn, session.tenant, session.session_id), False
+
+
+def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
+    """Store the turns of many sessions, each exactly once by its turn id and by its session and request key.
+
+    A turn for a session that is over is stored all the same, as untrainable with the reason `session_ended`.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        batch: Turns in order of arrival, parents before children.
+
+    Returns:
+        For each turn, itself with its `seq` and `step`; for a replay the turn that is stored, whatever its id.
+
+    Raises:
+        NotFound: a session or a parent that is not stored.
+        Conflict: a turn id that another session holds.
+    """
+    pks, states = _lock_sessions(conn, {(turn.tenant, turn.session_id) for turn in batch})
+    session_of_turn, stored_keys = _already_stored(conn, batch, pks)
+    stored: list[Turn] = []
+    replayed: list[int] = []
+    turn_rows: list[dict[str, Any]] = []
+    for turn in batch:
+        session_pk = pks[turn.tenant, turn.session_id]
+        if _is_replay(turn, session_pk, session_of_turn, stored_keys):
+            replayed.append(len(stored))
+            stored.append(turn)
+            continue
+        if turn.parent_turn_id is not None and session_of_turn.get(turn.parent_turn_id) != session_pk:
+            raise NotFound(f"turn {turn.turn_id!r} extends {turn.parent_turn_id!r}, which its session does not hold")
+        session_of_turn[turn.turn_id] = session_pk
+        stored_keys.add((session_pk, turn.request_key))
+        placed = states[session_pk].place(turn)
+        turn_rows.append(rows.turn_row(placed, session_pk))
+        stored.append(placed)
+    if turn_rows:
+        insert_rows(conn, turns, turn_rows)
+        count_up(conn, [state.counts() for state in states.values() if state.num_new])
+    for index in replayed:
+        stored[index] = queries.stored_turn(conn, batch[index])
+    return stored
+
+
+def end_session(
+    conn: sa.Connection,
+    tenant: str,
+    session_id: str,
+    reason: str | None = None,
+    now: datetime.datetime | None = None,
+) -> Session:
+    """End a session; ending it again changes nothing.
+
+    Raises:
+        NotFound: no such session.
+        Conflict: it expired before.
+    """
+    row = _session_row(conn, tenant, session_id, lock=True)
+    if row is None:
+        raise _no_session(session_id)
+    if row.status == SessionStatus.EXPIRED:
+        raise Conflict(f"session {session_id!r} expired after idling; open a new one", code="session_expired")
+    if row.status == SessionStatus.OPEN:
+        instant = to_micros(now or utc_now())
+        conn.execute(
+            sa.update(sessions)
+            .where(sessions.c.session_pk == row.session_pk)
+            .values(status=SessionStatus.ENDED.value, termination_reason=reason, ended_at=instant)
+        )
+        if row.num_rewards > 0:
+            groups.finish(conn, [row])
+    return queries.session(conn, tenant, session_id)
+
+
+def expire_idle_sessions(
+    conn: sa.Connection, idle_before: datetime.datetime, now: datetime.datetime | None = None
+) -> int:
+    """Close the open sessions that nothing happened in since; those with a reward are finished. Return how many."""
+    idle = conn.execute(
+        sa.select(sessions.c.session_pk, sessions.c.group_pk, sessions.c.num_rewards)
+        .where(sessions.c.status == SessionStatus.OPEN.value, sessions.c.last_active_at < to_micros(idle_before))
+        .order_by(sessions.c.session_pk)
+        .with_for_update(skip_locked=True)
+    ).all()
+    if idle:
+        dialect = conn.dialect.name
+        conn.execute(
+            sa.update(sessions)
+            .where(is_among(dialect, sessions.c.session_pk, "idle"))
+            .values(status=SessionStatus.EXPIRED.value, ended_at=to_micros(now or utc_now())),
+            {"idle": members(dialect, [row.session_pk for row in idle])},
+        )
+        groups.finish(conn, [row for row in idle if row.num_rewards > 0])
+    return len(idle)
+
+
+def add_rewards(
+    conn: sa.Connection, lines: Sequence[Reward], *, idempotency_key: str | None = None, body_digest: bytes = b""
+) -> list[int]:
+    """Append reward lines, all of them or none.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        lines: Of one tenant. A line with a turn id may leave its session id empty.
+        idempotency_key: A replay under the same key gets the first answer again and writes nothing.
+        body_digest: Digest of the request's body, to tell a replay from another body under the same key.
+
+    Returns:
+        How many turns each line reached.
+
+    Raises:
+        NotFound: an unknown session, turn or step.
+        InvalidRequest: a value that is not finite, or a line for a turn and a step at once.
+        Conflict: the key was used with another body.
+    """
+    if not lines:
+        return []
+    tenant = lines[0].tenant
+    if idempotency_key is not None:
+        answer = _claim_key(conn, tenant, idempotency_key, body_digest)
+        if answer is not None:
+            return answer
+    session_ids = [_checked_target(conn, line) for line in lines]
+    locked = _lock_rows(conn, {(tenant, session_id) for session_id in session_ids})
+    by_id = {row.session_id: row for row in locked}
+    reached = [_reach(conn, line, by_id[session_id]) for line, session_id in zip(lines, session_ids, strict=True)]
+    pks = [by_id[session_id].session_pk for session_id in session_ids]
+    conn.execute(
+        sa.insert(rewards), [rows.reward_row(line, session_pk) for line, session_pk in zip(lines, pks, strict=True)]
+    )
+    _count_rewards(conn, locked, pks, to_micros(max(line.created_at for line in lines)))
+    if idempotency_key is not None:
+        conn.execute(
+            sa.update(idempotency)
+            .where(idempotency.c.tenant == tenant, idempotency.c.key == idempotency_key)
+            .values(answer=rows.dump(reached))
+        )
+    return reached
+
+
+@dataclasses.dataclass(slots=True)
+class _SessionState:
+    """A locked session, while turns are appended to it."""
+
+    session_pk: int
+    is_open: bool
+    num_turns: int
+    num_new: int = 0
+    num_new_chains: int = 0
+    last_active_at: int = 0
+
+    def place(self, turn: Turn) -> Turn:
+        """Return the turn with its place in the session."""
+        seq = self.num_turns + self.num_new
+        self.num_new += 1
+        self.num_new_chains += turn.chain_id == turn.turn_id
+        self.last_active_at = max(self.last_active_at, to_micros(turn.created_at))
+        step = seq if turn.step is None else turn.step
+        if self.is_open or turn.outcome not in TRAINABLE_OUTCOMES:
+            return dataclasses.replace(turn, seq=seq, step=step)
+        return dataclasses.replace(turn, seq=seq, step=step, outcome=Outcome.UNTRAINABLE, reason="session_ended")
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Return what `count_up` takes."""
+        return self.session_pk, self.num_new, self.num_new_chains, self.last_active_at
+
+
+def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow | None:
+    found = sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.session_id == session_id)
+    return conn.execute(found.with_for_update() if lock else found).one_or_none()
+
+
+def _lock_rows(conn: sa.Connection, wanted: set[tuple[str, str]]) -> list[rows.StoredRow]:
+    """Lock these sessions, always in the same order, so that two writers cannot deadlock.
+
+    Raises:
+        NotFound: one of them is not stored.
+    """
+    dialect = conn.dialect.name
+    names = {
+        "tenants": members(dialect, {tenant for tenant, _ in wanted}),
+        "session_ids": members(dialect, {session_id for _, session_id in wanted}),
+    }
+    found = conn.execute(_select_sessions(dialect), names).all()
+    locked = [row for row in found if (row.tenant, row.session_id) in wanted]
+    if len(locked) < len(wanted):
+        missing = min(wanted - {(row.tenant, row.session_id) for row in locked})
+        raise _no_session(missing[1])
+    return locked
+
+
+@functools.cache
+def _select_sessions(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    return (
+        sa.select(
+            sessions.c.session_pk,
+            sessions.c.tenant,
+            sessions.c.session_id,
+            sessions.c.status,
+            sessions.c.num_turns,
+            sessions.c.num_rewards,
+            sessions.c.group_pk,
+        )
+        .where(is_among(dialect, sessions.c.tenant, "tenants"), is_among(dialect, sessions.c.session_id, "session_ids"))
+        .order_by(sessions.c.session_pk)
+        .with_for_update()
+    )
+
+
+def _lock_sessions(
+    conn: sa.Connection, wanted: set[tuple[str, str]]
+) -> tuple[dict[tuple[str, str], int], dict[int, _SessionState]]:
+    locked = _lock_rows(conn, wanted) if wanted else []
+    states = {
+        row.session_pk: _SessionState(row.session_pk, row.status == SessionStatus.OPEN, row.num_turns) for row in locked
+    }
+    return {(row.tenant, row.session_id): row.session_pk for row in locked}, states
+
+
+@functools.cache
+def _select_by_id(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    return sa.select(turns.c.turn_id, turns.c.session_pk).where(is_among(dialect, turns.c.turn_id, "turn_ids"))
+
+
+@functools.cache
+def _select_by_key(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    return sa.select(turns.c.session_pk, turns.c.request_key).where(
+        is_among(dialect, turns.c.session_pk, "session_pks"), is_among(dialect, turns.c.request_key, "request_keys")
+    )
+
+
+def _already_stored(
+    conn: sa.Connection, batch: Sequence[Turn], pks: dict[tuple[str, str], int]
+) -> tuple[dict[str, int], set[tuple[int, str | None]]]:
+    """Return which of the batch's turns and parents are stored, with their session, and which request keys."""
+    dialect = conn.dialect.name
+    ids = {turn.turn_id for turn in batch} | {turn.parent_turn_id for turn in batch if turn.parent_turn_id}
+    by_id = conn.execute(_select_by_id(dialect), {"turn_ids": members(dialect, ids)})
+    session_of_turn = {row.turn_id: row.session_pk for row in by_id}
+    keys = {turn.request_key for turn in batch if turn.request_key is not None}
+    if not keys:
+        return session_of_turn, set()
+    by_key = conn.execute(
+        _select_by_key(dialect),
+        {"session_pks": members(dialect, pks.values()), "request_keys": members(dialect, keys)},
+    )
+    return session_of_turn, {(row.session_pk, row.request_key) for row in by_key}
+
+
+def _is_replay(
+    turn: Turn, session_pk: int, session_of_turn: dict[str, int], stored_keys: set[tuple[int, str | None]]
+) -> bool:
+    holder = session_of_turn.get(turn.turn_id)
+    if holder is not None and holder != session_pk:
+        raise Conflict(f"turn id {turn.turn_id!r} belongs to another session; ids must be unique")
+    return holder is not None or (turn.request_key is not None and (session_pk, turn.request_key) in stored_keys)
+
+
+def _claim_key(conn: sa.Connection, tenant: str, key: str, body_digest: bytes) -> list[int] | None:
+    """Take an idempotency key, or return the answer that it was given before."""
+    row = {"tenant": tenant, "key": key, "body_digest": body_digest, "answer": "[]", "created_at": to_micros(utc_now())}
+    if insert_ignoring(conn, idempotency, row):
+        return None
+    known = conn.execute(sa.select(idempotency).where(idempotency.c.tenant == tenant, idempotency.c.key == key)).one()
+    if known.body_digest != body_digest:
+        raise Conflict(f"idempotency key {key!r} was used with another body; use a new key")
+    return [int(reached) for reached in json.loads(known.answer)]
+
+
+def _checked_target(conn: sa.Connection, line: Reward) -> str:
+    """Return the session id that the line is for."""
+    if not math.isfinite(line.value):
+        raise InvalidRequest(f"reward value {line.value!r} is not a finite number", param="value")
+    if line.turn_id is None:
+        return line.session_id
+    if line.step is not None:
+        raise InvalidRequest(f"a reward is for turn {line.turn_id!r} or for step {line.step!r}, not both", param="step")
+    session_id = queries.session_of_turn(conn, line.tenant, line.turn_id)
+    if session_id is None or line.session_id not in ("", session_id):
+        where = f" in session {line.session_id!r}" if line.session_id else ""
+        raise NotFound(f"there is no turn {line.turn_id!r}{where}", param="turn_id")
+    return session_id
+
+
+def _reach(conn: sa.Connection, line: Reward, row: rows.StoredRow) -> int:
+    """Return how many turns the line is for."""
+    if line.turn_id is not None:
+        return 1
+    if line.step is None:
+        return int(row.num_turns)
+    of_step = sa.select(sa.func.count()).where(turns.c.session_pk == row.session_pk, turns.c.step == line.step)
+    reached = conn.execute(of_step).scalar_one()
+    if reached == 0:
+        raise NotFound(f"session {line.session_id!r} has no turn in step {line.step!r}", param="step")
+    return int(reached)
+
+
+def _count_rewards(conn: sa.Connection, locked: Iterable[rows.StoredRow], pks: Sequence[int], instant: int) -> None:
+    """Count new lines in their sessions, and finish those that are over and had none."""
+    for row in locked:
+        conn.execute(
+            sa.update(sessions)
+            .where(sessions.c.session_pk == row.session_pk)
+            .values(num_rewards=sessions.c.num_rewards + pks.count(row.session_pk), last_active_at=instant)
+        )
+    groups.finish(conn, [row for row in locked if row.status != SessionStatus.OPEN and row.num_rewards == 0])
+
+
+def _no_session(session_id: str) -> NotFound:
+    return NotFound(f"there is no session {session_id!r}", param="session_id")

@@ -1,0 +1,116 @@
+"""Stored turns with what lies before them: whole prompts, rebuilt through the parents.
+
+One decision: a session is read with one statement and rebuilt in one pass in order of `seq` (parents come before
+children), so the work is linear in its turns; a single turn finds its ancestors by a recursive query.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from turnwise.store import rows
+from turnwise.store.tables import rewards, sessions, turns
+from turnwise.types import Json, Reward, TokenIds, Turn
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TurnView:
+    """A turn as a reader wants it: with its whole prompt and its rewards."""
+
+    turn: Turn
+    messages: list[Json]
+    """The whole prompt's messages, from the root on."""
+    tools: list[Json] | None
+    """The tools of its chain."""
+    prompt_token_ids: TokenIds
+    """The whole prompt. [P]"""
+    rewards: tuple[Reward, ...]
+    """Lines for this turn or its step, in order of arrival; those for the whole session are not here."""
+
+
+_TURN_COLUMNS = (*turns.c, sessions.c.session_id, sessions.c.tenant)
+_SELECT_TURNS = sa.select(*_TURN_COLUMNS).join_from(turns, sessions)
+_SELECT_REWARDS = sa.select(*rewards.c, sessions.c.session_id, sessions.c.tenant).join_from(rewards, sessions)
+
+
+def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[Turn]]:
+    """Return all turns of these sessions in order of `seq`, by session."""
+    found = conn.execute(
+        _SELECT_TURNS.where(turns.c.session_pk.in_(session_pks)).order_by(turns.c.session_pk, turns.c.seq)
+    )
+    by_session: dict[int, list[Turn]] = defaultdict(list)
+    for row in found:
+        by_session[row.session_pk].append(rows.turn_from_row(row))
+    return by_session
+
+
+def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[Reward]]:
+    """Return all reward lines of these sessions in order of arrival, by session."""
+    found = conn.execute(_SELECT_REWARDS.where(rewards.c.session_pk.in_(session_pks)).order_by(rewards.c.reward_id))
+    by_session: dict[int, list[Reward]] = defaultdict(list)
+    for row in found:
+        by_session[row.session_pk].append(rows.reward_from_row(row))
+    return by_session
+
+
+def with_ancestors(conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[Turn]:
+    """Return the turns of a session for which this holds, and everything that they extend, in order of `seq`."""
+    found = conn.execute(_SELECT_TURNS.where(*_in_line(session_pk, *wanted)).order_by(turns.c.seq))
+    return [rows.turn_from_row(row) for row in found]
+
+
+def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenIds:
+    """Return prompt and sampled tokens of one turn of a session."""
+    found = conn.execute(
+        sa.select(turns.c.prompt_delta, turns.c.token_ids)
+        .where(*_in_line(session_pk, turns.c.turn_id == turn_id))
+        .order_by(turns.c.seq)
+    )
+    return np.concatenate([rows.ids_from_blob(blob) for row in found for blob in row])
+
+
+def turn_views(turns_in_order: Sequence[Turn], lines: Iterable[Reward]) -> list[TurnView]:
+    """Return each turn with its whole prompt.
+
+    Args:
+        turns_in_order: Turns of one session in order of `seq`, with all their ancestors.
+        lines: The session's reward lines in order of arrival.
+    """
+    for_turn: dict[Any, list[Reward]] = defaultdict(list)
+    for reward in lines:
+        for_turn[reward.turn_id if reward.turn_id is not None else reward.step].append(reward)
+    views: dict[str, TurnView] = {}
+    for turn in turns_in_order:
+        parent = views[turn.parent_turn_id] if turn.parent_turn_id is not None else None
+        own = sorted(for_turn[turn.turn_id] + for_turn[turn.step], key=lambda reward: reward.reward_id or 0)
+        views[turn.turn_id] = TurnView(
+            turn=turn,
+            messages=[*_whole_messages(parent), *turn.messages],
+            tools=parent.tools if parent else turn.tools,
+            prompt_token_ids=np.concatenate([_whole_tokens(parent), turn.prompt_delta]),
+            rewards=tuple(own),
+        )
+    return list(views.values())
+
+
+def _whole_messages(view: TurnView | None) -> list[Json]:
+    return [] if view is None else [*view.messages, view.turn.response]
+
+
+def _whole_tokens(view: TurnView | None) -> TokenIds:
+    return np.empty(0, np.int32) if view is None else np.concatenate([view.prompt_token_ids, view.turn.token_ids])
+
+
+def _in_line(session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[sa.ColumnElement[bool]]:
+    """Return the conditions for the turns that are wanted, and for their ancestors."""
+    link = sa.select(turns.c.turn_id, turns.c.parent_turn_id).where(turns.c.session_pk == session_pk)
+    line = link.where(*wanted).cte(recursive=True)
+    # UNION, not UNION ALL: a trunk that several of them share is walked once.
+    line = line.union(link.where(turns.c.turn_id == line.c.parent_turn_id))
+    return [turns.c.session_pk == session_pk, turns.c.turn_id.in_(sa.select(line.c.turn_id))]

@@ -1,0 +1,156 @@
+"""Versions of the served model: published by the trainer, activated by the proxy, pinned by a person.
+
+One decision: at most one version is active, and the row says so only after engines serve it; what should be served
+(the pinned version, else the newest that has not failed) is asked for, never stored twice.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import sqlalchemy as sa
+
+from turnwise.errors import Conflict, NotFound
+from turnwise.store import rows
+from turnwise.store.database import insert_ignoring, to_micros
+from turnwise.store.tables import policies as table
+from turnwise.store.tables import serving
+from turnwise.types import PolicyStatus, PolicyVersion, utc_now
+
+_SERVING = 1
+"""Key of the one row of `serving`."""
+
+
+def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
+    """Announce a version; the same version with the same path again changes nothing. Return whether it is new.
+
+    Raises:
+        Conflict: the version is there with another path.
+    """
+    if insert_ignoring(conn, table, rows.policy_row(policy)):
+        return True
+    known = get_policy(conn, policy.version)
+    if known.path != policy.path:
+        raise Conflict(
+            f"policy version {policy.version} is published from {known.path!r}, not {policy.path!r}; versions never "
+            "change, publish the next one",
+            param="version",
+        )
+    return False
+
+
+def activate_policy(
+    conn: sa.Connection, version: int, reload_seconds: float | None = None, now: datetime.datetime | None = None
+) -> PolicyVersion:
+    """Record that engines serve this version now; the one before is retired.
+
+    Raises:
+        NotFound: no such version.
+    """
+    was_active = sa.and_(table.c.status == PolicyStatus.ACTIVE.value, table.c.version != version)
+    conn.execute(sa.update(table).where(was_active).values(status=PolicyStatus.RETIRED.value))
+    conn.execute(
+        sa.update(table)
+        .where(table.c.version == version)
+        .values(
+            status=PolicyStatus.ACTIVE.value,
+            error=None,
+            reload_seconds=reload_seconds,
+            activated_at=to_micros(now or utc_now()),
+        )
+    )
+    return get_policy(conn, version)
+
+
+def fail_policy(conn: sa.Connection, version: int, error: str) -> PolicyVersion:
+    """Record that engines would not take this version, and why.
+
+    Raises:
+        NotFound: no such version.
+    """
+    change = sa.update(table).where(table.c.version == version)
+    conn.execute(change.values(status=PolicyStatus.FAILED.value, error=error))
+    return get_policy(conn, version)
+
+
+def try_policy(conn: sa.Connection, version: int, now: datetime.datetime | None = None) -> PolicyVersion:
+    """Record that a share of the sessions samples with this version from now on, as a canary.
+
+    Raises:
+        NotFound: no such version.
+    """
+    change = sa.update(table).where(table.c.version == version)
+    conn.execute(change.values(status=PolicyStatus.CANARY.value, error=None, activated_at=to_micros(now or utc_now())))
+    return get_policy(conn, version)
+
+
+def reconsider_policy(conn: sa.Connection, version: int) -> PolicyVersion:
+    """Let a version that failed, or whose canary was called off, be tried again; any other stays as it is.
+
+    Raises:
+        NotFound: no such version.
+    """
+    again = table.c.status.in_([PolicyStatus.FAILED.value, PolicyStatus.CANARY.value])
+    change = sa.update(table).where(table.c.version == version, again)
+    conn.execute(change.values(status=PolicyStatus.PUBLISHED.value, error=None, activated_at=None))
+    return get_policy(conn, version)
+
+
+def pin_policy(conn: sa.Connection, version: int | None) -> None:
+    """Serve this version whatever is published later; None follows the newest again.
+
+    Raises:
+        NotFound: no such version.
+    """
+    if version is not None:
+        get_policy(conn, version)
+    if not insert_ignoring(conn, serving, {"serving_id": _SERVING, "pinned_version": version}):
+        conn.execute(sa.update(serving).values(pinned_version=version))
+
+
+def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:
+    """Return a version.
+
+    Raises:
+        NotFound: no such version.
+    """
+    row = conn.execute(sa.select(table).where(table.c.version == version)).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no policy version {version!r}", param="version")
+    return rows.policy_from_row(row)
+
+
+def list_policies(
+    conn: sa.Connection, *, limit: int = 100, after: int | None = None
+) -> tuple[list[PolicyVersion], bool]:
+    """Return versions, newest first, from below `after` on; and whether there are more."""
+    wanted = sa.select(table).order_by(table.c.version.desc()).limit(limit + 1)
+    found = conn.execute(wanted if after is None else wanted.where(table.c.version < after)).all()
+    return [rows.policy_from_row(row) for row in found[:limit]], len(found) > limit
+
+
+def active_policy(conn: sa.Connection) -> PolicyVersion | None:
+    """Return the version that engines serve; None before the first was activated."""
+    row = conn.execute(sa.select(table).where(table.c.status == PolicyStatus.ACTIVE.value)).one_or_none()
+    return None if row is None else rows.policy_from_row(row)
+
+
+def canary_policy(conn: sa.Connection) -> PolicyVersion | None:
+    """Return the version that a share of the sessions tries; None when there is no canary."""
+    row = conn.execute(
+        sa.select(table).where(table.c.status == PolicyStatus.CANARY.value).order_by(table.c.version).limit(1)
+    ).one_or_none()
+    return None if row is None else rows.policy_from_row(row)
+
+
+def newest_policy(conn: sa.Connection) -> PolicyVersion | None:
+    """Return the newest version that engines did not refuse."""
+    row = conn.execute(
+        sa.select(table).where(table.c.status != PolicyStatus.FAILED.value).order_by(table.c.version.desc()).limit(1)
+    ).one_or_none()
+    return None if row is None else rows.policy_from_row(row)
+
+
+def pinned_version(conn: sa.Connection) -> int | None:
+    """Return the version that a person pinned."""
+    return conn.execute(sa.select(serving.c.pinned_version)).scalar_one_or_none()

@@ -1,0 +1,332 @@
+"""Read models: what the API, the dashboard, the continuation and the trainer ask of the store.
+
+One decision: what can be worked out is not stored. A session's reward, a turn's whole prompt and every experience come
+from the ledger at the time of asking, so late rewards and another credit policy are simply there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from turnwise import credit
+from turnwise.errors import NotFound
+from turnwise.store import lineage, rows, tables
+from turnwise.store.experiences import experiences, experiences_of_groups
+from turnwise.store.filters import SessionFilter
+from turnwise.store.lineage import TurnView
+from turnwise.store.policies import active_policy, newest_policy, pinned_version
+from turnwise.store.policies import get_policy as policy
+from turnwise.store.policies import list_policies as policies
+from turnwise.types import Credit, Json, Outcome, Session, TokenIds, Turn, UpdateRecord
+
+__all__ = [
+    "Counts",
+    "HistoryEntry",
+    "SessionFilter",
+    "TurnView",
+    "active_policy",
+    "counts",
+    "experiences",
+    "experiences_of_groups",
+    "full_messages",
+    "full_tokens",
+    "group_sessions",
+    "history_index",
+    "last_update",
+    "newest_policy",
+    "pinned_version",
+    "policies",
+    "policy",
+    "session",
+    "session_of_turn",
+    "sessions",
+    "stored_turn",
+    "turn",
+    "turn_by_request",
+    "turns",
+    "updates",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryEntry:
+    """What a request is compared with to find the turn that it extends."""
+
+    turn_id: str
+    parent_turn_id: str | None
+    chain_id: str
+    seq: int
+    outcome: Outcome
+    prompt_length: int
+    num_sampled: int
+    """Sampled tokens; with `prompt_length`, the tokens that an extension starts from."""
+    history_digest: bytes
+    messages_digest: bytes
+    dialogue_digest: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counts:
+    """Gauges of the whole store."""
+
+    sessions: dict[str, int]
+    """By status."""
+    groups: dict[str, int]
+    """By status."""
+    num_turns: int
+    num_rewards: int
+    num_updates: int
+
+
+def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
+    """Return a session with its reward.
+
+    Raises:
+        NotFound: no such session.
+    """
+    return _sessions(conn, [_session_row(conn, tenant, session_id)])[0]
+
+
+def sessions(
+    conn: sa.Connection, wanted: SessionFilter, *, limit: int = 100, after: str | None = None
+) -> tuple[list[Session], bool]:
+    """Return sessions, newest first, from behind the session `after` on; and whether there are more.
+
+    Raises:
+        NotFound: no session `after`.
+    """
+    found = (
+        sa.select(tables.sessions)
+        .where(*wanted.clauses())
+        .order_by(tables.sessions.c.session_pk.desc())
+        .limit(limit + 1)
+    )
+    if after is not None:
+        if wanted.tenant is None:
+            raise ValueError("paging behind a session needs the filter's tenant")
+        found = found.where(tables.sessions.c.session_pk < _session_row(conn, wanted.tenant, after).session_pk)
+    page = conn.execute(found).all()
+    return _sessions(conn, page[:limit]), len(page) > limit
+
+
+def turn(conn: sa.Connection, tenant: str, turn_id: str) -> TurnView:
+    """Return a turn with its whole prompt and its rewards.
+
+    Raises:
+        NotFound: no such turn.
+    """
+    session_pk = _session_pk_of_turn(conn, turn_id, tenant)
+    line = lineage.with_ancestors(conn, session_pk, tables.turns.c.turn_id == turn_id)
+    return lineage.turn_views(line, lineage.rewards_of(conn, [session_pk])[session_pk])[-1]
+
+
+def turns(
+    conn: sa.Connection, tenant: str, session_id: str, *, limit: int | None = 100, after: str | int | None = None
+) -> tuple[list[TurnView], bool]:
+    """Return a session's turns in order; and whether there are more.
+
+    Args:
+        conn: A transaction.
+        tenant: Whose session.
+        session_id: Which session.
+        limit: How many at most; None for all.
+        after: Only turns behind this one: its turn id or its `seq`.
+
+    Raises:
+        NotFound: no such session, or no turn `after` in it.
+    """
+    held = _session_row(conn, tenant, session_id)
+    first = 0
+    if after is not None:
+        first = 1 + (after if isinstance(after, int) else _seq_of(conn, held.session_pk, after))
+    end = held.num_turns if limit is None else min(first + limit, held.num_turns)
+    seq = tables.turns.c.seq
+    line = lineage.with_ancestors(conn, held.session_pk, seq >= first, seq < end)
+    views = lineage.turn_views(line, lineage.rewards_of(conn, [held.session_pk])[held.session_pk])
+    return [view for view in views if view.turn.seq >= first], end < held.num_turns
+
+
+def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str) -> str | None:
+    """Return the session that holds the turn; None when this tenant has no such turn."""
+    return conn.execute(
+        sa.select(tables.sessions.c.session_id)
+        .join_from(tables.turns, tables.sessions)
+        .where(tables.turns.c.turn_id == turn_id, tables.sessions.c.tenant == tenant)
+    ).scalar_one_or_none()
+
+
+def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_key: str) -> Turn | None:
+    """Return the turn that a call with this key made before, as it is stored."""
+    return _one_turn(conn, tenant, session_id, tables.turns.c.request_key == request_key)
+
+
+def stored_turn(conn: sa.Connection, replay: Turn) -> Turn:
+    """Return what is stored of a turn that came again, under its id or under its request key.
+
+    Raises:
+        NotFound: nothing is.
+    """
+    same = tables.turns.c.turn_id == replay.turn_id
+    if replay.request_key is not None:
+        same = sa.or_(same, tables.turns.c.request_key == replay.request_key)
+    stored = _one_turn(conn, replay.tenant, replay.session_id, same)
+    if stored is None:
+        raise NotFound(f"there is no turn {replay.turn_id!r} in session {replay.session_id!r}", param="turn_id")
+    return stored
+
+
+def history_index(conn: sa.Connection, tenant: str, session_id: str) -> list[HistoryEntry]:
+    """Return what the session's turns are recognised by, in order; empty when there is no such session."""
+    found = conn.execute(
+        sa.select(
+            tables.turns.c.turn_id,
+            tables.turns.c.parent_turn_id,
+            tables.turns.c.chain_id,
+            tables.turns.c.seq,
+            tables.turns.c.outcome,
+            tables.turns.c.prompt_length,
+            sa.func.length(tables.turns.c.token_ids).label("num_sampled_bytes"),
+            tables.turns.c.history_digest,
+            tables.turns.c.messages_digest,
+            tables.turns.c.dialogue_digest,
+        )
+        .join_from(tables.turns, tables.sessions)
+        .where(tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
+        .order_by(tables.turns.c.seq)
+    )
+    return [
+        HistoryEntry(
+            turn_id=row.turn_id,
+            parent_turn_id=row.parent_turn_id,
+            chain_id=row.chain_id,
+            seq=row.seq,
+            outcome=Outcome(row.outcome),
+            prompt_length=row.prompt_length,
+            num_sampled=row.num_sampled_bytes // 4,
+            history_digest=row.history_digest,
+            messages_digest=row.messages_digest,
+            dialogue_digest=row.dialogue_digest,
+        )
+        for row in found
+    ]
+
+
+def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
+    """Return a turn's prompt and sampled tokens, through its ancestors.
+
+    Raises:
+        NotFound: no such turn.
+    """
+    return lineage.tokens_through(conn, _session_pk_of_turn(conn, turn_id), turn_id)
+
+
+def full_messages(conn: sa.Connection, turn_id: str) -> tuple[list[Json], list[Json] | None]:
+    """Return the messages of a turn's prompt, its reply not included, and the tools, through its ancestors.
+
+    Raises:
+        NotFound: no such turn.
+    """
+    session_pk = _session_pk_of_turn(conn, turn_id)
+    view = lineage.turn_views(lineage.with_ancestors(conn, session_pk, tables.turns.c.turn_id == turn_id), ())[-1]
+    return view.messages, view.tools
+
+
+def group_sessions(conn: sa.Connection, group_pks: Sequence[int]) -> dict[int, list[Session]]:
+    """Return all sessions of these groups, finished or not, by group."""
+    found = conn.execute(
+        sa.select(tables.sessions)
+        .where(tables.sessions.c.group_pk.in_(group_pks))
+        .order_by(tables.sessions.c.session_pk)
+    ).all()
+    by_group: dict[int, list[Session]] = {group_pk: [] for group_pk in group_pks}
+    for row, record in zip(found, _sessions(conn, found), strict=True):
+        by_group[row.group_pk].append(record)
+    return by_group
+
+
+def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) -> tuple[list[UpdateRecord], bool]:
+    """Return updates, newest first, from below `after` on; and whether there are more."""
+    found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(limit + 1)
+    if after is not None:
+        found = found.where(tables.updates.c.update_id < after)
+    page = conn.execute(found).all()
+    return [rows.update_from_row(row) for row in page[:limit]], len(page) > limit
+
+
+def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRecord | None:
+    """Return the newest update, of this trainer if one is named."""
+    found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(1)
+    if trainer_id is not None:
+        found = found.where(tables.updates.c.trainer_id == trainer_id)
+    row = conn.execute(found).one_or_none()
+    return None if row is None else rows.update_from_row(row)
+
+
+def counts(conn: sa.Connection) -> Counts:
+    """Count what the store holds."""
+    return Counts(
+        sessions=_by_status(conn, tables.sessions),
+        groups=_by_status(conn, tables.groups),
+        num_turns=int(
+            conn.execute(sa.select(sa.func.coalesce(sa.func.sum(tables.sessions.c.num_turns), 0))).scalar_one()
+        ),
+        num_rewards=conn.execute(sa.select(sa.func.count()).select_from(tables.rewards)).scalar_one(),
+        num_updates=conn.execute(sa.select(sa.func.count()).select_from(tables.updates)).scalar_one(),
+    )
+
+
+def _by_status(conn: sa.Connection, table: sa.Table) -> dict[str, int]:
+    found = conn.execute(sa.select(table.c.status, sa.func.count().label("number")).group_by(table.c.status))
+    return {status: count for status, count in found}  # noqa: C416  a Row is a tuple, but not to the type checker
+
+
+def _session_row(conn: sa.Connection, tenant: str, session_id: str) -> rows.StoredRow:
+    row = conn.execute(
+        sa.select(tables.sessions).where(tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
+    ).one_or_none()
+    if row is None:
+        raise NotFound(f"there is no session {session_id!r}", param="session_id")
+    return row
+
+
+def _sessions(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Session]:
+    """Return these sessions with their rewards."""
+    lines = lineage.rewards_of(conn, [row.session_pk for row in found if row.num_rewards > 0])
+    return [
+        rows.session_from_row(row, credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)))
+        for row in found
+    ]
+
+
+def _one_turn(conn: sa.Connection, tenant: str, session_id: str, wanted: sa.ColumnElement[bool]) -> Turn | None:
+    in_session = (tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
+    row = conn.execute(
+        sa.select(*tables.turns.c, tables.sessions.c.session_id, tables.sessions.c.tenant)
+        .join_from(tables.turns, tables.sessions)
+        .where(*in_session, wanted)
+        .order_by(tables.turns.c.seq)
+        .limit(1)
+    ).one_or_none()
+    return None if row is None else rows.turn_from_row(row)
+
+
+def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:
+    seq = conn.execute(
+        sa.select(tables.turns.c.seq).where(tables.turns.c.session_pk == session_pk, tables.turns.c.turn_id == turn_id)
+    ).scalar_one_or_none()
+    if seq is None:
+        raise NotFound(f"there is no turn {turn_id!r} in this session", param="after")
+    return int(seq)
+
+
+def _session_pk_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> int:
+    found = sa.select(tables.turns.c.session_pk).where(tables.turns.c.turn_id == turn_id)
+    if tenant is not None:
+        found = found.join(tables.sessions).where(tables.sessions.c.tenant == tenant)
+    session_pk = conn.execute(found).scalar_one_or_none()
+    if session_pk is None:
+        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+    return int(session_pk)

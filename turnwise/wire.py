@@ -1,0 +1,251 @@
+"""The control plane's calls as plain values: what is asked, when it is asked again, and which error an answer is.
+
+One decision: nothing here does IO. The synchronous and the asynchronous client differ only in how they send a `Call`
+and how they sleep, so every rule about paths, retries and errors is written once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
+from urllib.parse import quote
+
+from turnwise import errors
+from turnwise.types import Json
+
+API_KEY_WHEN_NONE = "EMPTY"
+"""What OpenAI clients send to a proxy that asks for no key; they refuse to start without one."""
+
+PAGE_SIZE = 100
+"""Rows asked for at a time by the iterators."""
+RETRIED_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
+"""Answers after which the same call may succeed."""
+BACKOFF_BASE_SECONDS = 0.25
+BACKOFF_MAX_SECONDS = 8.0
+READY_POLL_SECONDS = 0.2
+"""How often readiness is asked for."""
+RETRY_AFTER_MAX_SECONDS = 120.0
+"""A server that asks for more patience than this gets its next call after this much."""
+
+
+class SessionFields(TypedDict, total=False):
+    """What opening a session takes; what is left out is the proxy's to fill in."""
+
+    session_id: str
+    """A name of your own makes creation idempotent over restarts of the agent; without one a fresh one is made."""
+    task_id: str
+    run: int
+    """Which rollout of the task this is, from 0."""
+    group_id: str
+    """The rollouts that are centred together."""
+    group_size: int
+    """How many sessions complete the group."""
+    split: str
+    """`train`, or `eval`: never trained on."""
+    credit: str
+    """`propagate`: every turn gets the session's reward; `step_wise`: each turn gets its own step's."""
+    gamma: float
+    metadata: Json
+    sampling: Json
+    """Sampling parameters that the session's calls are pinned to, whatever they ask for."""
+
+
+class RewardFields(TypedDict, total=False):
+    """What narrows a reward of a session: a step, or one turn; its name, and who judged."""
+
+    step: int
+    turn_id: str
+    name: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One request to the control plane. All of them may be sent twice: writes carry a key that makes them one."""
+
+    method: str
+    path: str
+    body: Any = None
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    idempotency_key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that this call needs beyond the client's own."""
+        return {"Idempotency-Key": self.idempotency_key} if self.idempotency_key else {}
+
+
+def get(path: str, **params: Any) -> Call:
+    """Return a read; parameters that are None are left out."""
+    return Call("GET", path, params=given(params))
+
+
+def write(path: str, body: Any, *, idempotency_key: str | None = None) -> Call:
+    """Return a write under the caller's idempotency key, or under a fresh one."""
+    return Call("POST", path, body=body, idempotency_key=idempotency_key or uuid.uuid4().hex)
+
+
+def given(fields: Mapping[str, Any]) -> Json:
+    """Return the fields that are not None: those that the caller left out are the server's to fill in."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def segment(identifier: str | int) -> str:
+    """Return an id as one segment of a path: `task:0` and `a/b` and `…#1` stay one."""
+    return quote(str(identifier), safe=":")
+
+
+def session_path(session_id: str, suffix: str = "") -> str:
+    """Return the control plane's path of a session."""
+    return f"/v1/sessions/{segment(session_id)}{suffix}"
+
+
+def create_session(fields: SessionFields) -> Call:
+    """Return the creation of a session, under a name given here: a retry finds the session of the first attempt."""
+    named = {"session_id": uuid.uuid4().hex, **given(fields)}
+    return write("/v1/sessions", named, idempotency_key=named["session_id"])
+
+
+def page_of(path: str, filters: Mapping[str, Any]) -> Call:
+    """Return the read of a list's first page."""
+    return get(path, **{"limit": PAGE_SIZE, **filters})
+
+
+def first_model(models: Json) -> str:
+    """Return the model that an engine serves, from its list of models."""
+    return str(models["data"][0]["id"])
+
+
+def reward_line(
+    value: float,
+    *,
+    session_id: str | None = None,
+    turn_id: str | None = None,
+    step: int | None = None,
+    name: str | None = None,
+    source: str | None = None,
+) -> Json:
+    """Return one line for the ledger.
+
+    Raises:
+        InvalidRequest: neither a session nor a turn is named.
+    """
+    if session_id is None and turn_id is None:
+        raise errors.InvalidRequest("a reward needs a target: give session_id or turn_id", param="session_id")
+    fields = {"turn_id": turn_id} if turn_id else {"session_id": session_id}
+    return {**fields, **given({"step": step, "name": name, "source": source}), "value": float(value)}
+
+
+def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> Call:
+    """Return the write of several reward lines in one transaction."""
+    return write("/v1/rewards", [dict(line) for line in lines], idempotency_key=idempotency_key)
+
+
+def next_page(call: Call, page: Json, id_field: str) -> Call | None:
+    """Return the call for the page after this one, or None when it was the last."""
+    rows = page["data"]
+    if not page.get("has_more") or not rows:
+        return None
+    return dataclasses.replace(call, params={**call.params, "after": rows[-1][id_field]})
+
+
+def pause_seconds(attempt: int, retry_after: str | None) -> float:
+    """Return how long to wait before attempt `attempt + 2`: what the server asked for, else doubling, with jitter."""
+    asked = _seconds(retry_after)
+    if asked is not None:
+        # Jitter upwards only: many sessions were told the same second, and none may come back before it.
+        return min(asked, RETRY_AFTER_MAX_SECONDS) + random.uniform(0, BACKOFF_BASE_SECONDS)  # noqa: S311 not a secret
+    doubled: float = min(BACKOFF_BASE_SECONDS * 2**attempt, BACKOFF_MAX_SECONDS)
+    return doubled * random.uniform(0.5, 1.0)  # noqa: S311 not a secret
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    try:
+        return max(0.0, float(retry_after)) if retry_after else None
+    except ValueError:  # an HTTP date: our proxy never sends one, a gateway before it may
+        return None
+
+
+_ERROR_OF_STATUS: dict[int, type[errors.ClientError]] = {
+    401: errors.Unauthorized,
+    403: errors.Forbidden,
+    404: errors.NotFound,
+    409: errors.Conflict,
+    413: errors.TooLarge,
+}
+
+
+_ERROR_OF_CODE: dict[str, type[errors.TurnwiseError]] = {
+    "engine_unavailable": errors.EngineUnavailable,
+    "engine_unsuitable": errors.EngineUnsuitable,
+    "reload_failed": errors.ReloadFailed,
+    "store_unavailable": errors.StoreUnavailable,
+    "schema_mismatch": errors.SchemaMismatch,
+    "bad_checkpoint": errors.BadCheckpoint,
+}
+"""Failures that are not the caller's, by the code that the proxy gives them."""
+
+
+def error_of(status: int, body: bytes, retry_after: str | None = None) -> errors.TurnwiseError:
+    """Return the error that an answer stands for, with the server's own sentence."""
+    detail = _detail(body)
+    message = str(detail.get("message") or f"the proxy answered {status}: {body[:500].decode(errors='replace')!r}")
+    if status == 429:
+        return errors.Overloaded(message, retry_after_seconds=round(_seconds(retry_after) or 1))
+    boundary = _ERROR_OF_CODE.get(str(detail.get("code")))
+    if boundary is not None:
+        return boundary(message)
+    if status >= 500:
+        return errors.ProxyUnavailable(message)
+    kind = _ERROR_OF_STATUS.get(status, errors.InvalidRequest)
+    return kind(message, param=detail.get("param"), code=detail.get("code"))
+
+
+def _detail(body: bytes) -> Json:
+    """Return the `error` object of an OpenAI-shaped body; empty for what a gateway in between made up."""
+    try:
+        detail = json.loads(body)["error"]
+    except (ValueError, TypeError, KeyError):
+        return {}
+    return detail if isinstance(detail, dict) else {"message": detail}
+
+
+@dataclasses.dataclass(slots=True)
+class Attempts:
+    """Counts how often a call was tried, and says after each failure how long to wait, or raises."""
+
+    limit: int
+    """Retries after the first attempt."""
+    failed: int = 0
+
+    def after_broken_connection(self, url: str, error: Exception) -> float:
+        """Return the pause before the next attempt.
+
+        Raises:
+            ProxyUnavailable: that was the last one.
+        """
+        if self.failed >= self.limit:
+            message = (
+                f"cannot reach the proxy at {url!r} ({type(error).__name__}: {error}); start it with `turnwise up`"
+            )
+            raise errors.ProxyUnavailable(message) from error
+        return self._pause(None)
+
+    def after_answer(self, status: int, body: bytes, retry_after: str | None) -> float:
+        """Return the pause before the next attempt.
+
+        Raises:
+            TurnwiseError: the answer is final, or that was the last attempt.
+        """
+        if status not in RETRIED_STATUSES or self.failed >= self.limit:
+            raise error_of(status, body, retry_after)
+        return self._pause(retry_after)
+
+    def _pause(self, retry_after: str | None) -> float:
+        pause = pause_seconds(self.failed, retry_after)
+        self.failed += 1
+        return pause

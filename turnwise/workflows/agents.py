@@ -1,0 +1,73 @@
+"""What a workflow is made of: agents that talk to the model, and environments that answer them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from turnwise.types import Json
+from turnwise.workflows.episodes import Action, Step, Trajectory
+
+
+class BaseAgent(ABC):
+    """Turns observations into messages, replies into actions, and both into a trajectory."""
+
+    @property
+    def chat_completions(self) -> list[Json]:
+        """The conversation to send to the model."""
+        return []
+
+    @property
+    @abstractmethod
+    def trajectory(self) -> Trajectory:
+        """The steps so far."""
+
+    @abstractmethod
+    def update_from_env(self, observation: Any, reward: float, done: bool, info: Json, **kwargs: Any) -> None:
+        """Take in what the environment answered."""
+
+    @abstractmethod
+    def update_from_model(self, response: str, **kwargs: Any) -> Action:
+        """Take in what the model replied, and return what to do."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin a new trajectory."""
+
+    def get_current_state(self) -> Step | None:
+        """Return the newest step; None before the first."""
+        return self.trajectory.steps[-1] if self.trajectory.steps else None
+
+
+class BaseEnv(ABC):
+    """A world that an agent acts in."""
+
+    @property
+    def idx(self) -> Any:
+        """Where in a batch of environments this one stands."""
+        return getattr(self, "_idx", None)
+
+    @idx.setter
+    def idx(self, value: Any) -> None:
+        self._idx = value
+
+    @abstractmethod
+    def reset(self, task: Json | None = None) -> tuple[Any, Json]:
+        """Begin a task; return the first observation and its info."""
+
+    @abstractmethod
+    def step(self, action: Any) -> tuple[Any, float, bool, Json]:
+        """Act; return observation, reward, whether it is done, and info."""
+
+    def close(self) -> None:  # noqa: B027 most environments hold nothing to give back
+        """Give back what the environment holds."""
+
+    @staticmethod
+    def from_dict(info: Json) -> BaseEnv:
+        """Make an environment from a task's description."""
+        raise NotImplementedError(f"this environment cannot be made from {sorted(info)!r}: define from_dict on it")
+
+    @staticmethod
+    def is_multithread_safe() -> bool:
+        """Return whether instances may live in several threads of one process."""
+        return True

@@ -1,0 +1,214 @@
+"""rLLM's `AgentWorkflowEngine`: many runs at once over a pool of workflow objects, each failed run tried again.
+
+One decision: a run *is* a session of the proxy. The engine opens it, says to the ledger how it ended and what it was
+worth, and the trainer on the other side needs nothing from this process. What the engine returns, episodes or a verl
+batch, is the same data once more for those who train here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Self
+
+from turnwise.errors import InvalidRequest, RolloutFailed
+from turnwise.types import Json
+from turnwise.workflows.episodes import Episode, TerminationReason
+from turnwise.workflows.rollout import RolloutEngine, RunIdentity
+from turnwise.workflows.rows import in_batch_order
+from turnwise.workflows.workflow import Workflow
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+logger = logging.getLogger(__name__)
+
+
+class AgentWorkflowEngine:
+    """Runs tasks by a workflow class, `n_parallel_tasks` at a time."""
+
+    def __init__(
+        self,
+        workflow_cls: type[Workflow],
+        workflow_args: Json | None,
+        rollout_engine: RolloutEngine,
+        config: Any = None,
+        n_parallel_tasks: int = 128,
+        retry_limit: int = 3,
+        raise_on_error: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Keep what runs are made of.
+
+        Args:
+            workflow_cls: what runs.
+            workflow_args: what each workflow object is made with, beside engine and executor.
+            rollout_engine: where replies come from.
+            config: verl's, with `data` and `rllm`; only verl batches need one.
+            n_parallel_tasks: runs at a time, and threads for their blocking calls.
+            retry_limit: attempts at a run that ends in an error.
+            raise_on_error: whether a run that failed on every attempt ends the batch.
+            kwargs: kept for subclasses.
+        """
+        self.workflow_cls = workflow_cls
+        self.workflow_args = workflow_args or {}
+        self.rollout_engine = rollout_engine
+        self.config = config
+        self.n_parallel_tasks = n_parallel_tasks
+        self.retry_limit = retry_limit
+        self.raise_on_error = raise_on_error
+        self.kwargs = kwargs
+        self.executor: ThreadPoolExecutor | None = ThreadPoolExecutor(max_workers=n_parallel_tasks)
+        self.workflow_queue: asyncio.Queue[Workflow] | None = None
+
+    async def initialize_pool(self) -> None:
+        """Make the workflow objects, once.
+
+        Raises:
+            InvalidRequest: the workflow holds an environment that cannot share a process.
+        """
+        if self.workflow_queue is not None:
+            return
+        queue: asyncio.Queue[Workflow] = asyncio.Queue(maxsize=self.n_parallel_tasks)
+        for _ in range(self.n_parallel_tasks):
+            arguments = {"rollout_engine": self.rollout_engine, "executor": self.executor, **self.workflow_args}
+            workflow = self.workflow_cls(**arguments)
+            if not workflow.is_multithread_safe():
+                name = self.workflow_cls.__name__
+                raise InvalidRequest(f"{name!r} holds an environment that is not multithread-safe: make it so")
+            queue.put_nowait(workflow)
+        self.workflow_queue = queue
+
+    async def process_task_with_retry(
+        self, task: Json, task_id: str, rollout_idx: int, **kwargs: Any
+    ) -> tuple[str, int, Episode]:
+        """Run one rollout of a task, again while it ends in an error, and return its id, index and episode.
+
+        Raises:
+            RolloutFailed: it ended in an error `retry_limit` times, and `raise_on_error` is on.
+        """
+        return await self._process(task, self._identity(task_id, rollout_idx), kwargs)
+
+    async def execute_tasks(self, tasks: list[Json], task_ids: list[str] | None = None, **kwargs: Any) -> list[Episode]:
+        """Run all tasks; equal ids are rollouts of one task, and one group in the ledger.
+
+        Returns:
+            Episodes by first appearance of their task's id; inside a task by completion.
+        """
+        await self.initialize_pool()
+        ids = [str(uuid.uuid4()) for _ in tasks] if task_ids is None else list(task_ids)
+        pairs = list(zip(tasks, self._identities(ids), strict=True))
+        rollouts = [asyncio.ensure_future(self._process(task, run, kwargs)) for task, run in pairs]
+        by_task: dict[str, list[Episode]] = {task_id: [] for task_id in ids}
+        progress = Progress(len(rollouts))
+        try:
+            for finished in asyncio.as_completed(rollouts):
+                task_id, _, episode = await finished
+                by_task[task_id].append(episode)
+                progress.advance(failed=_is_error(episode))
+        finally:
+            # Nothing runs on behind the back of a caller whose batch has failed.
+            for rollout in rollouts:
+                rollout.cancel()
+            await asyncio.gather(*rollouts, return_exceptions=True)
+            progress.close()
+        return [episode for episodes in by_task.values() for episode in episodes]
+
+    async def execute_tasks_verl(self, batch: DataProto, **kwargs: Any) -> DataProto:
+        """Run the tasks of a verl batch and return its rows as a verl batch."""
+        task_ids = batch.non_tensor_batch["task_ids"].tolist()
+        tasks = batch.non_tensor_batch["extra_info"].tolist()
+        await self.rollout_engine.wake_up()
+        self.rollout_engine.validate = bool(batch.meta_info.get("validate", False))
+        try:
+            episodes = await self.execute_tasks(tasks, task_ids, **kwargs)
+        finally:
+            self.rollout_engine.validate = False
+            await self.rollout_engine.sleep()
+        return self.transform_results_for_verl(in_batch_order(episodes, task_ids), task_ids)
+
+    def transform_results_for_verl(self, episodes: list[Episode], task_ids: Any) -> DataProto:
+        """Return episodes as a verl batch, one row for each trajectory, or for each step."""
+        from turnwise.workflows.verl import to_data_proto
+
+        return to_data_proto(episodes, list(task_ids), self.config, self.rollout_engine.pad_token_id)
+
+    def shutdown(self) -> None:
+        """Wait for blocking calls and let the threads go."""
+        if self.executor is not None:
+            self.executor.shutdown(wait=True)
+            self.executor = None
+
+    async def _process(self, task: Json, run: RunIdentity, kwargs: Json) -> tuple[str, int, Episode]:
+        await self.initialize_pool()
+        assert self.workflow_queue is not None
+        workflow = await self.workflow_queue.get()
+        try:
+            for attempt in range(1, self.retry_limit + 1):
+                await self.rollout_engine.begin_run(run)
+                episode = await workflow.run_with_termination_handling(task=task, uid=run.uid, **kwargs)
+                again = _is_error(episode) and attempt < self.retry_limit
+                await self.rollout_engine.end_run(episode, retried=again)
+                if not again:
+                    break
+                logger.warning("[%s] attempt %d of %d failed, trying again", run.uid, attempt, self.retry_limit)
+        finally:
+            self.workflow_queue.put_nowait(workflow)
+        if _is_error(episode) and self.raise_on_error:
+            cause = (episode.info.get("error") or {}).get("error_message")
+            raise RolloutFailed(f"[{run.uid}] failed on all {self.retry_limit} attempts, at last with {cause!r}")
+        return run.task_id, run.rollout_idx, episode
+
+    def _identities(self, task_ids: list[str]) -> list[RunIdentity]:
+        """Number the rollouts of each id, and make each id of this batch one group."""
+        batch = uuid.uuid4().hex[:8]
+        sizes = collections.Counter(task_ids)
+        seen: collections.Counter[str] = collections.Counter()
+        runs = []
+        for task_id in task_ids:
+            run = self._identity(task_id, seen[task_id])
+            runs.append(dataclasses.replace(run, group_id=f"{task_id}@{batch}", group_size=sizes[task_id]))
+            seen[task_id] += 1
+        return runs
+
+    def _identity(self, task_id: str, rollout_idx: int) -> RunIdentity:
+        step_wise = self.config is not None and self.config.rllm.stepwise_advantage.enable
+        return RunIdentity(task_id=task_id, rollout_idx=rollout_idx, credit="step_wise" if step_wise else "propagate")
+
+
+def _is_error(episode: Episode | None) -> bool:
+    return episode is not None and episode.termination_reason is TerminationReason.ERROR
+
+
+class Progress:
+    """One line on a terminal's stderr; silent elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self.failed = 0
+        self._since = time.monotonic()
+        self._visible = sys.stderr.isatty()
+
+    def advance(self, *, failed: bool) -> Self:
+        """Count one more run."""
+        self.done += 1
+        self.failed += failed
+        if self._visible:
+            sys.stderr.write(f"\r{self}")
+        return self
+
+    def close(self) -> None:
+        """Leave the line as it is."""
+        if self._visible:
+            sys.stderr.write("\n")
+
+    def __str__(self) -> str:
+        rate = self.done / max(time.monotonic() - self._since, 1e-9)
+        return f"{self.done}/{self.total} rollouts, {self.failed} failed, {rate:.1f}/s"

@@ -1,0 +1,166 @@
+"""Trinity-RFT's `Experience` and `EID`, over numpy.
+
+One decision: the tokens are what the proxy captured, with the turn that they come from. Trinity builds experiences in
+the agent's process; here they are a view of the ledger, so nothing that happens to this process can lose one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.errors import InvalidRequest
+from turnwise.types import Json, Logprobs, TokenIds
+
+
+@dataclasses.dataclass
+class EID:
+    """Identity of an experience: the run fills in what its workflow left open."""
+
+    batch: int | str = ""
+    task: int | str = ""
+    run: int = 0
+    step: int = 0
+    suffix: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:6])
+
+    @property
+    def uid(self) -> str:
+        """This experience alone."""
+        return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
+
+    @property
+    def sid(self) -> str:
+        """All runs of a task at one step."""
+        return f"{self.batch}/{self.task}/{self.step}"
+
+    @property
+    def rid(self) -> str:
+        """One run of a task."""
+        return f"{self.batch}/{self.task}/{self.run}"
+
+    @property
+    def tid(self) -> str:
+        """All runs of a task: what GRPO centres together."""
+        return f"{self.batch}/{self.task}"
+
+    def __str__(self) -> str:
+        return self.uid
+
+    def to_dict(self) -> Json:
+        """Return the fields."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Experience:
+    """One trainable piece: a turn of the ledger, or what a workflow made itself."""
+
+    eid: EID = dataclasses.field(default_factory=EID)
+    tokens: TokenIds
+    """Prompt and response. [P+R]"""
+    prompt_length: int = 1
+    """P."""
+    logprobs: Logprobs | None = None
+    """Behaviour logprobs of the response. [R]"""
+    reward: float | None = None
+    token_level_reward: npt.NDArray[np.float32] | None = None
+    """[R]"""
+    advantages: npt.NDArray[np.float32] | None = None
+    """[R]"""
+    returns: npt.NDArray[np.float32] | None = None
+    """[R]"""
+    truncate_status: str | None = None
+    """`prompt_truncated`, or `response_truncated`: sampling stopped at a length."""
+    info: Json = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    response_text: str | None = None
+    prompt_text: str | None = None
+    action_mask: npt.NDArray[np.bool_] | None = None
+    """True where the policy sampled the token. [R]"""
+    messages: list[Json] | None = None
+    tools: list[Json] | None = None
+    chosen: TokenIds | None = None
+    rejected: TokenIds | None = None
+    chosen_messages: list[Json] | None = None
+    rejected_messages: list[Json] | None = None
+    multi_modal_inputs: Json | None = None
+    teacher_logprobs: Logprobs | None = None
+    routed_experts: npt.NDArray[np.uint8] | None = None
+    custom_fields: list[Any] = dataclasses.field(default_factory=list)
+    turn_id: str | None = None
+    """The turn in the ledger; None for what a workflow made itself."""
+    experience_type: str = dataclasses.field(init=False)
+    """`multi_turn` when a mask is given, `dpo` when a pair is, else `single_turn`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.eid, dict):
+            self.eid = EID(**self.eid)
+        self.tokens = np.asarray(self.tokens, np.int32)
+        for name, kind in _ARRAYS.items():
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, np.asarray(value, kind))
+        self.experience_type = self._type()
+        if self.experience_type == "dpo":
+            self.prompt_length = len(self.tokens)
+        if self.experience_type == "single_turn":
+            self.action_mask = self._single_turn_mask()
+
+    def _type(self) -> str:
+        if self.action_mask is not None:
+            return "multi_turn"
+        return "dpo" if self.chosen is not None and self.rejected is not None else "single_turn"
+
+    def _single_turn_mask(self) -> npt.NDArray[np.bool_]:
+        if self.prompt_length <= 0:
+            raise InvalidRequest(f"prompt_length of a single turn must be above 0, not {self.prompt_length!r}")
+        if self.truncate_status == "prompt_truncated":
+            return np.zeros(0 if self.logprobs is None else len(self.logprobs), np.bool_)
+        if len(self.tokens) <= self.prompt_length:
+            raise InvalidRequest(
+                f"a single turn needs a response: {len(self.tokens)} tokens are no more than its prompt's "
+                f"{self.prompt_length!r}"
+            )
+        return np.ones(len(self.tokens) - self.prompt_length, np.bool_)
+
+
+_ARRAYS: dict[str, type[np.generic]] = {
+    "logprobs": np.float32,
+    "token_level_reward": np.float32,
+    "advantages": np.float32,
+    "returns": np.float32,
+    "action_mask": np.bool_,
+    "chosen": np.int32,
+    "rejected": np.int32,
+    "teacher_logprobs": np.float32,
+    "routed_experts": np.uint8,
+}
+
+
+def is_complete(turn: Json) -> bool:
+    """Return whether a turn of the ledger is whole: an abandoned stream is kept there, but is no experience."""
+    return bool(turn["token_ids"]) and turn["outcome"] in {"exact", "retokenised"}
+
+
+def experience_of_turn(turn: Json) -> Experience:
+    """Return a turn of the ledger as an experience."""
+    return Experience(
+        eid=EID(step=turn["step"], suffix=turn["turn_id"]),
+        tokens=np.asarray([*turn["prompt_token_ids"], *turn["token_ids"]], np.int32),
+        prompt_length=len(turn["prompt_token_ids"]),
+        logprobs=np.asarray(turn["logprobs"], np.float32),
+        truncate_status="response_truncated" if turn["finish_reason"] == "length" else None,
+        info={
+            "session_id": turn["session_id"],
+            "model_version": turn["policy_version_first"],
+            "model_version_drift": turn["policy_version_last"] - turn["policy_version_first"],
+        },
+        response_text=turn["response"].get("content"),
+        messages=turn["messages"],
+        tools=turn["tools"],
+        turn_id=turn["turn_id"],
+    )

@@ -1,0 +1,242 @@
+"""Trinity-RFT's `ModelWrapper`: a model with a memory of what was sampled through it.
+
+One decision: the memory is the ledger. Trinity patches one method of one client to record replies; here the clients
+are untouched, and what any of their methods sampled, streams and parsed replies too, is read back from the session.
+A wrapper stands for one session at a time, named by headers that are read anew for every call: the client that an
+agent keeps stays valid from run to run, and each call carries the step that it belongs to.
+"""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Unpack
+
+from turnwise import wire
+from turnwise.client import Client
+from turnwise.connection import step_header
+from turnwise.errors import InvalidRequest, NotFound
+from turnwise.types import Json
+from turnwise.workflows.experience import Experience, experience_of_turn, is_complete
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+SESSION_HEADER = "X-Session-Id"
+
+
+class SessionHeaders(Mapping[str, str]):
+    """The session and step of a wrapper at this moment, as headers."""
+
+    def __init__(self, model: ModelWrapper) -> None:
+        self._model = model
+
+    def _now(self) -> dict[str, str]:
+        return {SESSION_HEADER: self._model.session_id, **step_header(self._model.step)}
+
+    def __getitem__(self, name: str) -> str:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+
+class ModelWrapper:
+    """The rollout model of one run: clients that sample in its session, and what they sampled."""
+
+    def __init__(
+        self,
+        client: Client | str,
+        *,
+        model: str | None = None,
+        enable_history: bool = True,
+        generate_kwargs: Json | None = None,
+        session: wire.SessionFields | None = None,
+    ) -> None:
+        """Stand for a session that begins with the first call, or with `open`.
+
+        Args:
+            client: of the proxy, or its base URL; shared by clones.
+            model: the served model's name; None asks the proxy.
+            enable_history: whether experiences may be extracted. The ledger has them in any case.
+            generate_kwargs: what `chat` and `generate` ask for, where the call does not.
+            session: what sessions are opened with.
+        """
+        self.client = Client(client) if isinstance(client, str) else client
+        self._model = model
+        self.enable_history = enable_history
+        self.generate_kwargs = dict(generate_kwargs or {})
+        self.session: wire.SessionFields = {**session} if session else {}
+        self.workflow_state: Json = {}
+        self.async_client = self.client.asynchronous()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.session_id = self.session.get("session_id") or uuid.uuid4().hex
+        self.step: int | None = None
+        """The step that calls belong to from now on; None makes each call a step of its own."""
+        self._is_over = False
+        self._last_turn_id: str | None = None
+
+    def clone_with_isolated_history(self, **session: Any) -> ModelWrapper:
+        """Return a wrapper over the same connections that stands for a session of its own."""
+        clone = copy.copy(self)
+        clone.session = {**self.session, **session}  # type: ignore[typeddict-item]
+        if "session_id" not in session:
+            clone.session.pop("session_id", None)
+        clone.workflow_state = {}
+        clone._begin()  # noqa: SLF001 a clone is made from inside
+        return clone
+
+    def open(self, **fields: Unpack[wire.SessionFields]) -> None:
+        """Open the session in the ledger, a new one if the last has ended; the wrapper's own fields come first."""
+        self.client.create_session(**self._opening(fields))
+
+    async def open_async(self, **fields: Unpack[wire.SessionFields]) -> None:
+        """Open the session in the ledger, without blocking the event loop."""
+        await self.async_client.create_session(**self._opening(fields))
+
+    def _opening(self, fields: wire.SessionFields) -> wire.SessionFields:
+        if self._is_over:
+            self._begin()
+        return {**fields, **self.session, "session_id": self.session_id}
+
+    def reward(self, value: float, *, step: int | None = None) -> int:
+        """Write a reward of this session, or of one of its steps, to the ledger; return how many turns it reached."""
+        return self.client.rewards([wire.reward_line(value, session_id=self.session_id, step=step)])[0]
+
+    async def reward_async(self, value: float, *, step: int | None = None) -> int:
+        """Write a reward without blocking the event loop; return how many turns it reached."""
+        line = wire.reward_line(value, session_id=self.session_id, step=step)
+        return (await self.async_client.rewards([line]))[0]
+
+    def end(self, reason: str | None = None) -> None:
+        """End the session in the ledger; it can still be read here until the next one is opened."""
+        self._is_over = True
+        self.step = None
+        self.client.end_session(self.session_id, reason=reason)
+
+    async def end_async(self, reason: str | None = None) -> None:
+        """End the session in the ledger, without blocking the event loop."""
+        self._is_over = True
+        self.step = None
+        await self.async_client.end_session(self.session_id, reason=reason)
+
+    @property
+    def model_path(self) -> str:
+        """The served model's name; Trinity's agents pass it as `model`."""
+        return self.model_name
+
+    @property
+    def model_name(self) -> str:
+        """The served model's name."""
+        return self._model or self.client.served_model()
+
+    @property
+    def api_address(self) -> str:
+        """The proxy, as Trinity's agents build their base URL from it."""
+        return self.client.base_url
+
+    @property
+    def api_key(self) -> str:
+        """The proxy's key."""
+        return self.client.api_key
+
+    @property
+    def base_url(self) -> str:
+        """What to give a client of any other make: it samples in this session, without headers."""
+        return f"{self.client.base_url}/sessions/{wire.segment(self.session_id)}/v1"
+
+    def get_openai_client(self) -> OpenAI:
+        """Return a real OpenAI client whose calls belong to this wrapper's session and step."""
+        client = self.client.pool.sync(f"{self.client.base_url}/v1", self.client.api_key, SessionHeaders(self))
+        client.model_path = self.model_name  # type: ignore[attr-defined]
+        return client
+
+    def get_openai_async_client(self) -> AsyncOpenAI:
+        """Return a real asynchronous OpenAI client whose calls belong to this wrapper's session and step."""
+        client = self.client.pool.asynchronous(f"{self.client.base_url}/v1", self.client.api_key, SessionHeaders(self))
+        client.model_path = self.model_name  # type: ignore[attr-defined]
+        return client
+
+    def chat(self, messages: list[Json], **kwargs: Any) -> list[Experience]:
+        """Reply to messages, and return the replies as experiences."""
+        body = self._asking(kwargs, messages=messages)
+        return self._sampled(self.get_openai_client().chat.completions.create(**body))
+
+    async def chat_async(self, messages: list[Json], **kwargs: Any) -> list[Experience]:
+        """Reply to messages, and return the replies as experiences."""
+        body = self._asking(kwargs, messages=messages)
+        return await self._sampled_async(await self.get_openai_async_client().chat.completions.create(**body))
+
+    def generate(self, prompts: list[str], **kwargs: Any) -> list[Experience]:
+        """Go on from each prompt, without a chat template, and return all replies to the first, then to the next."""
+        if not prompts:
+            return []
+        body = self._asking(kwargs, prompt=prompts)
+        return self._sampled(self.get_openai_client().completions.create(**body))
+
+    async def generate_async(self, prompts: list[str], **kwargs: Any) -> list[Experience]:
+        """Go on from each prompt, without a chat template, and return all replies to the first, then to the next."""
+        if not prompts:
+            return []
+        body = self._asking(kwargs, prompt=prompts)
+        return await self._sampled_async(await self.get_openai_async_client().completions.create(**body))
+
+    def _asking(self, kwargs: Json, **what: Any) -> Json:
+        return {"model": self.model_name, **self.generate_kwargs, **kwargs, **what}
+
+    def _sampled(self, completion: ChatCompletion | Completion) -> list[Experience]:
+        turn_ids = choice_ids(completion.id, len(completion.choices))
+        return [experience_of_turn(self.client.turn(turn_id)) for turn_id in turn_ids]
+
+    async def _sampled_async(self, completion: ChatCompletion | Completion) -> list[Experience]:
+        turn_ids = choice_ids(completion.id, len(completion.choices))
+        return [experience_of_turn(await self.async_client.turn(turn_id)) for turn_id in turn_ids]
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """Return what was sampled in this session since the last extraction that cleared it, in order.
+
+        Raises:
+            InvalidRequest: history is not enabled.
+        """
+        since = self._since()
+        try:
+            turns = list(self.client.turns(self.session_id, **since))
+        except NotFound:  # nothing was sampled yet, and nobody opened the session
+            turns = []
+        return self._remembered(turns, clear_history)
+
+    async def extract_experience_from_history_async(self, clear_history: bool = True) -> list[Experience]:
+        """Return the same without blocking the event loop.
+
+        Raises:
+            InvalidRequest: history is not enabled.
+        """
+        since = self._since()
+        try:
+            turns = [turn async for turn in self.async_client.turns(self.session_id, **since)]
+        except NotFound:  # nothing was sampled yet, and nobody opened the session
+            turns = []
+        return self._remembered(turns, clear_history)
+
+    def _since(self) -> Json:
+        if not self.enable_history:
+            raise InvalidRequest("history is not enabled: make the ModelWrapper with enable_history=True")
+        return wire.given({"after": self._last_turn_id})
+
+    def _remembered(self, turns: list[Json], clear_history: bool) -> list[Experience]:
+        if clear_history and turns:
+            self._last_turn_id = turns[-1]["turn_id"]
+        return [experience_of_turn(turn) for turn in turns if is_complete(turn)]
+
+
+def choice_ids(completion_id: str, num_choices: int) -> list[str]:
+    """Return the turns of a completion: the first has the completion's own id."""
+    return [completion_id, *(f"{completion_id}#{index}" for index in range(1, num_choices))]

@@ -1,0 +1,152 @@
+"""Episodes as rows of tokens, before any tensor: what verl trains on, and which step or trajectory a row stands for.
+
+One decision: rows are made of captured tokens alone. Where rLLM tokenises the last conversation anew, a row here is
+the steps whose prompts extend one another, joined; what no step sampled is masked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from turnwise.types import Json
+from turnwise.workflows.episodes import Episode, ModelOutput, TerminationReason, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """One sequence: a prompt and what followed it."""
+
+    prompt: list[int]
+    response: list[int]
+    """Sampled tokens, and between turns the prompt tokens that came after them. [R]"""
+    mask: list[int]
+    """1 where the policy sampled the token. [R]"""
+    logprobs: list[float]
+    """Behaviour logprobs; 0 where the mask is 0. [R]"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a verl batch."""
+
+    tokens: Tokens
+    episode: Episode
+    trajectory_id: str
+    """`task_id_name`: shared by the rollouts of a task, which verl centres together."""
+    step_id: str
+    step_num: int
+    """Rows of this trajectory."""
+    step_reward: float
+    trajectory_reward: float
+    is_last_step: bool
+
+    @property
+    def termination_reason(self) -> TerminationReason:
+        """Why the episode ended."""
+        return self.episode.termination_reason or TerminationReason.UNKNOWN
+
+
+def rows_of(episode: Episode | None, task_id: str, *, stepwise: bool) -> list[Row]:
+    """Return an episode's rows: one for each step, or one for each trajectory. None for what has nothing to train."""
+    if episode is None:
+        return []
+    return [
+        row for trajectory in episode.trajectories for row in _trajectory_rows(episode, trajectory, task_id, stepwise)
+    ]
+
+
+def _trajectory_rows(episode: Episode, trajectory: Trajectory, task_id: str, stepwise: bool) -> Iterator[Row]:
+    trajectory_id = f"{task_id}_{trajectory.name}"
+    sampled = [(k, step) for k, step in enumerate(trajectory.steps) if _is_captured(step.model_output)]
+    if len(sampled) < len(trajectory.steps):
+        missing = len(trajectory.steps) - len(sampled)
+        logger.warning(
+            "[%s] %d steps of %r hold no captured tokens and are left out", episode.id, missing, trajectory_id
+        )
+    if not sampled:
+        return
+    outputs = [step.model_output for _, step in sampled if step.model_output]
+    if stepwise:
+        pieces = [
+            (join([output]), f"{trajectory_id}_step{k}", step.reward)
+            for (k, step), output in zip(sampled, outputs, strict=True)
+        ]
+    else:
+        pieces = [(join(_last_chain(outputs, trajectory_id)), trajectory_id, trajectory.reward or 0.0)]
+    for number, (tokens, step_id, reward) in enumerate(pieces, start=1):
+        yield Row(
+            tokens=tokens,
+            episode=episode,
+            trajectory_id=trajectory_id,
+            step_id=step_id,
+            step_num=len(pieces),
+            step_reward=reward,
+            trajectory_reward=trajectory.reward or 0.0,
+            is_last_step=number == len(pieces),
+        )
+
+
+def _is_captured(output: ModelOutput | None) -> bool:
+    return output is not None and bool(output.completion_ids)
+
+
+def _extends(later: ModelOutput, earlier: ModelOutput) -> bool:
+    seen = [*earlier.prompt_ids, *earlier.completion_ids]
+    return later.prompt_ids[: len(seen)] == seen
+
+
+def _last_chain(outputs: Sequence[ModelOutput], trajectory_id: str) -> list[ModelOutput]:
+    """Return the longest run of outputs at the end in which each prompt extends the output before."""
+    first = len(outputs) - 1
+    while first > 0 and _extends(outputs[first], outputs[first - 1]):
+        first -= 1
+    if first > 0:
+        # rLLM too keeps the last conversation alone, and warns.
+        logger.warning(
+            "%r is not cumulative: its first %d steps are left out; use stepwise_advantage", trajectory_id, first
+        )
+    return list(outputs[first:])
+
+
+def join(outputs: Sequence[ModelOutput]) -> Tokens:
+    """Return outputs that extend one another as one sequence."""
+    prompt = outputs[0].prompt_ids
+    response: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for output in outputs:
+        between = output.prompt_ids[len(prompt) + len(response) :]
+        response += [*between, *output.completion_ids]
+        mask += [0] * len(between) + [1] * len(output.completion_ids)
+        logprobs += [0.0] * len(between) + list(output.logprobs)
+    return Tokens(prompt=list(prompt), response=response, mask=mask, logprobs=logprobs)
+
+
+def task_of(episode: Episode | None, position: int, task_ids: Sequence[str]) -> str:
+    """Return the task an episode belongs to: by its own id, and by its position when that names none."""
+    if episode is not None and episode.task_id in task_ids:
+        return episode.task_id
+    return task_ids[position]
+
+
+def in_batch_order(episodes: Sequence[Episode], task_ids: Sequence[str]) -> list[Episode]:
+    """Return episodes so that the one at each position belongs to the task at that position.
+
+    verl repeats the rows of its batch by position, so rollouts of one task that do not stand together in the batch
+    would otherwise be paired with another task's results.
+    """
+    waiting: dict[str, list[Episode]] = {}
+    by_first_appearance = iter(episodes)
+    for task_id, num_rollouts in Counter(task_ids).items():
+        waiting[task_id] = [next(by_first_appearance) for _ in range(num_rollouts)]
+    return [waiting[task_id].pop(0) for task_id in task_ids]
+
+
+def is_kept(row: Row, filtering: Json) -> bool:
+    """Return whether compact filtering lets the row count in the loss; it has shaped the baseline in any case."""
+    return not (filtering.get("enable") and filtering.get(f"mask_{row.termination_reason.value}"))
