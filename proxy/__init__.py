@@ -1,0 +1,1 @@
+"""The HTTP server: dialects → continuation → relay → capture → reply."""

@@ -1,0 +1,126 @@
+"""The few things that the data plane needs of ASGI, without a framework in between.
+
+Reading a body under limits, watching for a client that leaves, and sending whole or streamed replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+
+from turnwise.errors import InvalidRequest, TooLarge
+from turnwise.types import Json
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON_HEADER = (b"content-type", b"application/json")
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_OUTSIDE_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^\[\]{}"]+')
+
+
+async def read_body(receive: Receive, *, max_bytes: int, timeout_seconds: float) -> bytes:
+    """Return the whole request body.
+
+    Raises:
+        TooLarge: it is longer than `max_bytes`.
+        InvalidRequest: it did not come whole, in time.
+    """
+    message = await _next_part(receive, timeout_seconds)
+    data: bytes = message.get("body", b"")
+    if not message.get("more_body"):
+        return _checked_size(data, max_bytes)
+    parts, size = [data], len(data)
+    while message.get("more_body"):
+        message = await _next_part(receive, timeout_seconds)
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            break
+        parts.append(part)
+    return _checked_size(b"".join(parts), max_bytes, size)
+
+
+async def _next_part(receive: Receive, timeout_seconds: float) -> Message:
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            message = await receive()
+    except TimeoutError as error:
+        raise InvalidRequest(
+            f"the request body did not come whole within {timeout_seconds:g} s; send it again"
+        ) from error
+    if message["type"] == "http.disconnect":
+        raise InvalidRequest("the client left before its request was whole")
+    return message
+
+
+def _checked_size(data: bytes, max_bytes: int, size: int | None = None) -> bytes:
+    if (size or len(data)) > max_bytes:
+        raise TooLarge(f"the request body is larger than {max_bytes} bytes, which is the limit; send less")
+    return data
+
+
+def parse_object(raw: bytes, *, max_depth: int) -> Json:
+    """Decode a JSON object.
+
+    Raises:
+        InvalidRequest: it is no JSON, or no object.
+        TooLarge: it is nested deeper than `max_depth`.
+    """
+    check_depth(raw, max_depth)
+    try:
+        decoded = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"the request body is not JSON: {error}; send a JSON object", code="invalid_json"
+        ) from error
+    if not isinstance(decoded, dict):
+        raise InvalidRequest(
+            f"the request body must be a JSON object, not {type(decoded).__name__}", code="invalid_json"
+        )
+    return decoded
+
+
+def check_depth(raw: bytes, max_depth: int) -> None:
+    """Check how deep JSON is nested, before it is decoded.
+
+    Raises:
+        TooLarge: deeper than `max_depth`.
+    """
+    if raw.count(b"[") + raw.count(b"{") <= max_depth:
+        return
+    depth = 0
+    for bracket in _OUTSIDE_STRINGS.sub(b"", raw):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > max_depth:
+            raise TooLarge(f"the request body is nested deeper than {max_depth} levels, which is the limit")
+
+
+@contextlib.asynccontextmanager
+async def watching(receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
+    """Give a future that is done once the client has left."""
+    left = asyncio.get_running_loop().create_task(_disconnected(receive))
+    try:
+        yield left
+    finally:
+        left.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_whole(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    """Send a JSON reply."""
+    raw = [JSON_HEADER, (b"content-length", str(len(body)).encode())]
+    raw += [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

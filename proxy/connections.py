@@ -1,0 +1,120 @@
+"""A client's connection, with the limits that uvicorn lacks: how long a request may take, how long its head may be.
+
+One decision: one timer per connection, armed while a request is awaited whole and at no other time, so that a client
+which sends half a line, half its headers or half its body is closed by the same rule, and a reply may take for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from proxy import problems
+
+LINE_BYTES = 4
+"""What a header has besides its name and its value."""
+
+
+class LimitedHttp(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 protocol under limits; `limited_http` sets them."""
+
+    whole_seconds: float
+    """How long a request may take until it is whole, and a new connection until its first request is."""
+    max_head_bytes: int
+    """Longest request line and headers together."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_head = False
+        self._head_bytes = 0
+        """Of a head that is not whole yet, without the data that it began in."""
+        self._refusal = (HTTPStatus.BAD_REQUEST, "invalid_http", "this is no HTTP/1.1 request; send one")
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a new connection."""
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget a connection."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come; a head that is too long before it is whole ends the connection."""
+        began_before = self._in_head
+        super().data_received(data)
+        if began_before and self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > self.max_head_bytes:
+                self._refuse(*self._too_long())
+
+    def on_message_begin(self) -> None:
+        """Start to wait for the request that now begins."""
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        self._arm()
+
+    def on_headers_complete(self) -> None:
+        """Take a whole head."""
+        self._in_head = False
+        if len(self.url) + sum(len(name) + len(value) + LINE_BYTES for name, value in self.headers) > (
+            self.max_head_bytes
+        ):
+            self._refusal = self._too_long()
+            raise ValueError(self._refusal[2])  # which the parser turns into its own error, and that into a refusal
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Stop waiting: the request is whole."""
+        self._disarm()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  uvicorn's signature
+        """Refuse what cannot be parsed."""
+        self._refuse(*self._refusal)
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.whole_seconds, self._expire)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body:
+            self._arm()  # the request before this one is still being answered; its reply is not cut off
+            return
+        if self.transport.is_closing():
+            return
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.close()
+            return
+        message = f"the request did not come whole within {self.whole_seconds:g} s; send it again"
+        self._refuse(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message)
+
+    def _too_long(self) -> tuple[HTTPStatus, str, str]:
+        message = f"the request's line and headers are longer than {self.max_head_bytes} bytes, which is the limit"
+        return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message
+
+    def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
+        """Answer without the app, and close."""
+        body = orjson.dumps(problems.body(message, "invalid_request_error", code))
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def limited_http(*, whole_seconds: float, max_head_bytes: int) -> type[LimitedHttp]:
+    """Return the protocol with these limits: uvicorn makes the instances, and knows nothing of them."""
+    limits = {"whole_seconds": whole_seconds, "max_head_bytes": max_head_bytes}
+    return type("LimitedHttp", (LimitedHttp,), limits)

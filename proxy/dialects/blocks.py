@@ -1,0 +1,144 @@
+"""A chat message as a run of blocks: thinking, text and tool calls, in the order in which they were sampled.
+
+Anthropic's Messages and OpenAI's Responses both tell a reply as blocks that open, grow and close, where the engine
+tells fields of one message. The walk from the one to the other is here, the words for it are in the dialects.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import orjson
+
+from proxy.dialects.chat import ChatCompletions
+from turnwise.types import Json
+
+Kind = Literal["thinking", "text", "tool"]
+
+
+@dataclasses.dataclass(slots=True)
+class Block:
+    """One part of a reply, or of what a chunk adds to it."""
+
+    kind: Kind
+    text: str
+    """Thinking, text, or a tool's arguments."""
+    call: int = -1
+    """Which tool call it is, from 0; -1 for anything else."""
+    tool_call_id: str = ""
+    name: str = ""
+    """The tool's."""
+
+    def is_continued_by(self, other: Block) -> bool:
+        """Say whether `other` is more of the same."""
+        return (self.kind, self.call) == (other.kind, other.call)
+
+
+def blocks_of(message: Json) -> Iterator[Block]:
+    """Yield the blocks of a message, or of a chunk's delta."""
+    if thinking := message.get("reasoning"):
+        yield Block("thinking", thinking)
+    if text := message.get("content"):
+        yield Block("text", text)
+    for position, part in enumerate(message.get("tool_calls") or ()):
+        function = part.get("function") or {}
+        yield Block(
+            "tool",
+            function.get("arguments") or "",
+            part.get("index", position),
+            part.get("id") or "",
+            function.get("name") or "",
+        )
+
+
+class BlockEncoder(abc.ABC):
+    """Writes the events of a streamed reply: its start, each block's opening, growth and closing, and its end."""
+
+    def __init__(self) -> None:
+        self.closed: list[Block] = []
+        self.open: Block | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: Any = None
+        """The stop string or token that ended the reply."""
+        self.usage: Json = {}
+        self._started = False
+
+    def chunk(self, chunk: Json) -> bytes:
+        """Return the events that tell what a chunk of the engine tells; there may be none."""
+        self.usage = chunk.get("usage") or self.usage
+        events = []
+        if not self._started:
+            self._started = True
+            events.append(self.starting(chunk))
+        for choice in chunk["choices"]:
+            logprobs = choice.get("logprobs")
+            events += [self._grow(block, logprobs) for block in blocks_of(choice["delta"])]
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.stop_reason = choice.get("stop_reason") or self.stop_reason
+        return b"".join(events)
+
+    def done(self) -> bytes:
+        """Return the events that end the stream."""
+        return self._close() + self.ending()
+
+    def error(self, body: bytes) -> bytes:
+        """Return the event that tells of an OpenAI-shaped error in the middle of the stream."""
+        return self.failing(orjson.loads(body).get("error") or {})
+
+    def _grow(self, block: Block, logprobs: Json | None) -> bytes:
+        events = b""
+        if self.open is None or not self.open.is_continued_by(block):
+            events = self._close()
+            self.open = dataclasses.replace(block, text="")
+            events += self.opening(self.open)
+        self.open.text += block.text
+        return events + self.growing(block, logprobs) if block.text else events
+
+    def _close(self) -> bytes:
+        if self.open is None:
+            return b""
+        block, self.open = self.open, None
+        events = self.closing(block)
+        self.closed.append(block)
+        return events
+
+    @abc.abstractmethod
+    def starting(self, chunk: Json) -> bytes:
+        """Return the events before any block; `chunk` is the engine's first."""
+
+    @abc.abstractmethod
+    def opening(self, block: Block) -> bytes:
+        """Return the events that open a block, which has no text yet."""
+
+    @abc.abstractmethod
+    def growing(self, block: Block, logprobs: Json | None) -> bytes:
+        """Return the events that add the text of `block` to the open one."""
+
+    @abc.abstractmethod
+    def closing(self, block: Block) -> bytes:
+        """Return the events that close a block, which is whole."""
+
+    @abc.abstractmethod
+    def ending(self) -> bytes:
+        """Return the events after the last block."""
+
+    @abc.abstractmethod
+    def failing(self, error: Json) -> bytes:
+        """Return the event that tells of an error."""
+
+
+def own_id(reply_id: str, prefix: str) -> str:
+    """Return a chat completion's id under a dialect's own prefix."""
+    return reply_id if reply_id.startswith(prefix) else prefix + reply_id.removeprefix(ChatCompletions.id_prefix)
+
+
+def parsed_arguments(text: str) -> Json:
+    """Return a tool's arguments as an object; a cut or broken text as one that holds nothing."""
+    try:
+        parsed = orjson.loads(text or b"{}")
+    except orjson.JSONDecodeError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}

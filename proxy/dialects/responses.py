@@ -1,0 +1,242 @@
+"""`/v1/responses`: OpenAI's Responses, as a chat call to the engine.
+
+The items of one reply (thinking, text, function calls) are one chat message; sent again as input they become that same
+message, which is what lets the next call extend the turn. `previous_response_id` names a stored turn, so nothing is
+kept here between calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxy.call import Call
+from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
+from proxy.dialects.chat import ChatCompletions, check_kinds
+from proxy.dialects.response_items import chat_messages, chat_tool_choice, chat_tools, output_item
+from proxy.sse import named_event
+from turnwise.errors import InvalidRequest
+from turnwise.types import Json
+
+LOGPROBS = "message.output_text.logprobs"
+"""What a client includes to get logprobs."""
+TRANSLATED = frozenset(
+    {"input", "instructions", "tools", "tool_choice", "text", "reasoning", "max_output_tokens", "stream_options"}
+)
+IGNORED = frozenset(
+    {
+        *("include", "max_tool_calls", "previous_response_id", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "truncation", "top_logprobs"),
+    }
+)
+"""Fields that are handled apart, or are about OpenAI's own service."""
+UNSERVED = ("background", "conversation", "prompt")
+"""Fields that ask for state which is not kept here."""
+
+
+class Responses(ChatCompletions):
+    """OpenAI's Responses."""
+
+    name = "responses"
+    route = "/v1/responses"
+    id_prefix = "resp_"
+
+    def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
+        """Translate a request to a chat call.
+
+        Raises:
+            InvalidRequest: naming the field and what is wrong with it.
+        """
+        call = super().parse(chat_body(body), max_choices=max_choices, max_messages=max_messages)
+        call.asked = body
+        call.wants_token_ids = False
+        call.previous_turn_id = body.get("previous_response_id")
+        call.notes = {"instructions": True} if body.get("instructions") else {}
+        call.encoder = ResponseEncoder(self.id_prefix, body)
+        return call
+
+    def encode_reply(self, reply: Json, call: Call) -> Json:
+        """Return a chat reply as a response of items."""
+        choice = reply["choices"][0]
+        response = _head(reply, self.id_prefix, call.asked)
+        blocks = list(blocks_of(choice["message"])) or [Block("text", "")]
+        logprobs = shown_logprobs(choice.get("logprobs"))
+        output = [output_item(block, index, response["id"], logprobs) for index, block in enumerate(blocks)]
+        return response | _ended(choice.get("finish_reason"), reply.get("usage") or {}) | {"output": output}
+
+
+class ResponseEncoder(BlockEncoder):
+    """OpenAI's events for a response."""
+
+    def __init__(self, id_prefix: str, asked: Json) -> None:
+        super().__init__()
+        self._id_prefix = id_prefix
+        self._asked = asked
+        self._response: Json = {}
+        self._items: list[Json] = []
+        self._logprobs: list[Json] = []
+        self._num_events = 0
+
+    def starting(self, chunk: Json) -> bytes:
+        """Open the response."""
+        self._response = _head(chunk, self._id_prefix, self._asked)
+        created = self._event("response.created", response=self._response)
+        return created + self._event("response.in_progress", response=self._response)
+
+    def opening(self, block: Block) -> bytes:
+        """Open an item, and the part of it that will grow."""
+        item = self._item(block) | {"status": "in_progress"}
+        if block.kind == "tool":
+            return self._item_event("response.output_item.added", item=item)
+        added = self._item_event("response.output_item.added", item=item | {"content": []})
+        return added + self._part_event("response.content_part.added", block, part=item["content"][0])
+
+    def growing(self, block: Block, logprobs: Json | None) -> bytes:
+        """Add to the open part."""
+        match block.kind:
+            case "tool":
+                return self._part_event("response.function_call_arguments.delta", block, delta=block.text)
+            case "thinking":
+                return self._part_event("response.reasoning_text.delta", block, delta=block.text)
+            case _:
+                shown = shown_logprobs(logprobs)
+                self._logprobs += shown
+                return self._part_event("response.output_text.delta", block, delta=block.text, logprobs=shown)
+
+    def closing(self, block: Block) -> bytes:
+        """Close the part and its item."""
+        item = self._item(block)
+        match block.kind:
+            case "tool":
+                called = {"name": block.name, "arguments": block.text}
+                ended = self._part_event("response.function_call_arguments.done", block, **called)
+            case "thinking":
+                ended = self._part_event("response.reasoning_text.done", block, text=block.text)
+            case _:
+                said = {"text": block.text, "logprobs": self._logprobs}
+                ended = self._part_event("response.output_text.done", block, **said)
+        if block.kind != "tool":
+            ended += self._part_event("response.content_part.done", block, part=item["content"][0])
+        ended += self._item_event("response.output_item.done", item=item)
+        self._items.append(item)
+        return ended
+
+    def ending(self) -> bytes:
+        """End the response, which says all of it once more."""
+        events = b""
+        if not self._items:
+            nothing = Block("text", "")
+            events = self.opening(nothing) + self.closing(nothing)
+        ended = _ended(self.finish_reason, self.usage)
+        whole = self._response | ended | {"output": self._items}
+        return events + self._event(f"response.{ended['status']}", response=whole)
+
+    def failing(self, error: Json) -> bytes:
+        """Tell of an error."""
+        told = {"code": str(error.get("code")), "message": error.get("message"), "param": error.get("param")}
+        return self._event("error", **told)
+
+    def _item(self, block: Block) -> Json:
+        return output_item(block, len(self._items), self._response["id"], self._logprobs)
+
+    def _part_event(self, name: str, block: Block, /, **data: Any) -> bytes:
+        """Write an event about the open item's only part, or its arguments."""
+        part = {} if block.kind == "tool" else {"content_index": 0}
+        return self._item_event(name, item_id=self._item(block)["id"], **part, **data)
+
+    def _item_event(self, name: str, /, **data: Any) -> bytes:
+        return self._event(name, output_index=len(self._items), **data)
+
+    def _event(self, name: str, /, **data: Any) -> bytes:
+        self._num_events += 1
+        return named_event(name, {"sequence_number": self._num_events - 1, **data})
+
+
+def chat_body(body: Json) -> Json:
+    """Return the chat request that asks for the same.
+
+    Raises:
+        InvalidRequest: it asks for what the engine cannot do, or in a way that cannot be read.
+    """
+    check_kinds(body, {"tools": list, "text": dict, "reasoning": dict, "include": list, "instructions": str})
+    check_kinds(body, {"previous_response_id": str})
+    for field in UNSERVED:
+        if body.get(field):
+            raise InvalidRequest(f"`{field}` is not served; send the conversation as `input`.", param=field)
+    chat = {field: value for field, value in body.items() if field not in TRANSLATED | IGNORED}
+    chat["messages"] = [*_instructions(body), *chat_messages(body.get("input"))]
+    if tools := body.get("tools"):
+        chat["tools"] = chat_tools(tools)
+    if (choice := body.get("tool_choice")) is not None and ("tools" in chat or choice != "auto"):
+        chat["tool_choice"] = chat_tool_choice(choice)
+    if (most := body.get("max_output_tokens")) is not None:
+        chat["max_completion_tokens"] = most
+    if effort := (body.get("reasoning") or {}).get("effort"):
+        chat["reasoning_effort"] = effort
+    if wanted := _response_format((body.get("text") or {}).get("format") or {}):
+        chat["response_format"] = wanted
+    if LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
+        chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
+    if body.get("stream"):
+        chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    return chat
+
+
+def shown_logprobs(logprobs: Json | None) -> list[Json]:
+    """Return a choice's logprobs as a text part shows them; none where the client asked for none."""
+    return list((logprobs or {}).get("content") or ())
+
+
+def _instructions(body: Json) -> list[Json]:
+    text = body.get("instructions")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _response_format(wanted: Json) -> Json | None:
+    if wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {key: value for key, value in wanted.items() if key != "type"}}
+    return {"type": "json_object"} if wanted.get("type") == "json_object" else None
+
+
+def _head(reply: Json, id_prefix: str, asked: Json) -> Json:
+    """Return a response that has just begun; it repeats what was asked."""
+    repeated: Json = {
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "reasoning": {"effort": None, "summary": None},
+        "metadata": {},
+        **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user")),
+    }
+    return {
+        "id": own_id(reply["id"], id_prefix),
+        "object": "response",
+        "created_at": reply["created"],
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "model": reply["model"],
+        "output": [],
+        "store": True,
+        "usage": None,
+        **{field: default if asked.get(field) is None else asked[field] for field, default in repeated.items()},
+    }
+
+
+def _ended(finish_reason: str | None, usage: Json) -> Json:
+    cut = finish_reason == "length"
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    return {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "usage": {
+            "input_tokens": usage.get("prompt_tokens", 0),
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage.get("completion_tokens", 0),
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": usage.get("total_tokens", 0),
+        },
+    }

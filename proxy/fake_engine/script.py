@@ -1,0 +1,152 @@
+"""What the fake engine says, how fast, and what goes wrong: one value that a test builds or a JSON file holds.
+
+The decision behind it: a script is rules that look at the last message, so that concurrent callers get their own
+replies whatever the order they come in. Without a matching rule the engine answers by itself: it calls a tool where
+tools are offered, writes JSON where a schema asks for it, and else repeats the user.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pydantic
+
+from turnwise.errors import SettingsError
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class FaultKind(enum.StrEnum):
+    """What can go wrong."""
+
+    STATUS = "status"
+    """An error status in place of the reply."""
+    RESET = "reset"
+    """The connection is reset before the first byte."""
+    RESET_STREAM = "reset_stream"
+    """The connection is reset after some chunks; a plain reply is cut in the middle."""
+    HANG = "hang"
+    """No byte comes, until the client leaves."""
+    HANG_STREAM = "hang_stream"
+    """Nothing more comes after some chunks, until the client leaves."""
+    MALFORMED = "malformed"
+    """JSON that does not parse."""
+    NO_TOKEN_IDS = "no_token_ids"  # noqa: S105  a kind of fault
+    """A reply without the token ids that were asked for."""
+    SLOW_FIRST_TOKEN = "slow_first_token"  # noqa: S105  a kind of fault
+    """The reply starts late."""
+
+
+class Fault(_Strict):
+    """One thing that goes wrong, for the next calls or for one that asks for it."""
+
+    kind: FaultKind
+    count: int = 1
+    """How many calls it strikes."""
+    status: int = 500
+    """The status, for `status`."""
+    after_chunks: int = 2
+    """Chunks that still leave, for `reset_stream` and `hang_stream`."""
+    seconds: float = 1.0
+    """How late, for `slow_first_token`."""
+    contains: str | None = None
+    """Strikes only calls whose last message contains this."""
+
+    @classmethod
+    def from_header(cls, value: str) -> Self:
+        """Parse `kind` or `kind;field=value;…`, the form of the `X-Fake-Fault` header.
+
+        Raises:
+            ValueError: the header names no fault.
+        """
+        kind, *fields = (part.strip() for part in value.split(";"))
+        return cls.model_validate({"kind": kind, **dict(field.split("=", 1) for field in fields if field)})
+
+
+class ToolCall(_Strict):
+    """One tool call of a scripted reply."""
+
+    name: str
+    arguments: dict[str, Any] | str = pydantic.Field(default_factory=dict)
+    """An object, or the exact text of one."""
+
+
+class Reply(_Strict):
+    """What the engine samples for one call."""
+
+    text: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = pydantic.Field(default_factory=list)
+    finish_reason: Literal["stop", "length"] = "stop"
+    """`length` leaves out the end-of-turn token, as a cut reply does."""
+    pace_seconds: float | None = None
+    """Delay before each token; None takes the script's."""
+    choices: list[Reply] = pydantic.Field(default_factory=list)
+    """Replies of the second and later choices, for n > 1; without them they are variations of the first."""
+
+
+class Rule(_Strict):
+    """A reply and when it is given."""
+
+    reply: Reply
+    contains: str | None = None
+    """The last message must contain this; None matches all."""
+    count: int | None = None
+    """How often the rule may answer; None without end."""
+
+
+class Script(_Strict):
+    """All that a fake engine can be told."""
+
+    model: str = "fake"
+    rules: list[Rule] = pydantic.Field(default_factory=list)
+    """The first that matches answers."""
+    faults: list[Fault] = pydantic.Field(default_factory=list)
+    pace_seconds: float = 0.0
+    """Delay before each token; 0 sends as fast as the socket takes it."""
+    tokens_per_chunk: int = pydantic.Field(default=1, ge=1)
+    max_model_len: int = 32768
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    """`raw_logprobs` ignores the temperature, as vLLM does by default."""
+    honours_prompt_token_ids: bool = True
+    """Whether `kv_transfer_params.prompt_token_ids` replaces the prompt."""
+    call_tools: bool = True
+    """Whether `tool_choice: auto` calls a tool after a user's message."""
+    canned_tokens: int | None = None
+    """Answers every chat call with the same precomputed reply of so many tokens: a floor for benches."""
+    canned_chunks: int = pydantic.Field(default=100, ge=1)
+    """Chunks of a streamed canned reply."""
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a script from a JSON file.
+
+        Raises:
+            SettingsError: the file is missing or is no script.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise SettingsError(f"cannot read the script {str(path)!r}: {error.strerror}; name a JSON file") from error
+        except pydantic.ValidationError as error:
+            raise SettingsError(f"{str(path)!r} is not a script for the fake engine: {error}") from error
+
+    def take_reply(self, last_message: str) -> Reply | None:
+        """Return the reply of the first rule that matches, and count it."""
+        for rule in self.rules:
+            if rule.count != 0 and (rule.contains is None or rule.contains in last_message):
+                rule.count = None if rule.count is None else rule.count - 1
+                return rule.reply
+        return None
+
+    def take_fault(self, last_message: str) -> Fault | None:
+        """Return the first fault that strikes this call, and count it."""
+        for fault in self.faults:
+            if fault.count > 0 and (fault.contains is None or fault.contains in last_message):
+                fault.count -= 1
+                return fault
+        return None

@@ -1,0 +1,128 @@
+"""What makes two conversations the same: a digest after every message, independent of how a client spells it.
+
+A request extends a turn when its first messages digest to the turn's own messages and reply. The digest forgets what
+clients are known to change on the way back: tool-call ids, spaces and key order in tool arguments, `null` against
+absent fields, text parts against plain text, and thinking, which most clients drop. It forgets nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from turnwise.types import Json
+
+DIGEST_BYTES = 8
+"""Digests are compared within one session, or one API key's sessions, so 64 bits are plenty."""
+SYSTEM_ROLES = frozenset({"system", "developer"})
+MEDIA_PARTS = frozenset(
+    {"image_url", "input_audio", "audio_url", "video_url", "file", "image", "image_pil", "image_embeds"}
+)
+FORGOTTEN = frozenset({"content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "role"})
+"""Message fields that are handled by name below, or that do not count."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class History:
+    """Digests of a list of messages: entry i covers the first i + 1 messages."""
+
+    full: list[bytes]
+    """With tools and template arguments."""
+    messages: list[bytes]
+    """Without tools and template arguments."""
+    dialogue: list[bytes]
+    """Without system messages as well."""
+    states: tuple[Any, Any, Any]
+    """The three running hashes after the last message."""
+
+    def extended(self, message: Json) -> tuple[bytes, bytes, bytes]:
+        """Return the three digests after one more message, the reply."""
+        canonical = canonical_message(message)
+        states = [state.copy() for state in self.states]
+        for state in states:
+            state.update(canonical)
+        return states[0].digest(), states[1].digest(), states[2].digest()
+
+
+def digest_history(messages: Sequence[Json], context: bytes) -> History:
+    """Digest every prefix of `messages`; `context` stands for tools and template arguments."""
+    full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
+    history = History([], [], [], (full, plain, dialogue))
+    for message in messages:
+        canonical = canonical_message(message)
+        full.update(canonical)
+        plain.update(canonical)
+        if message.get("role") not in SYSTEM_ROLES:
+            dialogue.update(canonical)
+        history.full.append(full.digest())
+        history.messages.append(plain.digest())
+        history.dialogue.append(dialogue.digest())
+    return history
+
+
+def _empty() -> Any:
+    return blake2b(digest_size=DIGEST_BYTES)
+
+
+def context_digest(tools: Any, template: Json) -> bytes:
+    """Digest what a chat template renders besides messages: tool schemas and its own arguments."""
+    if not tools and not template:
+        return b""
+    return blake2b(orjson.dumps([tools, template], option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES).digest()
+
+
+def canonical_message(message: Json) -> bytes:
+    """Return the bytes that stand for a message."""
+    canonical: Json = {"r": message.get("role"), "c": canonical_content(message.get("content"))}
+    if calls := message.get("tool_calls"):
+        canonical["t"] = [_canonical_call(call) for call in calls]
+    if others := {key: value for key, value in message.items() if key not in FORGOTTEN and value not in (None, [], "")}:
+        canonical["o"] = others
+    return orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS)
+
+
+def canonical_content(content: Any) -> Any:
+    """Return text for anything that is only text; other parts stay as they are."""
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "\n".join(str(part.get("text", "")) for part in content)
+    return content
+
+
+def _canonical_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    return [function.get("name"), canonical_arguments(function.get("arguments"))]
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_arguments(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+def canonical_arguments(arguments: Any) -> Any:
+    """Return tool arguments as a value, so that their spelling does not count; unparsable text stays text."""
+    if isinstance(arguments, str):
+        return _parsed_arguments(arguments) if arguments.strip() else {}
+    return {} if arguments is None else arguments
+
+
+def has_media(messages: Sequence[Json]) -> bool:
+    """Say whether any message carries something that is not text: vLLM renders such prompts itself."""
+    return any(
+        isinstance(part, dict)
+        and (part.get("type") in MEDIA_PARTS or part.get("type") not in ("text", "refusal", None))
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+    )

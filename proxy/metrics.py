@@ -1,0 +1,56 @@
+"""Every metric of the proxy, named once. What is dropped, refused, retried or untrainable shows up here."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """One registry per app, so that two apps in one process do not share counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.turns = Counter(
+            "turnwise_turns", "Calls by their one outcome and its reason", ["outcome", "reason"], registry=r
+        )
+        self.tokens = Counter("turnwise_tokens", "Tokens captured", ["kind"], registry=r)
+        self.call_seconds = Histogram(
+            "turnwise_call_seconds", "A call, from request to last byte", ["mode"], buckets=SECONDS, registry=r
+        )
+        self.ttft_seconds = Histogram(
+            "turnwise_ttft_seconds", "Time to the first token of a stream", buckets=SECONDS, registry=r
+        )
+        self.commit_seconds = Histogram(
+            "turnwise_commit_seconds", "A turn's wait for its commit", buckets=SECONDS, registry=r
+        )
+        self.commit_batch = Histogram(
+            "turnwise_commit_batch_turns",
+            "Turns that shared one transaction",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+            registry=r,
+        )
+        self.rewards = Counter("turnwise_rewards", "Reward lines written", ["target"], registry=r)
+        self.sessions = Counter("turnwise_sessions", "Sessions by how they began or ended", ["event"], registry=r)
+        self.breaks = Counter(
+            "turnwise_chain_breaks", "Calls with a history that opened a new chain", ["reason"], registry=r
+        )
+        self.refused = Counter("turnwise_refused", "Requests answered with an error of ours", ["code"], registry=r)
+        self.retries = Counter("turnwise_retries", "Work done again", ["what"], registry=r)
+        self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)
+        self.in_flight = Gauge("turnwise_calls_in_flight", "Calls on their way to the engine", registry=r)
+        self.policy_version = Gauge("turnwise_policy_version", "Policy version being served", registry=r)
+        self.reloads = Counter("turnwise_reloads", "Weight reloads", ["result"], registry=r)
+        self.reload_seconds = Histogram(
+            "turnwise_reload_pause_seconds", "How long engines were paused", buckets=SECONDS, registry=r
+        )
+        self.canary_calls = Counter("turnwise_canary_calls", "Calls during a canary", ["arm"], registry=r)
+        self.canaries = Counter("turnwise_canaries", "Canaries by how they ended", ["result"], registry=r)
+        self.engine_up = Gauge(
+            "turnwise_engine_up", "1 while the engine answers and serves the active version", ["engine"], registry=r
+        )
+        self.background_errors = Counter(
+            "turnwise_background_errors", "Failures of background tasks", ["task"], registry=r
+        )

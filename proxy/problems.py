@@ -1,0 +1,68 @@
+"""From an error of ours to what the client sees: the one table of statuses, and OpenAI's error body."""
+
+from __future__ import annotations
+
+import orjson
+
+from turnwise import errors
+from turnwise.types import Json
+
+STATUS: dict[type[errors.TurnwiseError], tuple[int, str, str]] = {
+    errors.InvalidRequest: (400, "invalid_request_error", "invalid_request"),
+    errors.Unauthorized: (401, "authentication_error", "invalid_api_key"),
+    errors.Forbidden: (403, "permission_error", "forbidden"),
+    errors.NotFound: (404, "not_found_error", "not_found"),
+    errors.Conflict: (409, "conflict_error", "conflict"),
+    errors.TooLarge: (413, "invalid_request_error", "too_large"),
+    errors.Overloaded: (429, "rate_limit_error", "overloaded"),
+    errors.EngineUnavailable: (503, "engine_error", "engine_unavailable"),
+    errors.EngineUnsuitable: (503, "engine_error", "engine_unsuitable"),
+    errors.ReloadFailed: (502, "engine_error", "reload_failed"),
+    errors.BadCheckpoint: (422, "policy_error", "bad_checkpoint"),
+    errors.SchemaMismatch: (503, "store_error", "schema_mismatch"),
+    errors.LeaseLost: (409, "store_error", "lease_lost"),
+    errors.StoreUnavailable: (503, "store_error", "store_unavailable"),
+    errors.StoreError: (500, "store_error", "store_error"),
+}
+"""Class of error → HTTP status, OpenAI `type`, `code`; a subclass without a line takes its base's."""
+RETRYABLE = frozenset({429, 503})
+"""Statuses that carry `Retry-After`."""
+
+
+def lookup(error: errors.TurnwiseError) -> tuple[int, str, str]:
+    """Return the status, type and code of an error."""
+    for kind in type(error).__mro__:
+        if kind in STATUS:
+            return STATUS[kind]
+    return 500, "server_error", "internal_error"
+
+
+def answer(error: errors.TurnwiseError) -> tuple[int, bytes, dict[str, str]]:
+    """Return the status, body and extra headers that answer an error."""
+    if isinstance(error, errors.EngineRefused):
+        return error.status, _passed_on(error), _retry_after(error.status, error)
+    status, kind, code = lookup(error)
+    return (
+        status,
+        orjson.dumps(body(str(error), kind, getattr(error, "code", None) or code, getattr(error, "param", None))),
+        _retry_after(status, error),
+    )
+
+
+def _retry_after(status: int, error: errors.TurnwiseError) -> dict[str, str]:
+    return {"retry-after": str(getattr(error, "retry_after_seconds", 1))} if status in RETRYABLE else {}
+
+
+def _passed_on(error: errors.EngineRefused) -> bytes:
+    """Return the engine's own error body; one that is not OpenAI's error object becomes one."""
+    try:
+        if isinstance(orjson.loads(error.body).get("error"), dict):
+            return error.body
+    except (orjson.JSONDecodeError, AttributeError):
+        pass
+    return orjson.dumps(body(str(error), "engine_error", "engine_error"))
+
+
+def body(message: str, kind: str, code: str | None, param: str | None = None) -> Json:
+    """Return OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

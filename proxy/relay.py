@@ -1,0 +1,336 @@
+"""One call from the canonical request to the reply's last byte: request → plan → relay → commit → reply.
+
+One decision: the last byte waits for the commit. A whole reply leaves after it; a stream flows as it comes, and only
+what tells the client that it is complete, from the finishing chunk on, is held back until the turn is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import orjson
+
+from proxy import capture, sse
+from proxy.auth import Principal
+from proxy.call import Call, Captured
+from proxy.continuation import Plan
+from proxy.engines import EnginePool, Lane
+from proxy.fault import FaultPoints
+from proxy.metrics import Metrics
+from proxy.sessions import LiveSession, Sessions
+from proxy.templates import ChatTemplate
+from proxy.writer import Writer
+from turnwise.errors import EngineRefused, EngineUnavailable
+from turnwise.store import queries
+from turnwise.store.database import Database
+from turnwise.types import Json, Turn, utc_now
+
+log = logging.getLogger(__name__)
+Send = Callable[[bytes], Coroutine[Any, Any, None]]
+
+
+class ClientLeft(Exception):
+    """The client went away; nobody waits for the reply any more."""
+
+
+@dataclasses.dataclass(slots=True)
+class Running:
+    """One call on its way."""
+
+    call: Call
+    principal: Principal
+    live: LiveSession
+    plan: Plan
+    lane: Lane
+    """What it samples with; chosen anew when it has waited out a reload."""
+    call_id: str
+    inferred: bool
+    """Whether the session was inferred, so that its next call must be found by its conversation."""
+    captured: Captured = dataclasses.field(default_factory=Captured)
+    created_at: Any = dataclasses.field(default_factory=utc_now)
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    version_first: int = 0
+    version_last: int = 0
+
+    @property
+    def turn_id(self) -> str:
+        """The completion's id, as the engine makes it from the request id."""
+        return f"{self.call.dialect.id_prefix}{self.call_id}"
+
+    def timing(self) -> capture.Timing:
+        """Return when its parts happened so far, and under which weights."""
+        first = self.first_token_at
+        return capture.Timing(
+            created_at=self.created_at,
+            ttft_seconds=None if first is None else first - self.started,
+            duration_seconds=time.perf_counter() - self.started,
+            policy_version_first=self.version_first,
+            policy_version_last=self.version_last,
+        )
+
+
+class Relay:
+    """Serves calls."""
+
+    def __init__(
+        self,
+        database: Database,
+        pool: EnginePool,
+        sessions: Sessions,
+        writer: Writer,
+        metrics: Metrics,
+        faults: FaultPoints | None = None,
+    ) -> None:
+        self._faults = faults or FaultPoints()
+        self._database = database
+        self._pool = pool
+        self._sessions = sessions
+        self._writer = writer
+        self._metrics = metrics
+        self.template: ChatTemplate | None = None
+        """The served model's chat template; None until an engine was found that tells."""
+
+    async def begin(self, call: Call, principal: Principal, call_id: str) -> Running:
+        """Find the call's session, plan its prompt and choose its engine."""
+        live = await self._sessions.of_call(call, principal)
+        plan = await self._sessions.plan(live, call, self.template)
+        lane = self._pool.lane(live.session)
+        inferred = principal.session_id is None and call.session_id is None
+        running = Running(call, principal, live, plan, lane, call_id, inferred)
+        running.version_first = running.version_last = lane.version
+        return running
+
+    async def stored_turns(self, running: Running) -> list[Turn]:
+        """Return the turns, one per choice, that a call under the same `Idempotency-Key` left in the store."""
+        call, session, key = running.call, running.live.session, running.call.idempotency_key
+        if key is None:
+            return []
+
+        def read() -> list[Turn]:
+            with self._database.read() as connection:
+                found = [
+                    queries.turn_by_request(
+                        connection, session.tenant, session.session_id, capture.request_key(key, index)
+                    )
+                    for index in range(call.num_choices)
+                ]
+            return [turn for turn in found if turn is not None and turn.finish_reason is not None]
+
+        turns = await asyncio.to_thread(read)
+        return turns if len(turns) == call.num_choices else []
+
+    async def whole(self, running: Running, left: asyncio.Future[None]) -> bytes:
+        """Return the reply's body, stripped to what the client asked for, once its turns are stored.
+
+        Raises:
+            ClientLeft: the client went first.
+            EngineError, StoreError, Overloaded: no reply, or none that could be stored.
+        """
+        async with self._accounted(running), self._pool.admitted(running.live.session) as running.lane:
+            running.version_first = running.lane.version
+            raw = await unless_left(self._read_whole(running), left)
+            running.version_last = running.lane.version
+            reply, dialect = _decoded(raw, running.lane.engine.url), running.call.dialect
+            _hide_adapter(reply, running.lane)
+            running.captured = dialect.take_reply(reply, running.call)
+            await self._commit(running)
+            return orjson.dumps(dialect.encode_reply(reply, running.call))
+
+    async def _read_whole(self, running: Running) -> bytes:
+        async with running.lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as response:
+            try:
+                return await response.read()
+            except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
+                raise EngineUnavailable(
+                    f"the engine at {running.lane.engine.url} broke off its reply; retry"
+                ) from error
+
+    async def stream(self, running: Running, send: Send, left: asyncio.Future[None]) -> None:
+        """Send the reply's events as they come; the finishing ones once the turns are stored.
+
+        Raises:
+            ClientLeft: the client went first; what was sampled until then is stored.
+            EngineError, StoreError, Overloaded: as `whole`; events may have been sent by then.
+        """
+        async with self._accounted(running), self._pool.admitted(running.live.session) as running.lane:
+            held: list[bytes] = []
+            async for event, finishing in self._events(running, left):
+                if finishing or held:
+                    held.append(event)
+                else:
+                    await send(event)
+                    self._faults.point("mid_stream")
+            await self._commit(running)
+            await send(b"".join(held))
+
+    async def _events(self, running: Running, left: asyncio.Future[None]) -> AsyncIterator[tuple[bytes, bool]]:
+        """Yield runs of events to pass on, and whether they are part of the stream's end."""
+        running.version_first = running.lane.version
+        async with running.lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as response:
+            left.add_done_callback(lambda _: response.close())
+            buffer = sse.EventBuffer()
+            async for data in self._chunks(response, running, left):
+                passed = b""
+                for event in buffer.feed(data):
+                    shown, finishing = self._take_event(event, running)
+                    if finishing and passed:
+                        yield passed, False
+                        passed = b""
+                    passed += shown
+                    if finishing:
+                        yield passed, True
+                        passed = b""
+                if passed:
+                    yield passed, False
+        if buffer.pending or not running.captured.is_finished(running.call.num_choices):
+            raise EngineUnavailable(
+                f"the engine at {running.lane.engine.url} broke off its stream; what came of it is stored, retry"
+            )
+
+    async def _chunks(
+        self, response: aiohttp.ClientResponse, running: Running, left: asyncio.Future[None]
+    ) -> AsyncIterator[bytes]:
+        try:
+            async for data in response.content.iter_any():
+                running.version_last = running.lane.version
+                if left.done():
+                    break
+                yield data
+        except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
+            if not left.done():
+                raise EngineUnavailable(
+                    f"the engine at {running.lane.engine.url} broke off its stream; retry"
+                ) from error
+        if left.done():
+            raise ClientLeft
+
+    def _take_event(self, event: bytes, running: Running) -> tuple[bytes, bool]:
+        """Capture one event; return what to pass on and whether it tells the client that a choice is complete."""
+        captured, encoder = running.captured, running.call.encoder
+        if event == sse.DONE:
+            return encoder.done(), True
+        chunk = _decoded(event, running.lane.engine.url)
+        if "choices" not in chunk:
+            return encoder.error(event), False
+        _hide_adapter(chunk, running.lane)
+        shown = running.call.dialect.take_chunk(chunk, captured, running.call)
+        if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
+            running.first_token_at = time.perf_counter()
+            running.version_first = running.lane.version
+        return encoder.chunk(chunk) if shown else b"", captured.is_finished(running.call.num_choices)
+
+    def _request(self, running: Running) -> tuple[bytes, dict[str, str]]:
+        self._faults.point("before_engine")
+        call, plan = running.call, running.plan
+        body = call.dialect.engine_body(call, plan.prompt_token_ids, running.live.session.sampling)
+        lane = running.lane
+        if lane.adapter is not None and call.model in ("", lane.engine.model):
+            body["model"] = lane.adapter
+        encoded = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return encoded, {"content-type": "application/json", "x-request-id": running.call_id}
+
+    async def _commit(self, running: Running, *, aborted: str | None = None) -> None:
+        """Store the call's turns, then let the session remember them."""
+        turns = capture.build_turns(
+            running.call,
+            running.plan,
+            running.captured,
+            running.timing(),
+            turn_id=running.turn_id,
+            session=running.live.session,
+            aborted=aborted,
+        )
+        self._faults.point("before_commit")
+        stored = await self._writer.append(turns)
+        self._faults.point("after_commit_before_reply")
+        self._sessions.remember(
+            running.live,
+            [capture.known_turn(turn, running.plan) for turn in turns if len(turn.token_ids)],
+            inferred_for=running.principal.key_id if running.inferred else None,
+        )
+        self._count(running, stored)
+
+    def _count(self, running: Running, turns: list[Turn]) -> None:
+        metrics = self._metrics
+        for turn in turns:
+            metrics.turns.labels(turn.outcome.value, turn.reason or "").inc()
+            metrics.tokens.labels("sampled").inc(len(turn.token_ids))
+        metrics.tokens.labels("prompt").inc(len(running.captured.prompt_token_ids))
+        if running.plan.reason is not None:
+            metrics.breaks.labels(running.plan.reason).inc()
+        if running.first_token_at is not None:
+            metrics.ttft_seconds.observe(running.first_token_at - running.started)
+
+    @contextlib.asynccontextmanager
+    async def _accounted(self, running: Running) -> AsyncIterator[None]:
+        """See to it that a call which came to no end is stored and counted as what it was, once."""
+        try:
+            yield
+        except ClientLeft:
+            await self._commit(running, aborted="client_left")
+            raise
+        except EngineRefused as refused:
+            await self._commit_error(running, f"engine_{refused.status}")
+            raise
+        except EngineUnavailable:
+            if running.captured.choices:
+                await self._commit(running, aborted="engine_broke_off")
+            else:
+                await self._commit_error(running, "engine_unavailable")
+            raise
+        finally:
+            mode = "stream" if running.call.stream else "whole"
+            self._metrics.call_seconds.labels(mode).observe(time.perf_counter() - running.started)
+
+    async def _commit_error(self, running: Running, reason: str) -> None:
+        running.version_first = running.version_last = running.lane.version
+        turn = capture.failed_turn(
+            running.call, running.timing(), reason, turn_id=running.turn_id, session=running.live.session
+        )
+        await self._writer.append([turn])
+        self._metrics.turns.labels("error", reason).inc()
+
+
+def _hide_adapter(reply: Json, lane: Lane) -> None:
+    """Let a reply or chunk name the model that the client asked for: which adapter served it is the proxy's affair."""
+    if lane.adapter is not None and reply.get("model") == lane.adapter:
+        reply["model"] = lane.engine.model
+
+
+def _decoded(raw: bytes, engine_url: str) -> Any:
+    """Decode what an engine said.
+
+    Raises:
+        EngineUnavailable: it is not JSON, so the engine is not what it was.
+    """
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise EngineUnavailable(f"the engine at {engine_url} answered what is not JSON ({error}); retry") from error
+
+
+async def unless_left(work: Coroutine[Any, Any, bytes], left: asyncio.Future[None]) -> bytes:
+    """Run `work` to its end, or cancel it when the client leaves first.
+
+    Raises:
+        ClientLeft: it left.
+    """
+    task = asyncio.ensure_future(work)
+    stop = lambda _: task.cancel()  # noqa: E731  a callback that is taken off again below
+    left.add_done_callback(stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if left.done():
+            raise ClientLeft from None
+        raise
+    finally:
+        left.remove_done_callback(stop)

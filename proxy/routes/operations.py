@@ -1,0 +1,93 @@
+"""Liveness, readiness and metrics: what whoever operates the proxy asks it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import generate_latest
+
+from proxy.app import Services, services_of
+from proxy.auth import Principal
+from proxy.openapi import describe
+from proxy.routes.answers import Answer, answer
+from proxy.routes.common import caller
+from turnwise.errors import StoreError
+from turnwise.store import queries
+
+router = APIRouter(tags=["operations"])
+
+Caller = Annotated[Principal, Depends(caller)]
+
+
+class EngineReport(Answer):
+    """One engine, as the proxy sees it."""
+
+    url: str
+    ready: bool
+    model: str
+    policy_version: int
+
+
+class ReadyAnswer(Answer):
+    """What the proxy can serve."""
+
+    ready: bool
+    engines: list[EngineReport]
+    store: str
+    """`ok`, or what is wrong with it."""
+    policy_version: int | None
+    exact_continuation: bool
+    reload_error: str | None
+
+
+@router.get("/healthz", response_class=PlainTextResponse)
+async def healthz() -> str:
+    """Say that the process runs."""
+    return "ok"
+
+
+@router.get("/readyz", responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
+async def readyz(services: Annotated[Services, Depends(services_of)]) -> Response:
+    """Say whether calls can be served: an engine that is on the active version, and a store that answers."""
+    engines = [
+        {"url": e.url, "ready": e.healthy, "model": e.model, "policy_version": e.version} for e in services.pool.engines
+    ]
+    store_error = await asyncio.to_thread(_store_error, services)
+    ready = store_error is None and bool(services.pool.healthy)
+    report: dict[str, Any] = {
+        "ready": ready,
+        "engines": engines,
+        "store": store_error or "ok",
+        "policy_version": max((engine.version for engine in services.pool.healthy), default=None),
+        "exact_continuation": services.relay.template is not None and services.settings.continuation,
+        "reload_error": services.reloader.last_error,
+    }
+    return JSONResponse(report, status_code=200 if ready else 503)
+
+
+def _store_error(services: Services) -> str | None:
+    try:
+        with services.database.read() as connection:
+            queries.active_policy(connection)
+    except StoreError as error:
+        return str(error)
+    return None
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def document(request: Request, _: Caller) -> Response:
+    """Give the OpenAPI document."""
+    return answer(describe(request.app))
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(request: Request, _: Caller) -> Response:
+    """Give all counts in Prometheus' text format."""
+    return Response(generate_latest(services_of(request).metrics.registry), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,102 @@
+"""Policy versions: list, publish, pin and roll back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from proxy.app import Services, services_of
+from proxy.auth import Principal
+from proxy.checkpoint import check_policy
+from proxy.routes.answers import PolicyAnswer, PolicyPage, answer, says
+from proxy.routes.common import caller, page, policy_json
+from proxy.routes.limited import Count, LimitedRoute
+from turnwise.errors import BadCheckpoint
+from turnwise.store import policies, queries
+from turnwise.store.database import Connection
+from turnwise.types import Json, PolicyKind, PolicyVersion
+
+router = APIRouter(prefix="/v1/policies", route_class=LimitedRoute, tags=["policies"])
+
+Here = Annotated[Services, Depends(services_of)]
+Caller = Annotated[Principal, Depends(caller)]
+Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
+
+
+class NewPolicy(BaseModel):
+    """A version to publish."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Count | None = None
+    """By default one more than the newest."""
+    path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")
+    kind: PolicyKind = PolicyKind.FULL
+    metrics: dict[str, Any] = Field(default_factory=dict)
+
+
+class Activation(BaseModel):
+    """How to activate a version."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    pin: bool = True
+    """Stay on it whatever is published later; false follows the newest again."""
+
+
+@router.get("", responses=says(PolicyPage))
+async def list_policies(
+    services: Here,
+    principal: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
+) -> Response:
+    """List versions, newest first."""
+    principal.require("read")
+
+    def read() -> Json:
+        with services.database.read() as connection:
+            found, more = queries.policies(connection, limit=limit, after=after)
+            pinned = queries.pinned_version(connection)
+            return {**page([policy_json(policy) for policy in found], more), "pinned_version": pinned}
+
+    return answer(await asyncio.to_thread(read))
+
+
+@router.post("", responses=says(PolicyAnswer))
+async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
+    """Publish a directory of weights as the next version; engines take it as soon as it has been checked."""
+    principal.require("policies")
+    model_path = next((engine.model_path for engine in services.pool.healthy), None)
+    try:
+        await asyncio.to_thread(check_policy, wanted.path, wanted.kind, model_path)
+    except OSError as error:
+        raise BadCheckpoint(f"{wanted.path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
+
+    def publish(connection: Connection) -> PolicyVersion:
+        newest, _ = queries.policies(connection, limit=1)
+        version = wanted.version if wanted.version is not None else (newest[0].version + 1 if newest else 0)
+        policies.publish_policy(
+            connection, PolicyVersion(version=version, path=wanted.path, kind=wanted.kind, metrics=wanted.metrics)
+        )
+        return queries.policy(connection, version)
+
+    return answer(policy_json(await services.writer.do(publish)))
+
+
+@router.post("/{version}/activate", responses=says(PolicyAnswer))
+async def activate_policy(
+    version: Version, services: Here, principal: Caller, how: Activation | None = None
+) -> Response:
+    """Serve this version and stay on it, tried again if it failed; with `{"pin": false}` follow the newest again."""
+    principal.require("activate")
+    pin = (how or Activation()).pin
+
+    def activate(connection: Connection) -> PolicyVersion:
+        policies.pin_policy(connection, version if pin else None)
+        return policies.reconsider_policy(connection, version) if pin else queries.policy(connection, version)
+
+    return answer(policy_json(await services.writer.do(activate)))

@@ -1,0 +1,145 @@
+"""Rewards go in, experiences come out: the ledger's two ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Generator
+from typing import Annotated, Literal
+
+import orjson
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from proxy.app import Services, services_of
+from proxy.asgi import Receive, Scope, Send
+from proxy.auth import Principal
+from proxy.routes.answers import RewardsAnswer, answer, says
+from proxy.routes.common import caller, experience_json
+from proxy.routes.limited import Count, Id, LimitedRoute, Number, Text
+from turnwise.store import ledger, queries
+from turnwise.types import Credit, Reward, SessionStatus, Split
+
+router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["rewards"])
+
+Here = Annotated[Services, Depends(services_of)]
+Caller = Annotated[Principal, Depends(caller)]
+
+
+class RewardLine(BaseModel):
+    """One reward: for a turn, a step of a session, or a whole session."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    session_id: Id | None = None
+    turn_id: Id | None = None
+    step: Count | None = None
+    value: Number
+    name: Id = "reward"
+    source: Text | None = None
+
+    @model_validator(mode="after")
+    def _one_target(self) -> RewardLine:
+        if self.turn_id is None and self.session_id is None:
+            raise ValueError("give `turn_id`, or `session_id` with or without `step`")
+        if self.turn_id is not None and self.step is not None:
+            raise ValueError("give `turn_id` or `step`, not both")
+        return self
+
+
+def _as_list(lines: object) -> object:
+    return lines if isinstance(lines, list) else [lines]
+
+
+RewardLines = Annotated[
+    list[RewardLine],
+    Field(min_length=1, max_length=10_000),
+    BeforeValidator(_as_list, json_schema_input_type=RewardLine | list[RewardLine]),
+]
+"""One line or many."""
+
+
+class Export(StreamingResponse):
+    """Streams lines out of an open transaction, and ends it however the stream ends: a client may leave half-way."""
+
+    def __init__(self, first: bytes, lines: Generator[bytes]) -> None:
+        self._lines = lines
+        super().__init__(itertools.chain((first,), lines), media_type="application/jsonl")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.to_thread(self._lines.close)
+
+
+@router.post("/rewards", responses=says(RewardsAnswer))
+async def post_rewards(
+    wanted: RewardLines,
+    request: Request,
+    services: Here,
+    principal: Caller,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
+) -> Response:
+    """Append rewards, all of them or none; a later line for the same target and name revises an earlier one."""
+    principal.require("reward")
+    for line in wanted:
+        if line.session_id is not None:
+            principal.require_session(line.session_id)
+    rewards = [
+        Reward(
+            # A session key reaches turns of its own session alone, so the turn must be one of them.
+            session_id=line.session_id or principal.session_id or "",
+            tenant=principal.tenant,
+            turn_id=line.turn_id,
+            step=line.step,
+            value=line.value,
+            name=line.name,
+            source=line.source,
+            written_by=principal.key_id,
+        )
+        for line in wanted
+    ]
+    digest = hashlib.blake2b(await request.body(), digest_size=16).digest()
+    reached = await services.writer.do(
+        lambda connection: ledger.add_rewards(connection, rewards, idempotency_key=idempotency_key, body_digest=digest)
+    )
+    for line in wanted:
+        services.metrics.rewards.labels(
+            "turn" if line.turn_id else "step" if line.step is not None else "session"
+        ).inc()
+    return answer({"object": "list", "data": [{"turns": count} for count in reached]})
+
+
+@router.get("/experiences", response_class=StreamingResponse)
+async def list_experiences(
+    services: Here,
+    principal: Caller,
+    session_id: Id | None = None,
+    task_id: Id | None = None,
+    group_id: Id | None = None,
+    split: Split | None = None,
+    status: SessionStatus | None = None,
+    credit: Credit | None = None,
+    gamma: Annotated[float | None, Query(ge=0.0, le=1.0)] = None,
+    reward_bonus_coeff: Annotated[float, Query(ge=0.0, le=1e6)] = 0.0,
+    merge: Literal["turn", "chain"] = "turn",
+) -> StreamingResponse:
+    """Give what would be trained as JSON Lines, under the sessions' own credit policy or, as a dry run, another."""
+    principal.require("experiences")
+    wanted = queries.SessionFilter(
+        tenant=principal.tenant, session_id=session_id, task_id=task_id, group_id=group_id, split=split, status=status
+    )
+
+    def lines() -> Generator[bytes]:
+        with services.exports.read() as connection:
+            for experience in queries.experiences(
+                connection, wanted, credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, merge=merge
+            ):
+                yield orjson.dumps(experience_json(experience)) + b"\n"
+
+    found = lines()
+    return Export(await asyncio.to_thread(next, found, b""), found)

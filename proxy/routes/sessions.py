@@ -1,0 +1,164 @@
+"""Sessions and their turns: create, list, look at, end."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from proxy.app import Services, services_of
+from proxy.auth import Principal
+from proxy.routes.answers import NewSessionAnswer, SessionAnswer, SessionPage, TurnAnswer, TurnPage, answer, says
+from proxy.routes.common import caller, page, session_json, turn_json
+from proxy.routes.limited import Count, Id, LimitedRoute, Number, Text
+from proxy.sessions import SESSION_ID, check_id
+from turnwise.errors import NotFound
+from turnwise.store import ledger, queries
+from turnwise.store.database import Connection
+from turnwise.types import Credit, Json, Reward, Session, SessionStatus, Split
+
+router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
+
+Here = Annotated[Services, Depends(services_of)]
+Caller = Annotated[Principal, Depends(caller)]
+
+
+class NewSession(BaseModel):
+    """What a session is created with; everything has a default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    session_id: Annotated[str, Field(pattern=SESSION_ID)] | None = None
+    task_id: Id | None = None
+    run: Count = 0
+    group_id: Id | None = None
+    group_size: Annotated[Count, Field(ge=1, le=100_000)] | None = None
+    split: Split = Split.TRAIN
+    credit: Credit = Credit.PROPAGATE
+    gamma: Annotated[Number, Field(ge=0.0, le=1.0)] = 0.0
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    sampling: dict[str, Any] = Field(default_factory=dict)
+
+
+class Ending(BaseModel):
+    """How a session ended."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    termination_reason: Text | None = None
+    reward: Number | None = None
+    """A last reward for the whole session, written in the same transaction."""
+
+
+@router.post("/sessions", responses=says(NewSessionAnswer))
+async def create_session(wanted: NewSession, request: Request, services: Here, principal: Caller) -> Response:
+    """Create a session, or return the one that has this id already."""
+    principal.require("create")
+    fields = wanted.model_dump()
+    session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
+    live = await services.sessions.open(Session(session_id=session_id, tenant=principal.tenant, **fields))
+    origin = services.settings.public_url or str(request.base_url)
+    return answer(
+        {
+            **session_json(live.session),
+            "base_url": f"{origin.rstrip('/')}/sessions/{session_id}/v1",
+            "api_key": services.authenticator.session_key(principal.tenant, session_id),
+        }
+    )
+
+
+@router.get("/sessions", responses=says(SessionPage))
+async def list_sessions(
+    services: Here,
+    principal: Caller,
+    task_id: Id | None = None,
+    group_id: Id | None = None,
+    split: Split | None = None,
+    status: SessionStatus | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Id | None = None,
+) -> Response:
+    """List this tenant's sessions, newest first."""
+    principal.require("read")
+    wanted = queries.SessionFilter(
+        tenant=principal.tenant, task_id=task_id, group_id=group_id, split=split, status=status
+    )
+
+    def read() -> Json:
+        with services.database.read() as connection:
+            found, more = queries.sessions(connection, wanted, limit=limit, after=after)
+            return page([session_json(session) for session in found], more)
+
+    return answer(await asyncio.to_thread(read))
+
+
+@router.get("/sessions/{session_id}", responses=says(SessionAnswer))
+async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
+    """Look at one session."""
+    principal.require("read")
+    principal.require_session(session_id)
+
+    def read() -> Json:
+        with services.database.read() as connection:
+            return session_json(queries.session(connection, principal.tenant, session_id))
+
+    return answer(await asyncio.to_thread(read))
+
+
+@router.get("/sessions/{session_id}/turns", responses=says(TurnPage))
+async def list_turns(
+    session_id: Id,
+    services: Here,
+    principal: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Id | None = None,
+) -> Response:
+    """List a session's turns in the order of their commits."""
+    principal.require("read")
+    principal.require_session(session_id)
+
+    def read() -> Json:
+        with services.database.read() as connection:
+            views, more = queries.turns(connection, principal.tenant, session_id, limit=limit, after=after)
+            return page([turn_json(view) for view in views], more)
+
+    return answer(await asyncio.to_thread(read))
+
+
+@router.get("/turns/{turn_id}", responses=says(TurnAnswer))
+async def get_turn(turn_id: Id, services: Here, principal: Caller) -> Response:
+    """Look at one turn, with its whole prompt."""
+    principal.require("read")
+
+    def read() -> Json:
+        with services.database.read() as connection:
+            view = queries.turn(connection, principal.tenant, turn_id)
+            if principal.session_id not in (None, view.turn.session_id):
+                raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+            return turn_json(view)
+
+    return answer(await asyncio.to_thread(read))
+
+
+@router.post("/sessions/{session_id}/end", responses=says(SessionAnswer))
+async def end_session(session_id: Id, services: Here, principal: Caller, ending: Ending | None = None) -> Response:
+    """End a session; what ended and has a reward is ready for training."""
+    principal.require("end")
+    principal.require_session(session_id)
+    said = ending or Ending()
+
+    def end(connection: Connection) -> Session:
+        if said.reward is not None:
+            line = Reward(
+                session_id=session_id, tenant=principal.tenant, value=said.reward, written_by=principal.key_id
+            )
+            ledger.add_rewards(connection, [line])
+        return ledger.end_session(connection, principal.tenant, session_id, said.termination_reason)
+
+    session = await services.writer.do(end)
+    services.sessions.forget(principal.tenant, session_id)
+    services.metrics.sessions.labels("ended").inc()
+    return answer(session_json(session))

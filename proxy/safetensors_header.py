@@ -1,0 +1,101 @@
+"""What a safetensors file says it holds, read without loading it: names, dtypes, shapes, and where the bytes lie.
+
+The format is 8 bytes of length, a JSON header, and the tensors without a gap. A file that was cut off, or written by
+something else, is told by arithmetic alone; values are read only to find what is not a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turnwise.errors import BadCheckpoint
+
+LENGTH_BYTES = 8
+"""A file starts with its header's length, little-endian."""
+LARGEST_HEADER_BYTES = 100 * 2**20
+"""The format's own limit."""
+CHUNK_BYTES = 64 * 2**20
+"""How much is read at once when values are looked at."""
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+"""Bytes of one number by dtype."""
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+"""Dtypes that an engine converts into each other."""
+EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
+"""Type of the bits, and those of the exponent: all set, the value is infinite or no number."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor, as its file's header describes it."""
+
+    dtype: str
+    """As the format writes it: F32, BF16, …"""
+    shape: tuple[int, ...]
+    begin: int
+    """Offset of its first byte in the file."""
+    end: int
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of one file by name, once its header agrees with itself and with the file's size.
+
+    Raises:
+        BadCheckpoint: the file is missing, cut off, or no safetensors file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if not 0 < length <= min(LARGEST_HEADER_BYTES, size - LENGTH_BYTES):
+                raise BadCheckpoint(f"{path} is no safetensors file: its header would be {length} of its {size} bytes")
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+        start = LENGTH_BYTES + length
+        tensors = {name: _tensor(path, name, entry, start) for name, entry in header.items()}
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise BadCheckpoint(f"{path} has a broken header: {error!r}") from error
+    end = max((tensor.end for tensor in tensors.values()), default=start)
+    if end != size:
+        raise BadCheckpoint(f"{path} has {size} bytes where its header says {end}; it was cut off, write it anew")
+    return tensors
+
+
+def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> Tensor:
+    dtype, shape = str(entry["dtype"]), tuple(int(length) for length in entry["shape"])
+    begin, end = entry["data_offsets"]
+    needed = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
+    if dtype in ITEM_BYTES and end - begin != needed:
+        raise BadCheckpoint(
+            f"{path} has a broken header: {name!r} {dtype}{list(shape)} takes {needed} bytes, not {end - begin}"
+        )
+    return Tensor(dtype, shape, start + begin, start + end)
+
+
+def find_not_finite(path: Path, tensors: dict[str, Tensor]) -> str | None:
+    """Return the name of a tensor that holds a NaN or an infinity, None when there is none; reads the whole file."""
+    with path.open("rb") as file:
+        for name, tensor in tensors.items():
+            if tensor.dtype not in EXPONENT:
+                continue
+            kind, exponent = EXPONENT[tensor.dtype]
+            file.seek(tensor.begin)
+            left = tensor.end - tensor.begin
+            while left:
+                bits = np.frombuffer(file.read(min(left, CHUNK_BYTES)), kind)
+                if bool(((bits & kind(exponent)) == exponent).any()):
+                    return name
+                left -= bits.nbytes
+    return None

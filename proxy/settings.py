@@ -1,0 +1,85 @@
+"""What the proxy can be told. Every number says its unit in its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+
+from turnwise.settings import Settings
+
+
+class ProxySettings(Settings):
+    """Settings of one proxy process."""
+
+    engine: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
+    """vLLM base URLs. Each listens on loopback or a private network only."""
+    database: SecretStr = SecretStr("sqlite:///turnwise.db")
+    """SQLAlchemy URL of the store; a secret, because it may hold a password."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs at least one API key in the store."""
+    port: int = Field(default=8100, ge=0, le=65535)
+    public_url: str | None = None
+    """Origin that clients reach the proxy by, for the `base_url` of a session; by default the request's own Host."""
+    secret: SecretStr | None = None
+    """Signs session keys; by default a random one that all proxy processes share through the store."""
+
+    engine_check: Literal["strict", "warn", "off"] = "strict"
+    """What to do about an engine that lacks what exact capture needs: refuse to start, say so, or not look at all."""
+    tokenizer: str | None = None
+    """Directory or id of the served model's tokenizer; by default the engine's own model path."""
+    continuation: bool = True
+    """Extend stored tokens from the second turn on. Off, every turn is tokenised afresh: for measuring the drift."""
+    thinking: Literal["template", "keep"] = "template"
+    """Thinking that a chat template drops later: follow the template into a new chain, or keep it and stay on one."""
+
+    max_body_bytes: int = Field(default=64 * 2**20, gt=0)
+    max_header_bytes: int = Field(default=64 * 2**10, gt=0)
+    """Longest head of a request: its line and its headers."""
+    max_json_depth: int = Field(default=128, gt=0)
+    max_messages: int = Field(default=10_000, gt=0)
+    max_choices: int = Field(default=128, gt=0)
+    """Largest `n` of one call."""
+    max_concurrent_calls: int = Field(default=1024, gt=0)
+    """Calls on their way to the engine at once; more are answered 429."""
+    header_timeout_seconds: float = Field(default=30.0, gt=0)
+    """A request whose headers and body are not whole by then is closed."""
+    engine_timeout_seconds: float = Field(default=600.0, gt=0)
+    """The longest silence of an engine within one call."""
+    session_idle_seconds: float = Field(default=3600.0, gt=0)
+    """An open session without a call for this long expires."""
+    cache_sessions: int = Field(default=20_000, gt=0)
+    """Sessions kept in memory; the rest is read back from the store when it is needed."""
+
+    token_cache_bytes: int = Field(default=32 * 2**20, ge=0)
+    """Memory for the tokens of turns that a call may extend; others are read back from the store."""
+    replay_bytes: int = Field(default=32 * 2**20, ge=0)
+    """Memory for answers that a retried call may ask for again."""
+
+    commit_timeout_seconds: float = Field(default=30.0, gt=0)
+    """How long a turn's commit is retried while the store is locked or away, before the call fails."""
+    policies_poll_seconds: float = Field(default=0.2, gt=0)
+    """How often to look for a newer policy version."""
+    reload_timeout_seconds: float = Field(default=300.0, gt=0)
+    """The longest a reload may take before the last good version is brought back."""
+    probe_tolerance: float = Field(default=0.25, ge=0)
+    """Largest |logprob difference| between the engine and a checkpoint's own probe, nats; fp32 stays below 1e-3."""
+    canary_share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of new sessions that try a new version before all get it; 0 serves it to all at once. Whole weights need
+    a second engine for it, adapters do not."""
+    canary_min_sessions: int = Field(default=20, ge=2)
+    """Finished sessions that each arm needs before the canary is judged."""
+    canary_max_sessions: int = Field(default=400, ge=2)
+    """Finished sessions of the canary after which it is judged by its mean alone."""
+    canary_reward_drop: float = Field(default=0.1, ge=0)
+    """How far the canary's mean session reward may lie below the others'."""
+    canary_broken_rise: float = Field(default=0.1, ge=0, le=1)
+    """How far the canary's share of broken turns may lie above the others': failed, untrainable, or cut by length."""
+    canary_drift_nats: float = Field(default=1.0, ge=0)
+    """Largest KL divergence from the served version over the checkpoint's own probe, nats a token."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    access_log: Path | None = None
+    """JSON Lines of every call; off by default."""
+    fault: str | None = None
+    """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""

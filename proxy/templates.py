@@ -1,0 +1,285 @@
+"""What the served model's chat template puts after a sampled reply, for any template, without code per model family.
+
+One decision: nothing about a template is assumed. Each continuation renders the conversation with the engine's own
+template and tokenizer and reads the answer off the text: a marker in place of the reply's content shows where the
+reply ends, and the text before the reply must be the text that was sent before. Where that cannot be shown, the
+answer is a named reason and the call opens a new chain.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os.path
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from turnwise.types import Json, TokenIds
+
+MARKER = "TurnwiseMarkQ7Z"
+"""Stands for a reply's content; letters and a digit, so that no JSON or HTML escaping changes it."""
+
+Reason = Literal["template_unsafe", "thinking_stripped", "tokenizer_differs"]
+
+
+class Unsafe(Exception):
+    """The stored tokens cannot be extended faithfully; `reason` goes into the turn."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is needed here."""
+
+    chat_template: Any
+    all_special_tokens: list[str]
+
+    def apply_chat_template(self, conversation: list[Json], **kwargs: Any) -> Any:
+        """Render a conversation."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise text."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        """Spell tokens out."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """How a stored turn ended, as far as what follows it depends on that."""
+
+    last_token: int | None
+    """The last sampled token."""
+    ended: bool
+    """Whether the last token is an end-of-turn token, rather than a cut by length or a stop string."""
+    reasoning: str
+    """The thinking that was sampled; empty without any."""
+
+
+class ChatTemplate:
+    """Rendering as the engine does it."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, end_tokens: Sequence[int], content_format: Literal["string", "openai"]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._format = content_format
+        self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
+        self._renders_developer = "developer" in str(tokenizer.chat_template)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end a turn."""
+        return frozenset(self._ends)
+
+    def render(self, messages: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
+        """Return the prompt's text.
+
+        Raises:
+            Unsafe: when the template refuses the conversation.
+        """
+        conversation = [self._as_engine(message) for message in messages]
+        if not self._renders_developer:
+            conversation = _merge_system(conversation)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation, tools=tools or None, tokenize=False, **{**arguments, "add_generation_prompt": generate}
+            )
+        except Exception as error:
+            raise Unsafe("template_unsafe") from error
+        return str(text)
+
+    def tokenise(self, text: str) -> list[int]:
+        """Return the ids of a rendered prompt."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def continuation(
+        self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
+    ) -> TokenIds:
+        """Return the tokens between the sampled reply and the next one.
+
+        Args:
+            messages: the whole conversation, thinking put back where it was sampled.
+            replied: index in `messages` of the reply that is extended.
+            reply: how that reply ended.
+            tools: tool schemas.
+            arguments: the template's own arguments.
+            keep_thinking: stay on the chain although the template drops earlier thinking.
+
+        Raises:
+            Unsafe: when the template does not put the same text before, or nothing recognisable after the reply.
+        """
+        if keep_thinking:
+            messages = [_without_thinking(message) for message in messages]
+        whole = self.render(messages, tools, arguments, generate=True)
+        marked = [*messages[:replied], _marked(messages[replied]), *messages[replied + 1 :]]
+        closing = self._after_marker(marked[: replied + 1], tools, arguments, generate=False)
+        rest = self._after_marker(marked, tools, arguments, generate=True)
+        end, after = self._split_at_end(rest, closing, reply, has_calls=bool(messages[replied].get("tool_calls")))
+        if not whole.endswith(end + after):
+            raise Unsafe("template_unsafe")
+        reply_end = len(whole) - len(end + after)
+        self._check_unchanged(whole, reply_end, messages, replied, reply, tools, arguments, keep_thinking)
+        if not end or reply.last_token is None:
+            return np.asarray(self.tokenise(after), np.int32)
+        return self._tokenise_after(reply.last_token, end, after)
+
+    def _after_marker(self, marked: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
+        """Return the text after the marked reply's content."""
+        _, found, rest = self.render(marked, tools, arguments, generate=generate).rpartition(MARKER)
+        if not found:
+            raise Unsafe("template_unsafe")
+        return rest
+
+    def _split_at_end(self, rest: str, closing: str, reply: Reply, *, has_calls: bool) -> tuple[str, str]:
+        """Return the sampled end-of-turn token, empty where none was sampled, and the text that follows the reply.
+
+        Args:
+            rest: the text after the reply's content, with the messages that follow.
+            closing: the same for the reply as the last message.
+            reply: how it ended.
+            has_calls: whether it calls tools; then syntax that was sampled stands between content and end.
+        """
+        if reply.ended and reply.last_token is not None:
+            end = self._ends[reply.last_token]
+            at = _last_common(closing, rest, end)
+            # Some templates have no closing: the token that opens the next message is what ends the turn.
+            if at is None and end not in closing and rest.startswith(closing + end):
+                at = len(closing)
+            if at is None:
+                raise Unsafe("template_unsafe")
+            return end, rest[at + len(end) :]
+        if not has_calls:
+            return "", rest
+        found = [at for end in self._ends.values() if (at := _last_common(closing, rest, end)) is not None]
+        if not found:
+            raise Unsafe("template_unsafe")
+        return "", rest[max(found) :]
+
+    def _check_unchanged(
+        self,
+        whole: str,
+        reply_end: int,
+        messages: Sequence[Json],
+        replied: int,
+        reply: Reply,
+        tools: Any,
+        arguments: Json,
+        keep_thinking: bool,
+    ) -> None:
+        """Check that the text before the reply is the text that the reply was sampled after."""
+        before = self.render(messages[:replied], tools, arguments, generate=True)
+        thinking_shown = keep_thinking or reply.reasoning.strip() in whole[len(before) : reply_end]
+        if whole.startswith(before) and len(before) <= reply_end and thinking_shown:
+            return
+        plain = [_without_thinking(message) for message in messages]
+        history = self.render(plain[:replied], tools, arguments, generate=False)
+        if not self.render(plain, tools, arguments, generate=True).startswith(history):
+            raise Unsafe("template_unsafe")
+        if not keep_thinking:
+            raise Unsafe("thinking_stripped")
+
+    def _tokenise_after(self, token: int, spelled: str, text: str) -> TokenIds:
+        """Tokenise text as it stands after a special token: some tokenizers treat the start of a text differently."""
+        ids = self.tokenise(spelled + text)
+        if not ids or ids[0] != token:
+            raise Unsafe("tokenizer_differs")
+        return np.asarray(ids[1:], np.int32)
+
+    def _as_engine(self, message: Json) -> Json:
+        """Return the message as vLLM hands it to the template."""
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else [_part_text(part) for part in content or []]
+        shaped: Json = {"role": message.get("role")}
+        if self._format == "openai" and shaped["role"] != "tool":
+            shaped["content"] = [{"type": "text", "text": text} for text in parts]
+        else:
+            shaped["content"] = "\n".join(parts)
+        for field in ("name", "tool_call_id"):
+            if isinstance(message.get(field), str):
+                shaped[field] = message[field]
+        if message.get("role") == "assistant":
+            _add_assistant_fields(shaped, message)
+        return shaped
+
+
+def _last_common(closing: str, rest: str, end: str) -> int | None:
+    """Return where `end` last stands in the part that both texts start with; None where it does not."""
+    shared = os.path.commonprefix([closing, rest])  # noqa: RUF071  of texts, one character at a time, as it does
+    at = shared.rfind(end)
+    return None if at < 0 else at
+
+
+def _add_assistant_fields(shaped: Json, message: Json) -> None:
+    if calls := message.get("tool_calls"):
+        shaped["tool_calls"] = [_call_with_parsed_arguments(call) for call in calls]
+    thinking = message.get("reasoning", message.get("reasoning_content"))
+    if thinking is not None:
+        shaped["reasoning"] = shaped["reasoning_content"] = thinking
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, dict):
+        return str(part.get("text") or part.get("refusal") or "")
+    return str(part)
+
+
+def _call_with_parsed_arguments(call: Json) -> Json:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            arguments = {}
+    function["arguments"] = arguments if isinstance(arguments, dict) else {}
+    return {**call, "function": function}
+
+
+def _marked(reply: Json) -> Json:
+    """Return the reply with the marker as the last thing that a template prints of it."""
+    if not reply.get("tool_calls"):
+        return {**_without_thinking(reply), "content": MARKER}
+    marked = copy.deepcopy(reply)
+    marked["tool_calls"][-1]["function"]["arguments"] = json.dumps({MARKER: MARKER})
+    return marked
+
+
+def _without_thinking(message: Json) -> Json:
+    if "reasoning" not in message and "reasoning_content" not in message:
+        return message
+    return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
+
+
+def _merge_system(conversation: list[Json]) -> list[Json]:
+    """Turn developer messages into one system message at the front, as vLLM does for templates that know none."""
+    if not any(message["role"] == "developer" for message in conversation):
+        return conversation
+    system = [m for m in conversation if m["role"] in ("developer", "system")]
+    texts = [
+        m["content"] if isinstance(m["content"], str) else "\n".join(part["text"] for part in m["content"])
+        for m in system
+    ]
+    first = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
+    return [first, *(m for m in conversation if m["role"] not in ("developer", "system"))]
+
+
+def load_chat_template(path: str, content_format: Literal["string", "openai"]) -> ChatTemplate:
+    """Load a tokenizer and its template from a directory, or by its id from the local Hugging Face cache.
+
+    Raises:
+        OSError, ValueError: when there is no such tokenizer, as transformers says it.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ends = {tokenizer.eos_token_id}
+    if not os.path.isdir(path) or os.path.isfile(os.path.join(path, "generation_config.json")):  # noqa: PTH112,PTH113,PTH118
+        configured = GenerationConfig.from_pretrained(path).eos_token_id
+        ends.update(configured if isinstance(configured, list) else [configured])
+    return ChatTemplate(tokenizer, sorted(end for end in ends if end is not None), content_format)
