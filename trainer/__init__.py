@@ -1,0 +1,1 @@
+"""The trainer process: claim → batch → update → checkpoint → publish."""

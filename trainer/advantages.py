@@ -1,0 +1,156 @@
+"""Rewards to advantages: each estimator a few lines with its paper. NumPy in float64, no torch, no state.
+
+One decision: an estimator sees one *bucket* of values that are compared with each other, and knows nothing of where
+they came from. What a bucket is, all sessions of a group or all turns at one step of a group, is decided in
+`assign` alone, so each estimator serves both. Legend: N values, G members of one bucket, K turns of one experience.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.types import Credit, Experience
+
+Floats = npt.NDArray[np.float64]
+
+Estimator = Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+GroupBy = Literal["auto", "session", "step"]
+Singleton = Literal["zero", "raw"]
+
+UNIFORM_TOLERANCE = 1e-12
+"""Relative spread below which a bucket says nothing: rounding of equal rewards must not be blown up by a division."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRule:
+    """Which estimator, over what, and the conventions that papers leave open."""
+
+    estimator: Estimator = "grpo"
+    group_by: GroupBy = "auto"
+    """`session`: one value a session, its reward, centred over the group. `step`: one value a turn, its return,
+    centred over the turns of the group at the same step. `auto`: by step where the session's credit is step-wise."""
+    ddof: Literal[0, 1] = 1
+    """Of the standard deviation: 1 divides by G − 1 as torch, TRL and verl do, 0 by G as NumPy does."""
+    singleton: Singleton = "zero"
+    """A bucket of one has nobody to be compared with: `zero` gives it no advantage, `raw` its value itself."""
+    epsilon: float = 1e-6
+    """Added to the standard deviation."""
+
+
+def reinforce(values: Floats) -> Floats:
+    """Return the values themselves, no baseline. Williams 1992, eq. 4 with b = 0."""
+    return values.copy()
+
+
+def rloo(values: Floats) -> Floats:
+    """Return x_i − mean of the others. Ahmadian et al. 2024 (arXiv:2402.14740), section 2.3; G ≥ 2."""
+    size = len(values)
+    centred: Floats = values - values.mean()
+    return centred * (size / (size - 1))
+
+
+def grpo(values: Floats, *, ddof: int, epsilon: float) -> Floats:
+    """Return (x_i − mean) / (std + ε). Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; G ≥ 2."""
+    normalised: Floats = (values - values.mean()) / (values.std(ddof=ddof) + epsilon)
+    return normalised
+
+
+def dr_grpo(values: Floats) -> Floats:
+    """Return x_i − mean: no std, which favours easy and hard tasks. Liu et al. 2025 (arXiv:2503.20783), section 3.1."""
+    centred: Floats = values - values.mean()
+    return centred
+
+
+def whiten(values: Floats, *, ddof: int, epsilon: float) -> Floats:
+    """Return the values normalised over the whole batch. Hu et al. 2025 (arXiv:2501.03262)."""
+    if len(values) <= ddof or _uniform(values):
+        return np.zeros_like(values)
+    normalised: Floats = (values - values.mean()) / (values.std(ddof=ddof) + epsilon)
+    return normalised
+
+
+def estimate(values: Floats, buckets: Sequence[Hashable], rule: AdvantageRule) -> Floats:
+    """Return the advantage of each value.
+
+    Args:
+        values: What is compared. [N]
+        buckets: Which values are compared with each other. [N]
+        rule: Estimator and conventions.
+    """
+    if rule.estimator == "reinforce":
+        return reinforce(values)
+    if rule.estimator == "reinforce_plus_plus":
+        return whiten(values, ddof=rule.ddof, epsilon=rule.epsilon)
+    centre: dict[str, Callable[[Floats], Floats]] = {
+        "rloo": rloo,
+        "grpo": lambda members: grpo(members, ddof=rule.ddof, epsilon=rule.epsilon),
+        "dr_grpo": dr_grpo,
+        "reinforce_plus_plus_baseline": dr_grpo,
+    }
+    advantages = _by_bucket(values, buckets, centre[rule.estimator], rule.singleton)
+    if rule.estimator == "reinforce_plus_plus_baseline":
+        return whiten(advantages, ddof=rule.ddof, epsilon=rule.epsilon)
+    return advantages
+
+
+def assign(experiences: Sequence[Experience], rule: AdvantageRule) -> list[Floats]:
+    """Return the advantage of every turn of every experience, one array [K] an experience.
+
+    A session is one member of its group however many chains it has; all its turns share its advantage. By step, a
+    turn is a member of its own bucket, which is how step rewards reach the loss token by token.
+    """
+    values: list[float] = []
+    buckets: list[Hashable] = []
+    sessions: dict[str, int] = {}
+    places: list[list[int]] = []
+    for experience in experiences:
+        if _by_step(experience, rule):
+            places.append(list(range(len(values), len(values) + len(experience.turn_ids))))
+            values.extend(experience.turn_returns)
+            buckets.extend((experience.group_id, step) for step in experience.turn_steps)
+            continue
+        if experience.session_id not in sessions:
+            sessions[experience.session_id] = len(values)
+            values.append(experience.reward)
+            buckets.append((experience.group_id, None))
+        places.append([sessions[experience.session_id]] * len(experience.turn_ids))
+    advantages = estimate(np.asarray(values, np.float64), buckets, rule)
+    return [advantages[place] for place in places]
+
+
+def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Floats]) -> set[str]:
+    """Return the groups in which no turn has an advantage: nothing to learn there, and they would dilute the mean."""
+    telling = {experience.group_id for experience, turns in zip(experiences, advantages, strict=True) if np.any(turns)}
+    return {experience.group_id for experience in experiences} - telling
+
+
+def _by_step(experience: Experience, rule: AdvantageRule) -> bool:
+    if rule.group_by == "auto":
+        return experience.info.get("credit") == Credit.STEP_WISE
+    return rule.group_by == "step"
+
+
+def _by_bucket(
+    values: Floats, buckets: Sequence[Hashable], centre: Callable[[Floats], Floats], singleton: Singleton
+) -> Floats:
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for index, bucket in enumerate(buckets):
+        members[bucket].append(index)
+    advantages = np.zeros_like(values)
+    for indices in members.values():
+        bucket_values = values[indices]
+        if len(indices) == 1:
+            advantages[indices] = bucket_values if singleton == "raw" else 0.0
+        elif not _uniform(bucket_values):
+            advantages[indices] = centre(bucket_values)
+    return advantages
+
+
+def _uniform(values: Floats) -> bool:
+    return bool(np.ptp(values) <= UNIFORM_TOLERANCE * np.abs(values).max())

@@ -1,0 +1,74 @@
+"""The processes that train together: one by default, several under `torchrun`.
+
+One decision: every process holds the same batch and packs it alike, and computes its own share of the rows; only
+gradients (inside FSDP2), a few sums and, from the first process, the claimed batch itself travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Item = TypeVar("Item")
+
+
+class World:
+    """This process among those that train together."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process claims, writes and acks."""
+        return self.rank == 0
+
+    def share(self, item: Item | None) -> Item:
+        """Return what the first process gives, in all of them."""
+        if self.size == 1:
+            return item  # type: ignore[return-value]  # the only process gives it
+        box: list[Any] = [item]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]  # type: ignore[no-any-return]
+
+    def own(self, rows: Sequence[Item]) -> list[tuple[Item, bool]]:
+        """Return this process's rows, each with whether it counts.
+
+        All processes get as many, since FSDP gathers weights in step: the last ones may compute a row for nothing.
+        """
+        rounds = -(-len(rows) // self.size)
+        places = [index * self.size + self.rank for index in range(rounds)]
+        return [(rows[min(place, len(rows) - 1)], place < len(rows)) for place in places]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the maximum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+
+def join_world() -> World:
+    """Join the processes that `torchrun` started: NCCL on GPUs, gloo on CPUs."""
+    if not dist.is_initialized():
+        on_gpu = torch.cuda.is_available()
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        if on_gpu:
+            torch.cuda.set_device(dist.get_node_local_rank())
+    return World()
+
+
+def leave_world() -> None:
+    """Part from the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
