@@ -1,0 +1,105 @@
+"""The cheapest engine there can be, for benches: prepared bytes for every POST, nothing parsed but its length."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+import orjson
+import uvloop
+
+MODELS = orjson.dumps({"object": "list", "data": [{"id": "canned", "object": "model", "root": "canned"}]})
+NUM_TOKENS = 600
+NUM_CHUNKS = 100
+PROMPT = list(range(100, 132))
+
+
+def whole_reply() -> bytes:
+    """Return a chat completion of 600 tokens in vLLM's shape."""
+    entries = [
+        {"token": " word", "logprob": -0.125, "bytes": [32, 119, 111, 114, 100], "top_logprobs": []}
+    ] * NUM_TOKENS
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": " word" * NUM_TOKENS, "reasoning": None},
+        "logprobs": {"content": entries},
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": [1234] * NUM_TOKENS,
+    }
+    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": NUM_TOKENS, "total_tokens": len(PROMPT) + NUM_TOKENS}
+    head = {"id": "chatcmpl-canned", "object": "chat.completion", "created": 1, "model": "canned"}
+    return orjson.dumps({**head, "choices": [choice], "usage": usage, "prompt_token_ids": PROMPT})
+
+
+def streamed_reply() -> bytes:
+    """Return the same as 100 events."""
+    head = {"id": "chatcmpl-canned", "object": "chat.completion.chunk", "created": 1, "model": "canned"}
+    first = {
+        **head,
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+        "prompt_token_ids": PROMPT,
+    }
+    each = NUM_TOKENS // NUM_CHUNKS
+    entries = [{"token": " word", "logprob": -0.125, "bytes": [32, 119, 111, 114, 100], "top_logprobs": []}] * each
+    choice = {
+        "index": 0,
+        "delta": {"content": " word" * each},
+        "logprobs": {"content": entries},
+        "token_ids": [1234] * each,
+    }
+    events = [first, *[{**head, "choices": [{**choice, "finish_reason": None}]}] * (NUM_CHUNKS - 2)]
+    events.append({**head, "choices": [{**choice, "finish_reason": "stop"}]})
+    return b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+
+
+def answer(body: bytes, kind: bytes = b"application/json") -> bytes:
+    """Return a whole HTTP answer."""
+    return b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (kind, len(body), body)
+
+
+WHOLE, STREAMED, MODEL_LIST, EMPTY = (
+    answer(whole_reply()),
+    answer(streamed_reply(), b"text/event-stream"),
+    answer(MODELS),
+    answer(b"{}"),
+)
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember where to answer."""
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._data = b""
+
+    def data_received(self, data: bytes) -> None:
+        """Answer every request that is whole."""
+        self._data += data
+        while (end := self._data.find(b"\r\n\r\n")) >= 0:
+            head = self._data[:end].lower()
+            at = head.find(b"content-length: ")
+            length = int(head[at + 16 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self._data) < end + 4 + length:
+                return
+            body, self._data = self._data[end + 4 : end + 4 + length], self._data[end + 4 + length :]
+            self._transport.write(self._answer(head, body))
+
+    @staticmethod
+    def _answer(head: bytes, body: bytes) -> bytes:
+        if head.startswith(b"post /v1/chat/completions"):
+            return STREAMED if b'"stream":true' in body else WHOLE
+        return MODEL_LIST if head.startswith(b"get /v1/models") else EMPTY
+
+
+async def serve(port: int) -> None:
+    """Serve for ever."""
+    server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    uvloop.run(serve(parser.parse_args().port))
