@@ -1,0 +1,95 @@
+"""Checkpoints for tests of reloading: the small model with noise on its weights, and what it then says.
+
+Each version is visibly another policy: the logprobs of two versions differ by much more than the tolerance at which an
+engine is compared with `transformers` here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+NOISE = 0.02
+"""Standard deviation of what is added to each weight of two dimensions."""
+
+
+def write_perturbed(model_dir: Path, place: Path, seed: int, *, noise: float = NOISE) -> Path:
+    """Write the model with other weights."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(model_dir / "model.safetensors")
+    for tensor in tensors.values():
+        if tensor.ndim == 2:
+            tensor += noise * torch.randn(tensor.shape, generator=generator)
+    return write_checkpoint(place, tensors, (model_dir / "config.json").read_text())
+
+
+def write_checkpoint(place: Path, tensors: dict[str, torch.Tensor], config: str | None) -> Path:
+    """Write a directory as a trainer does: beside its place, then renamed."""
+    staging = place.with_name(f".{place.name}")
+    staging.mkdir(parents=True)
+    save_file(tensors, staging / "model.safetensors", {"format": "pt"})
+    if config is not None:
+        (staging / "config.json").write_text(config)
+    return staging.replace(place)
+
+
+def write_adapter(model_dir: Path, place: Path, seed: int, *, rank: int = 4, scale: float = 0.05) -> Path:
+    """Write a LoRA adapter of random factors for the model's query and value projections, as peft writes one."""
+    generator = torch.Generator().manual_seed(seed)
+    base = load_file(model_dir / "model.safetensors")
+    factors = {}
+    for name, weight in base.items():
+        if name.endswith(("q_proj.weight", "v_proj.weight")):
+            module = "base_model.model." + name.removesuffix(".weight")
+            factors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator)
+            factors[f"{module}.lora_B.weight"] = scale * torch.randn(weight.shape[0], rank, generator=generator)
+    place.mkdir(parents=True)
+    save_file(factors, place / "adapter_model.safetensors", {"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_dir),
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    return place
+
+
+def copied(model_dir: Path, place: Path, *names: str) -> Path:
+    """Copy some files of a checkpoint."""
+    place.mkdir(parents=True)
+    for name in names:
+        shutil.copy(model_dir / name, place)
+    return place
+
+
+Forward = Callable[[Sequence[int], int], torch.Tensor]
+"""From token ids [N] and the length of the prompt to the logprobs of those behind it, [N - prompt]."""
+
+
+def forward_of(directory: Path, adapter: Path | None = None) -> Forward:
+    """Return the logprobs that `transformers` gives, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).eval()
+
+    def forward(token_ids: Sequence[int], prompt_length: int) -> torch.Tensor:
+        ids = torch.tensor(token_ids, dtype=torch.long)[None]
+        with torch.inference_mode():
+            logits = model(ids).logits[0, prompt_length - 1 : -1]
+        return torch.log_softmax(logits, -1).gather(1, ids[0, prompt_length:, None])[:, 0]
+
+    return forward

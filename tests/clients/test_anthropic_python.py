@@ -1,0 +1,94 @@
+"""anthropic-python through the proxy: create, stream, tools, thinking, counting, errors, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anthropic
+import pytest
+from proxies import RunningProxy
+
+from proxy.fake_engine import Reply, Rule, RunningFakeEngine
+
+USER: Any = {"role": "user", "content": "Hello there"}
+
+
+@pytest.fixture
+def client(proxy: RunningProxy) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=proxy.url, api_key="any", max_retries=0)
+
+
+def test_create_and_raw_response(client: anthropic.Anthropic) -> None:
+    made = client.messages.create(model="fake", max_tokens=50, messages=[USER], system="Be kind.")
+    assert made.content[0].to_dict() == {"type": "text", "text": "Hello there"}
+    raw = client.messages.with_raw_response.create(model="fake", max_tokens=50, messages=[USER])
+    assert raw.parse().stop_reason == "end_turn"
+
+
+def test_the_stream_helper_gives_text_thinking_and_the_final_message(
+    client: anthropic.Anthropic, fake_engine: RunningFakeEngine
+) -> None:
+    fake_engine.answer(Rule(reply=Reply(reasoning="hm, hm", text="So."), contains="think"))
+    asked: Any = [{"role": "user", "content": "think"}]
+    with client.messages.stream(
+        model="fake", max_tokens=200, messages=asked, thinking={"type": "enabled", "budget_tokens": 1024}
+    ) as stream:
+        events = list(stream)
+    thoughts = "".join(event.thinking for event in events if event.type == "thinking")
+    texts = "".join(event.text for event in events if event.type == "text")
+    assert (thoughts, texts) == ("hm, hm", "So.")
+    assert events[-1].type == "message_stop"
+    with client.messages.stream(model="fake", max_tokens=50, messages=[USER]) as stream:
+        assert "".join(stream.text_stream) == "Hello there"
+
+
+def test_raw_events_come_in_order(client: anthropic.Anthropic) -> None:
+    events = [event.type for event in client.messages.create(model="fake", max_tokens=9, messages=[USER], stream=True)]
+    assert events[:2] == ["message_start", "content_block_start"]
+    assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_the_tool_runner_runs_a_tool_to_the_end(client: anthropic.Anthropic, proxy: RunningProxy) -> None:
+    looked: list[str] = []
+
+    @anthropic.beta_tool
+    def look(key: str) -> str:
+        """Look a key up.
+
+        Args:
+            key: what to look up.
+        """
+        looked.append(key)
+        return "found"
+
+    runner = client.beta.messages.tool_runner(
+        model="fake", max_tokens=200, tools=[look], messages=[{"role": "user", "content": "a loop"}]
+    )
+    last = runner.until_done()
+    assert looked
+    turn = next(view.turn for view in proxy.turns() if view.turn.turn_id == last.id)
+    assert turn.parent_turn_id is not None
+    assert turn.outcome == "exact"
+
+
+def test_count_tokens_and_errors(client: anthropic.Anthropic) -> None:
+    assert client.messages.count_tokens(model="fake", messages=[USER]).input_tokens > 10
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="nothing", max_tokens=9, messages=[USER])
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(model="fake", max_tokens=0, messages=[USER])
+
+
+def test_the_async_client_streams_many_at_once(proxy: RunningProxy) -> None:
+    async def all_at_once() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=proxy.url, api_key="any", max_retries=0) as client:
+
+            async def streamed(text: str) -> str:
+                asked: Any = [{"role": "user", "content": text}]
+                async with client.messages.stream(model="fake", max_tokens=50, messages=asked) as stream:
+                    return await stream.get_final_text()
+
+            return await asyncio.gather(*(streamed(f"{n}") for n in range(12)))
+
+    assert asyncio.run(all_at_once()) == [f"{n}" for n in range(12)]

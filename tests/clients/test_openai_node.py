@@ -1,0 +1,23 @@
+"""openai-node through the proxy."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from proxies import RunningProxy
+
+NUM_CHECKS = 11
+SUITE = Path(__file__).with_name("node_suite.mjs")
+RUN_SECONDS = 60
+
+
+def test_openai_node_does_all_of_it(proxy: RunningProxy, node_project: Path) -> None:
+    """Every check of the suite beside this file passes."""
+    suite = shutil.copy(SUITE, node_project)
+    done = subprocess.run(
+        ["node", suite, proxy.v1], cwd=node_project, capture_output=True, text=True, timeout=RUN_SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok ") == NUM_CHECKS, done.stdout

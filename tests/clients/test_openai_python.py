@@ -1,0 +1,165 @@
+"""openai-python through the proxy: its helpers parse, accumulate and retry as they do with OpenAI's own server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from proxies import RunningProxy
+
+from proxy.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
+
+USER: Any = {"role": "user", "content": "Hello there"}
+TOOL: Any = openai.pydantic_function_tool
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+class City(pydantic.BaseModel):
+    """A schema that a reply is parsed by."""
+
+    name: str
+    size: int
+
+
+class Look(pydantic.BaseModel):
+    """Look a key up."""
+
+    key: str
+
+
+@pytest.fixture
+def client(proxy: RunningProxy) -> openai.OpenAI:
+    return openai.OpenAI(base_url=proxy.v1, api_key="any", max_retries=0)
+
+
+def test_chat_completions_create(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(model="fake", messages=[USER], n=2, logprobs=True, top_logprobs=2)
+    assert [choice.message.content for choice in done.choices] == ["Hello there", "Hello there (1)"]
+    logprobs = done.choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(token.token for token in logprobs.content or []).startswith("Hello there")
+    assert done.usage is not None
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+
+
+def test_chat_completions_stream_of_chunks(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="fake", messages=[USER], stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello there"
+    assert chunks[-1].usage is not None
+
+
+def test_chat_completions_stream_helper_and_its_final_completion(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="fake", messages=[USER], tools=[TOOL(Look)]) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None
+    assert isinstance(calls[0].function.parsed_arguments, Look)
+
+
+def test_chat_completions_parse(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(model="fake", messages=[USER], response_format=City)
+    assert isinstance(parsed.choices[0].message.parsed, City)
+    with client.chat.completions.stream(model="fake", messages=[USER], response_format=City) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, City)
+
+
+def test_a_tool_loop_is_one_chain(client: openai.OpenAI, proxy: RunningProxy) -> None:
+    messages: list[Any] = [{"role": "user", "content": "a loop"}]
+    first = client.chat.completions.create(model="fake", messages=messages, tools=[TOOL(Look)]).choices[0].message
+    assert first.tool_calls
+    messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "found"}]
+    second = client.chat.completions.create(model="fake", messages=messages, tools=[TOOL(Look)])
+    turns = {view.turn.turn_id: view.turn for view in proxy.turns()}
+    assert turns[second.id].parent_turn_id is not None
+    assert turns[second.id].outcome == "exact"
+
+
+def test_with_raw_response_and_with_streaming_response(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(model="fake", messages=[USER])
+    assert raw.headers["content-type"] == "application/json"
+    assert raw.parse().choices[0].message.content == "Hello there"
+    with client.chat.completions.with_streaming_response.create(model="fake", messages=[USER], stream=True) as streamed:
+        assert any("[DONE]" in line for line in streamed.iter_lines())
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    assert client.completions.create(model="fake", prompt="Once", max_tokens=4, logprobs=1).choices[0].text
+    chunks = client.completions.create(model="fake", prompt="Once", max_tokens=4, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake"]
+
+
+def test_responses_create_stream_and_parse(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="fake", input="Hello there")
+    assert made.output_text == "Hello there"
+    with client.responses.stream(model="fake", input="Hello there") as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert (text, stream.get_final_response().output_text) == ("Hello there", "Hello there")
+    parsed = client.responses.parse(model="fake", input="Hello there", text_format=City)
+    assert isinstance(parsed.output_parsed, City)
+    raw = client.responses.with_raw_response.create(model="fake", input="Hello there")
+    assert raw.parse().output_text == "Hello there"
+
+
+def test_responses_go_on_from_a_previous_one_with_a_tool(client: openai.OpenAI, fake_engine: RunningFakeEngine) -> None:
+    fake_engine.answer(Rule(reply=Reply(tool_calls=[ToolCall(name="weather", arguments={"city": "Oslo"})]), count=1))
+    tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
+    first = client.responses.create(model="fake", input="Weather?", tools=[tool])
+    call: Any = first.output[0]
+    assert call.type == "function_call"
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
+    second = client.responses.create(model="fake", input=output, tools=[tool], previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    sent = fake_engine.calls[-1].body["messages"]
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
+
+
+def test_errors_are_the_client_s_own_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="nothing", messages=[USER])
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="fake", messages=[USER], temperature=-1)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="nothing", input="x")
+
+
+def test_a_retry_after_an_error_is_a_turn_of_its_own_beside_the_failed_one(
+    proxy: RunningProxy, fake_engine: RunningFakeEngine
+) -> None:
+    fake_engine.fail_next(Fault(kind=FaultKind.STATUS, status=503))
+    client = openai.OpenAI(base_url=proxy.session_v1("retried"), api_key="any", max_retries=2)
+    assert client.chat.completions.create(model="fake", messages=[USER]).choices[0].message.content == "Hello there"
+    assert [view.turn.outcome for view in proxy.turns("retried")] == ["error", "exact"]
+
+
+def test_the_async_client_does_all_of_it_at_once(proxy: RunningProxy) -> None:
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=proxy.v1, api_key="any", max_retries=0) as client:
+
+            async def streamed(text: str) -> str:
+                async with client.chat.completions.stream(
+                    model="fake", messages=[{"role": "user", "content": text}]
+                ) as stream:
+                    final = await stream.get_final_completion()
+                return str(final.choices[0].message.content)
+
+            async def responded(text: str) -> str:
+                async with client.responses.stream(model="fake", input=text) as stream:
+                    return (await stream.get_final_response()).output_text
+
+            return await asyncio.gather(*(each(f"{n}") for n in range(8) for each in (streamed, responded)))
+
+    assert asyncio.run(all_at_once()) == [f"{n}" for n in range(8) for _ in range(2)]

@@ -1,0 +1,153 @@
+"""Runs an original class and ours on the same scripted model, and prints what each made, as one line of JSON.
+
+This runs in the environment of `setup.sh`, never in the project's: `originals.py versions | trinity CASES | verl`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from stand_in_proxy import StandIn, serving  # noqa: E402  the path is set above
+
+from turnwise.workflows import trinity as ours  # noqa: E402
+
+Json = dict[str, Any]
+
+
+def without_what_text_needs_not() -> None:
+    """Stand in for a multi-modal module that needs a vLLM of Trinity's, and for a log writer: no text touches them."""
+    images = types.ModuleType("trinity.common.models.mm_utils")
+    images.should_use_processor = lambda _: False
+    images.combine_output_token_ids = lambda _, inputs: inputs
+    images.vLLMMultiModalRender = None
+    writer = types.ModuleType("torch.utils.tensorboard")
+    writer.SummaryWriter = object
+    sys.modules.update({images.__name__: images, writer.__name__: writer})
+
+
+class Scripted:
+    """An agent's own code, the same for both: calls per step, a reward from what was sampled, when to stop."""
+
+    @property
+    def max_step_num(self) -> int:
+        return len(self.plan["calls"])
+
+    def ask(self, step_num: int) -> Json:
+        return {"model": "m", "messages": [{"role": "user", "content": f"step {step_num}"}], "n": self.plan.get("n", 1)}
+
+    def goes_on(self, step_num: int) -> bool:
+        if step_num == self.plan.get("break"):
+            raise RuntimeError("the tool crashed")
+        return step_num != self.plan.get("stop")
+
+    def judge(self, exps: list[Any], step_num: int = 0) -> float:
+        return 0.25 * step_num + sum(len(exp.tokens) for exp in exps) / 8
+
+    def step(self, step_num: int) -> bool:
+        for _ in range(self.plan["calls"][step_num]):
+            self.talk(self.ask(step_num))
+        return self.goes_on(step_num)
+
+    def talk(self, body: Json) -> None:
+        if not self.plan.get("stream"):
+            self.client.chat.completions.create(**body)
+            return
+        for _ in self.client.chat.completions.create(**body, stream=True):
+            pass
+
+    def reward(self, exps: list[Any], *args: int, **kwargs: int) -> float:
+        return self.judge(exps, *args, **kwargs)
+
+    async def step_async(self, step_num: int) -> bool:
+        client = self.model.get_openai_async_client()
+        for _ in range(self.plan["calls"][step_num]):
+            await client.chat.completions.create(**self.ask(step_num))
+        return self.goes_on(step_num)
+
+    async def reward_async(self, exps: list[Any], *args: int, **kwargs: int) -> float:
+        return self.judge(exps, *args, **kwargs)
+
+
+def original_model(state: StandIn) -> Any:
+    from trinity.common.config import InferenceModelConfig
+    from trinity.common.models.model import ModelWrapper
+
+    config = InferenceModelConfig(
+        model_path="m", engine_type="external", enable_openai_api=True, enable_history=True, api_key="none"
+    )
+    return ModelWrapper(config=config, api_address=f"{state.base_url}/sessions/original")
+
+
+def made_by(base: type, task: Any, model: Any, plan: Json) -> Json:
+    workflow = type("Ported", (Scripted, base), {"plan": plan})(task=task, model=model)
+    failure = None
+    made: list[Any] = []
+    try:
+        made = asyncio.run(workflow.run_async()) if workflow.asynchronous else workflow.run()
+    except RuntimeError as error:
+        failure = str(error)
+    return {"failure": failure, "experiences": [plain(exp) for exp in made]}
+
+
+def plain(exp: Any) -> Json:
+    return {
+        "tokens": exp.tokens.tolist(),
+        "tokens_dtype": str(exp.tokens.dtype).removeprefix("torch."),
+        "prompt_length": exp.prompt_length,
+        "logprobs": exp.logprobs.tolist(),
+        "logprobs_dtype": str(exp.logprobs.dtype).removeprefix("torch."),
+        "action_mask": exp.action_mask.tolist(),
+        "reward": exp.reward,
+        "metrics": exp.metrics,
+        "response_text": exp.response_text,
+        "experience_type": exp.experience_type,
+        "truncate_status": exp.truncate_status,
+        "eid": {name: value for name, value in exp.eid.to_dict().items() if name != "suffix"},
+        "ids": [exp.eid.tid, exp.eid.rid, exp.eid.sid],
+    }
+
+
+def compare_trinity(name: str, plan: Json) -> Json:
+    """Run one plan by the original class and by ours."""
+    from trinity.common.workflows import step_wise_workflow as originals
+    from trinity.common.workflows.workflow import Task as OriginalTask
+
+    with serving(StandIn()) as state:
+        original = made_by(getattr(originals, name), OriginalTask(), original_model(state), plan)
+        model = ours.ModelWrapper(state.base_url, model="m")
+        ported = made_by(getattr(ours, name), ours.Task(), model, plan)
+        return {"original": original, "ours": ported, "ledger": [[t["session_id"], t["step"]] for t in state.turns]}
+
+
+def trinity_pairs(cases: str) -> list[Json]:
+    """Run all cases in this one process: importing the original takes longer than running it."""
+    without_what_text_needs_not()
+    return [compare_trinity(name, plan) for name, plan in json.loads(cases)]
+
+
+def versions() -> Json:
+    without_what_text_needs_not()
+    for name in ("trinity.common.models.model", "verl"):
+        importlib.import_module(name)
+    return {name: importlib.metadata.version(name) for name in ("trinity-rft", "verl")}
+
+
+def verl_batches() -> Json:
+    from verl_batches import batches
+
+    return batches()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    commands = {"versions": versions, "verl": verl_batches, "trinity": trinity_pairs}
+    print(json.dumps(commands[sys.argv[1]](*sys.argv[2:])))

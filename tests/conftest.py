@@ -1,0 +1,89 @@
+"""Databases for every test: each law of the store is checked on SQLite and on a real PostgreSQL."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from private_postgres import PrivatePostgres, binary
+
+from turnwise.store.database import Database
+
+pytest_plugins = ["engines", "node_projects", "proxies"]
+
+DIALECTS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
+
+
+def migrated(url: str) -> str:
+    database = Database(url)
+    database.upgrade()
+    database.close()
+    return url
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PrivatePostgres]:
+    if binary("initdb") is None or binary("postgres") is None:
+        pytest.skip("HALF OF THE STORE IS NOT TESTED: install PostgreSQL's server (initdb and postgres) to run this")
+    server = PrivatePostgres()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sqlite") / "template.db"
+    migrated(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server: PrivatePostgres) -> str:
+    name = postgres_server.create_database()
+    migrated(postgres_server.url(name))
+    return name
+
+
+@pytest.fixture(params=DIALECTS)
+def dialect(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def empty_database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database without any table."""
+    if dialect == "sqlite":
+        yield f"sqlite:///{tmp_path}/empty.db"
+        return
+    server: PrivatePostgres = request.getfixturevalue("postgres_server")
+    name = server.create_database()
+    yield server.url(name)
+    server.drop_database(name)
+
+
+@pytest.fixture
+def database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database with this release's tables and nothing in them."""
+    if dialect == "sqlite":
+        path = tmp_path / "turnwise.db"
+        shutil.copy(request.getfixturevalue("sqlite_template"), path)
+        yield f"sqlite:///{path}"
+        return
+    template = request.getfixturevalue("postgres_template")
+    server: PrivatePostgres = request.getfixturevalue("postgres_server")
+    name = server.create_database(template)
+    yield server.url(name)
+    server.drop_database(name)
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    """The same, opened."""
+    database = Database(database_url, lock_timeout_seconds=10)
+    yield database
+    database.close()

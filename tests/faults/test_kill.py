@@ -1,0 +1,123 @@
+"""`kill -9` of the proxy, at every named point of a call and at any moment: what a client saw whole is stored, once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import statistics
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from proxies import RunningProxy, running_proxy
+from retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing
+from safetensors.numpy import save_file
+
+from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
+from proxy.fault import POINTS
+from turnwise.stack import free_port
+
+READY_SECONDS = 5.0
+"""How soon a proxy that was killed serves again, at the median; see `report`."""
+DIES_SECONDS = 30.0
+REPETITIONS = [1, pytest.param(20, marks=pytest.mark.slow)]
+MOMENTS = [10, pytest.param(100, marks=pytest.mark.slow)]
+
+
+@pytest.fixture
+def slow_engine() -> Iterator[RunningFakeEngine]:
+    """An engine whose replies take a moment, so that a kill finds streams on their way."""
+    with running_fake_engine(Script(pace_seconds=0.004)) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def proxy_with(
+    fault: str, engine: RunningFakeEngine, database_url: str, directory: Path, port: int, ready: list[float]
+) -> Iterator[RunningProxy]:
+    """Run a proxy that dies at a point, and note how long it took until it was ready."""
+    started = time.monotonic()
+    environment = {"TURNWISE_PROXY_FAULT": fault}
+    with running_proxy(engine.url, database_url, directory, port=port, environment=environment) as proxy:
+        ready.append(time.monotonic() - started)
+        yield proxy
+
+
+def publish(proxy: RunningProxy, directory: Path, version: int) -> None:
+    """Publish a directory that looks like a checkpoint, so that a reload begins."""
+    checkpoint = directory / f"v{version}"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1, np.float32)}, checkpoint / "model.safetensors")
+    body = json.dumps({"path": str(checkpoint), "version": version}).encode()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{proxy.url}/v1/policies", body, {"content-type": "application/json"})
+    ).close()
+
+
+@pytest.mark.parametrize("repetitions", REPETITIONS)
+def test_a_kill_at_any_point_of_a_call_loses_nothing_and_doubles_nothing(
+    slow_engine, database_url, tmp_path, repetitions
+):
+    """One life of the proxy after the other, each ended at another point; the agents never start anew."""
+    port, ready, rng = free_port(), [], random.Random(0)
+    with playing(f"http://127.0.0.1:{port}", 8) as agents:
+        for life in range(repetitions * len(POINTS)):
+            point = POINTS[life % len(POINTS)]
+            fault = point if point == "mid_reload" else f"{point}:{rng.randint(1, 6)}"
+            with proxy_with(fault, slow_engine, database_url, tmp_path, port, ready) as proxy:
+                agents.go()
+                if point == "mid_reload":
+                    publish(proxy, tmp_path, life)
+                assert proxy.process.wait(DIES_SECONDS) == -signal.SIGKILL
+                agents.hold()
+        with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
+            finish(agents, proxy, slow_engine)
+    report(ready, agents)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_kill_at_any_moment_under_32_streams_loses_nothing_and_doubles_nothing(
+    slow_engine, database_url, tmp_path, moments
+):
+    """The agents call all the time, also while the proxy starts."""
+    port, ready, rng = free_port(), [], random.Random(1)
+    with playing(f"http://127.0.0.1:{port}", 32) as agents:
+        agents.go()
+        for _ in range(moments):
+            with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
+                time.sleep(rng.uniform(0.0, 1.0))  # the moment is what is tested: any will do
+                proxy.kill()
+        with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
+            finish(agents, proxy, slow_engine)
+    report(ready, agents)
+
+
+def finish(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
+    """Let the agents get through a last proxy, then count."""
+    agents.go()
+    before, deadline = agents.num_seen, time.monotonic() + DIES_SECONDS
+    while agents.num_seen < before + len(agents.all):
+        assert time.monotonic() < deadline, f"the agents do not get on: {agents.refusals}"
+        time.sleep(0.05)
+    agents.stop()
+    assert_nothing_is_lost_or_doubled(agents, proxy, engine)
+
+
+def report(ready: list[float], agents: Agents) -> None:
+    """Print what was measured, and check that a proxy is soon back; a single start may meet a busy machine."""
+    clean, *after_kills = ready
+    median, slowest = statistics.median(after_kills), max(after_kills)
+    print(
+        f"\n{len(after_kills)} kills, {agents.num_seen} replies seen whole; ready at first: {clean:.1f} s, "
+        f"again: {median:.1f} s, {slowest:.1f} s"
+    )
+    # A busy machine takes long to start anything: what a crash may not do is make a start slower than a clean one.
+    allowed = max(READY_SECONDS, 2 * clean)
+    assert median < allowed
+    assert slowest < 3 * allowed

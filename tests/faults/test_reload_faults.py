@@ -1,0 +1,198 @@
+"""Engines that die, hang or refuse in the middle of a reload: the others serve on, and nobody who waited is refused.
+
+Two fake engines, each a process of its own. The first is the one that tries each version; what breaks it never reaches
+the second.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from breakable_engine import BreakableEngine
+from proxies import RunningProxy, StartProxy
+from safetensors.numpy import save_file
+
+from turnwise.stack import free_port
+from turnwise.types import Outcome
+
+DONE_SECONDS = 30.0
+NUM_SESSIONS = 24
+
+
+@pytest.fixture
+def engines() -> Iterator[list[BreakableEngine]]:
+    """Two engines; the first breaks as it loads certain directories, the second only at `follower`."""
+    started = [
+        BreakableEngine(free_port(), deadly="die", late="die_late", hanging="hang", refused="refuse"),
+        BreakableEngine(free_port(), follower="die"),
+    ]
+    try:
+        yield started
+    finally:
+        for engine in started:
+            engine.kill()
+
+
+@pytest.fixture
+def proxy(engines: list[BreakableEngine], start_proxy: StartProxy, tmp_path: Path) -> RunningProxy:
+    """A proxy over both, on version 1."""
+    proxy = start_proxy(engines[0].url, "--engine", engines[1].url, "--reload-timeout-seconds", "3")
+    wait_until(lambda: len(ready(proxy)) == 2, "both engines are ready")
+    publish(proxy, tmp_path / "v1", 1)
+    wait_for(proxy, 1, "active")
+    assert versions(proxy) == {engine.url: 1 for engine in engines}
+    return proxy
+
+
+def ask(url: str, path: str, body: dict | None = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
+        return json.loads(response.read())
+
+
+def publish(proxy: RunningProxy, place: Path, version: int) -> None:
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1, np.float32)}, place / "model.safetensors")
+    ask(proxy.url, "/v1/policies", {"path": str(place), "version": version})
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + DONE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"it is not so that {what}"
+        time.sleep(0.02)
+
+
+def wait_for(proxy: RunningProxy, version: int, status: str) -> dict:
+    wait_until(lambda: policy(proxy, version)["status"] == status, f"version {version} is {status}")
+    return policy(proxy, version)
+
+
+def policy(proxy: RunningProxy, version: int) -> dict:
+    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)
+
+
+def versions(proxy: RunningProxy) -> dict[str, int]:
+    """Return the version of each engine that gets calls."""
+    return {engine["url"]: engine["policy_version"] for engine in ready(proxy)}
+
+
+def ready(proxy: RunningProxy) -> list[dict]:
+    return [engine for engine in ask(proxy.url, "/readyz")["engines"] if engine["ready"]]
+
+
+def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> tuple[int, str]:
+    """Make one call; return its status and body."""
+    body = {"model": "fake", "messages": [{"role": "user", "content": text}]}
+    request = urllib.request.Request(
+        f"{proxy.session_v1(session_id)}/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def call_all(proxy: RunningProxy, name: str) -> list[tuple[int, str]]:
+    """Make a call in each of many sessions, at once."""
+    with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
+        return list(executor.map(lambda number: call(proxy, f"{name}-{number}"), range(NUM_SESSIONS)))
+
+
+def sampled_versions(proxy: RunningProxy, name: str) -> set[int]:
+    return {view.turn.policy_version_last for view in proxy.turns() if view.turn.session_id.startswith(name)}
+
+
+@pytest.mark.parametrize("fault", ["deadly", "hanging", "refused"])
+def test_a_version_that_breaks_the_engine_that_tries_it_reaches_no_other(
+    proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path, fault: str
+):
+    """It is marked failed, version 1 is served throughout, and the broken engine gets version 1 when it is back."""
+    publish(proxy, tmp_path / fault, 2)
+    failed = wait_for(proxy, 2, "failed")
+    assert "version 2 was not taken" in failed["error"]
+    assert {status for status, _ in call_all(proxy, "meanwhile")} == {200}
+    assert sampled_versions(proxy, "meanwhile") == {1}
+    assert policy(proxy, 1)["status"] == "active"
+    if fault != "refused":
+        assert versions(proxy) == {engines[1].url: 1}
+        engines[0].restart()
+    wait_until(lambda: versions(proxy) == {engine.url: 1 for engine in engines}, "both engines are on version 1")
+    publish(proxy, tmp_path / "v3", 3)
+    wait_for(proxy, 3, "active")
+    assert versions(proxy) == {engine.url: 3 for engine in engines}
+
+
+def test_calls_that_waited_for_an_engine_that_died_are_served_by_another(
+    proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
+):
+    """None that had not reached the engine fails: they wait at the gate while it loads, and move when it is gone."""
+    publish(proxy, tmp_path / "late", 2)
+    wait_until(lambda: is_loading(engines[0]), "the first engine is loading")
+    started = time.monotonic()
+    replies = call_all(proxy, "waited")
+    assert {status for status, _ in replies} == {200}
+    assert time.monotonic() - started > 0.3, "nothing waited, so nothing was tested"
+    assert sampled_versions(proxy, "waited") == {1}
+    wait_for(proxy, 2, "failed")
+    assert versions(proxy) == {engines[1].url: 1}
+
+
+def is_loading(engine: BreakableEngine) -> bool:
+    """An engine that loads answers nothing."""
+    try:
+        with urllib.request.urlopen(f"{engine.url}/health", timeout=0.1):
+            return False
+    except TimeoutError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, TimeoutError)
+
+
+def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_brought_up_to_date(
+    proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
+):
+    """The version is good: the first engine proved it. The second comes back with fresh weights, and gets it."""
+    publish(proxy, tmp_path / "follower", 2)
+    wait_for(proxy, 2, "active")
+    assert versions(proxy) == {engines[0].url: 2}
+    assert {status for status, _ in call_all(proxy, "alone")} == {200}
+    engines[1].kill()
+    engines[1] = BreakableEngine(int(engines[1].url.rpartition(":")[2]))
+    wait_until(lambda: versions(proxy) == {engine.url: 2 for engine in engines}, "both engines are on version 2")
+    assert ask(engines[1].url, "/fake/state")["reloads"] == [str(tmp_path / "follower")]
+    assert {status for status, _ in call_all(proxy, "both")} == {200}
+    assert sampled_versions(proxy, "both") == {2}
+
+
+def test_calls_on_their_way_to_an_engine_that_dies_end_clearly_and_the_next_ones_go_elsewhere(
+    proxy: RunningProxy, engines: list[BreakableEngine]
+):
+    """Those that had not begun get a 503 that says so; a reply that broke off is an aborted turn; none hangs."""
+    text = "a long story " * 40
+    with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
+        running = [executor.submit(call, proxy, f"doomed-{number}", text) for number in range(NUM_SESSIONS)]
+        wait_until(lambda: ask(engines[0].url, "/fake/calls")["num_calls"] >= 3, "the first engine has calls")
+        engines[0].kill()
+        replies = [future.result(DONE_SECONDS) for future in running]
+    refused = [body for status, body in replies if status == 503]
+    assert {status for status, _ in replies} == {200, 503}
+    assert all("engine_unavailable" in body and "retry" in body for body in refused)
+    outcomes = [view.turn.outcome for view in proxy.turns() if view.turn.session_id.startswith("doomed")]
+    assert outcomes.count(Outcome.EXACT) == len(replies) - len(refused)
+    assert set(outcomes) <= {Outcome.EXACT, Outcome.ERROR, Outcome.ABORTED}
+    wait_until(lambda: versions(proxy) == {engines[1].url: 1}, "the dead engine is taken out")
+    assert {status for status, _ in call_all(proxy, "after")} == {200}

@@ -1,0 +1,195 @@
+"""What is wrong with a request is told with a status, a code and a sentence; and nothing is stored for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from proxies import ProxyAndEngine
+
+from proxy.fake_engine import Fault, FaultKind
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+Shared = tuple[ProxyAndEngine, httpx2.Client]
+
+
+@pytest.fixture(scope="module")
+def shared(shared_proxy: ProxyAndEngine) -> Iterator[Shared]:
+    with httpx2.Client(base_url=shared_proxy.proxy.url, timeout=60) as http:
+        yield shared_proxy, http
+
+
+def refusal(reply: httpx2.Response, status: int, code: Any) -> str:
+    """Check an error's status and code, and return its sentence."""
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code), reply.text
+    assert ("retry-after" in reply.headers) == (status in (429, 503))
+    message = reply.json()["error"]["message"]
+    assert isinstance(message, str)
+    return message
+
+
+def ended_session(http: httpx2.Client, session_id: str) -> None:
+    http.post("/v1/sessions", json={"session_id": session_id}).raise_for_status()
+    http.post(f"/v1/sessions/{session_id}/end", json={}).raise_for_status()
+
+
+def post_raw(http: httpx2.Client, path: str, body: bytes) -> httpx2.Response:
+    return http.post(path, content=body, headers={"content-type": "application/json"})
+
+
+def test_an_unknown_model_is_refused_in_the_engines_own_words(shared):
+    _, http = shared
+    said = refusal(http.post("/v1/chat/completions", json={**CHAT, "model": "gpt-9"}), 404, 404)
+    assert "`gpt-9`" in said
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"[]", b'"text"', b'{"messages": NaN}', b"\xff", b'{"a": "\\ud800"}'])
+def test_a_broken_body_of_a_call_is_refused(shared, body):
+    _, http = shared
+    assert "JSON" in refusal(post_raw(http, "/v1/chat/completions", body), 400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b'{"value": NaN, "session_id": "s"}', b'{"value": Infinity, "session_id": "s"}']
+)
+def test_a_broken_body_of_the_control_plane_is_refused(shared, body):
+    _, http = shared
+    assert "JSON" in refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json")
+
+
+@pytest.mark.parametrize("value", ["NaN", "inf", "-Infinity", 10**400, None, {}])
+def test_a_reward_that_is_no_finite_number_is_refused(shared, value):
+    _, http = shared
+    body = json.dumps({"session_id": "s", "value": value}).encode()
+    assert refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json" if value == 10**400 else "invalid_request")
+
+
+def test_a_session_that_does_not_exist_is_not_found(shared):
+    _, http = shared
+    for path in ("/v1/sessions/nobody", "/v1/sessions/nobody/turns"):
+        assert "'nobody'" in refusal(http.get(path), 404, "not_found")
+    assert "'nobody'" in refusal(http.post("/v1/sessions/nobody/end", json={}), 404, "not_found")
+
+
+def test_a_session_that_has_ended_takes_no_more_calls(shared):
+    both, http = shared
+    ended_session(http, "over")
+    said = refusal(http.post("/sessions/over/v1/chat/completions", json=CHAT), 409, "session_not_open")
+    assert "create a new one" in said
+    assert both.proxy.turns("over") == []
+
+
+def test_a_reward_for_what_is_not_there_is_not_found(shared):
+    """And none of the lines beside it is written."""
+    both, http = shared
+    turn_id = http.post("/sessions/judged/v1/chat/completions", json=CHAT).raise_for_status().json()["id"]
+    good = {"turn_id": turn_id, "value": 1.0}
+    for bad in ({"turn_id": "chatcmpl-none"}, {"session_id": "none"}, {"session_id": "judged", "step": 7}):
+        refusal(http.post("/v1/rewards", json=[good, {**bad, "value": 1.0}]), 404, "not_found")
+    assert "not both" in refusal(http.post("/v1/rewards", json={**good, "step": 0}), 422, "invalid_request")
+    assert [len(view.rewards) for view in both.proxy.turns("judged")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [({"x-step": "-1"}, "step"), ({"x-step": "two"}, "step"), ({"x-step": "9" * 12}, "step")]
+    + [({"x-session-id": bad}, "session_id") for bad in ("..", "a b", "a/b", "x" * 257)]
+    + [({"idempotency-key": "k" * 257}, "Idempotency-Key")],
+)
+def test_an_identity_that_cannot_be_one_is_refused(shared, headers, param):
+    _, http = shared
+    reply = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    refusal(reply, 400, "invalid_request")
+    assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"step": 1.5}, {"step": True}, {"step": []}, {"session_id": 5}, {"session_id": ["x"]}]
+)
+def test_metadata_of_the_wrong_kind_is_refused(shared, metadata):
+    _, http = shared
+    refusal(http.post("/v1/chat/completions", json={**CHAT, "metadata": metadata}), 400, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}],
+)
+def test_a_field_that_the_proxy_relies_on_is_checked(shared, change):
+    _, http = shared
+    reply = http.post("/v1/chat/completions", json={**CHAT, **change})
+    refusal(reply, 400, "invalid_request")
+    assert reply.json()["error"]["param"] == next(iter(change))
+
+
+def test_no_route_and_no_method_say_where_to_look(shared):
+    _, http = shared
+    assert "/openapi.json" in refusal(http.get("/v1/nope"), 404, "no_route")
+    reply = http.post("/v1/sessions/x", json={})
+    refusal(reply, 405, "method_not_allowed")
+    assert reply.headers["allow"] == "GET"
+
+
+def checkpoint(directory: Path, *, cut: int = 0, config: str = "{}") -> Path:
+    """Write a directory that looks like a checkpoint, its weights cut off by some bytes."""
+    directory.mkdir()
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    raw = struct.pack("<Q", len(header)) + header + bytes(16)
+    (directory / "model.safetensors").write_bytes(raw[: len(raw) - cut])
+    (directory / "config.json").write_text(config)
+    return directory
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_any_engine_sees_it(shared, tmp_path):
+    both, http = shared
+    (tmp_path / "empty").mkdir()
+    wrong = {
+        str(tmp_path / "nowhere"): "no directory",
+        str(tmp_path / "empty"): "config.json",
+        str(checkpoint(tmp_path / "cut", cut=3)): "cut off",
+        str(checkpoint(tmp_path / "config", config="{")): "JSON",
+    }
+    for path, word in wrong.items():
+        assert word in refusal(http.post("/v1/policies", json={"path": path}), 422, "bad_checkpoint")
+    assert http.get("/v1/policies").json()["data"] == []
+    assert both.engine.state.reloads == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [FaultKind.RESET, FaultKind.MALFORMED])
+def test_an_engine_that_gives_no_reply_is_told_and_the_call_is_stored_as_what_it_was(shared, kind, stream):
+    both, http = shared
+    both.engine.fail_next(Fault(kind=kind, count=2 if kind is FaultKind.RESET else 1))
+    session_id = f"{kind}-{stream}"
+    reply = http.post(f"/sessions/{session_id}/v1/chat/completions", json={**CHAT, "stream": stream})
+    assert "retry" in refusal(reply, 503, "engine_unavailable")
+    assert [view.turn.outcome for view in both.proxy.turns(session_id)] == ["error"]
+
+
+def test_an_engine_that_is_down_is_told_and_calls_go_on_once_it_is_back(start_proxy, fake_engine):
+    both = start_proxy(fake_engine.url)
+    with httpx2.Client(base_url=both.url, timeout=60) as http:
+        fake_engine.fail_next(Fault(kind=FaultKind.STATUS, status=503))
+        refusal(http.post("/v1/chat/completions", json=CHAT), 503, 503)
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_a_locked_database_is_told_and_calls_go_on_once_it_is_free(start_proxy, fake_engine):
+    """What could not be stored is not served, and the next call is."""
+    proxy = start_proxy(fake_engine.url, "--commit-timeout-seconds", "0.5")
+    path = proxy.database_url.removeprefix("sqlite:///")
+    with httpx2.Client(base_url=proxy.url, timeout=60) as http:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
+            holder.execute("BEGIN IMMEDIATE")
+            said = refusal(http.post("/v1/chat/completions", json=CHAT), 503, "store_unavailable")
+            assert "locked" in said
+        assert proxy.turns() == []
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    assert len(proxy.turns()) == 1

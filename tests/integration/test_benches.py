@@ -1,0 +1,33 @@
+"""The benches of storage and memory, scaled down: what README states about them holds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+def run(name: str, *arguments: str) -> str:
+    """Run a bench, which must keep its limits; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(BENCH / name), *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_session_of_100_turns_stores_little_more_than_what_is_new_in_it():
+    """At most 2.2 bytes for one; 50.5 times as much would be every prompt whole: the mean of 1 to 100 turns."""
+    printed = run("storage.py", "--sessions", "4")
+    assert len(re.findall(r" 50\.5×", printed.replace("  ", " "))) == 4
+
+
+@pytest.mark.slow
+def test_open_sessions_cost_their_share_of_300_megabytes():
+    run("memory.py", "--sessions", "600")

@@ -1,0 +1,110 @@
+"""The services of docker-compose.yml, run as processes: their own commands, environments, health checks and order.
+
+Containers need an engine that not every machine has. What they run needs none, so a flag that is gone, a setting that
+is misspelt or a wrong order is found here.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from compose import compose_file
+from compose.check import TRAIN_CONFIG
+from compose.compose_file import Service
+from compose.play import GROUP_SIZE, NUM_GROUPS, Proxy, play
+from private_postgres import PrivatePostgres
+
+from turnwise.stack import command, free_port
+from turnwise.supervisor import Child, State, Supervisor
+
+pytestmark = [pytest.mark.engine, pytest.mark.postgres]
+
+PROGRAMS = {
+    # vLLM's command looks up a distribution that its CPU build is not; the image's entrypoint is `vllm serve`.
+    "engine-cpu": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"],
+}
+"""Entrypoints of images that are not ours."""
+
+
+class Processes:
+    """Turns services into processes: names, paths and ports of the containers become this machine's."""
+
+    def __init__(self, model_dir: Path, directory: Path, database_url: str) -> None:
+        self.engine_port, self.proxy_port = free_port(), free_port()
+        self._database_url = database_url
+        self._places = {
+            "http://engine:8000": f"http://127.0.0.1:{self.engine_port}",
+            "127.0.0.1:8000": f"127.0.0.1:{self.engine_port}",
+            "127.0.0.1:8100": f"127.0.0.1:{self.proxy_port}",
+            "--port 8000": f"--port {self.engine_port}",
+            "--port 8100": f"--port {self.proxy_port}",
+            # The engine's control routes know no key: on this machine it stays on loopback.
+            "/models/policy --served-model-name policy --host 0.0.0.0": f"{model_dir} --served-model-name policy",
+            "/models/policy": str(model_dir),
+            "/policies": str(directory / "policies"),
+            "/etc/turnwise/train.toml": str(TRAIN_CONFIG),
+        }
+
+    def child(self, name: str, service: Service, *more: str) -> Child:
+        """Return the process of a service."""
+        words = [*shlex.split(self._here(service["command"])), *more]
+        environment = {
+            key: self._database_url if key.endswith("_DATABASE") else value
+            for key, value in service["environment"].items()
+            if key not in {"HOME", "USER"}
+        }
+        return Child(
+            name=name,
+            argv=[*PROGRAMS[name], *words] if name in PROGRAMS else command(*words),
+            env=environment,
+            ready=self._health_check(service),
+            once=service["restart"] == "no",
+        )
+
+    def _health_check(self, service: Service) -> Callable[[], bool] | None:
+        if "healthcheck" not in service:
+            return None
+        kind, program, *arguments = service["healthcheck"]["test"]
+        assert (kind, program) == ("CMD", "python3")
+        argv = [sys.executable, *(self._here(argument) for argument in arguments)]
+        return lambda: subprocess.run(argv, capture_output=True, timeout=30, check=False).returncode == 0
+
+    def _here(self, text: str) -> str:
+        for there, here in self._places.items():
+            text = text.replace(there, here)
+        return text
+
+
+@pytest.fixture
+def database_url(postgres_server: PrivatePostgres) -> str:
+    """A new PostgreSQL database without any table: the services make them."""
+    return postgres_server.url(postgres_server.create_database())
+
+
+def test_the_services_commands_learn_in_the_files_own_start_order(
+    small_model_dir: Path, database_url: str, tmp_path: Path
+) -> None:
+    """Migrated, served, rewarded, trained and reloaded, by what the compose file says and nothing else."""
+    variables = {"POSTGRES_PASSWORD": "none", "MODEL_DIR": str(small_model_dir)}
+    services = compose_file.services("cpu", variables)
+    processes = Processes(small_model_dir, tmp_path, database_url)
+    children = [processes.child(name, service) for name, service in services.items() if name != "postgres"]
+    # Beyond loopback the proxy wants a key, which the operator makes between the migration and the start.
+    key_command = {**services["migrate"], "command": "keys create --role admin --name check --json"}
+    children.insert(1, processes.child("key", key_command))
+
+    with Supervisor(children, log_directory=tmp_path) as running:
+        key = json.loads((tmp_path / "key.log").read_text())["key"]
+        played = play(Proxy(f"http://127.0.0.1:{processes.proxy_port}", key), running.check)
+        assert running.state("trainer-cpu") is State.READY
+
+    assert len(played.rewards) == NUM_GROUPS * GROUP_SIZE
+    assert played.version_before == 0
+    assert played.version_after > 0
+    assert (tmp_path / "policies" / f"v{played.version_after:06d}" / "model.safetensors").is_file()

@@ -1,0 +1,324 @@
+"""Messages and Responses through a real proxy: what clients read, what is stored, and that turns extend each other."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from engines import RunningEngine
+from proxies import ProxyAndEngine, RunningProxy, StartProxy, assert_served_is_stored
+
+from proxy.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise.types import Outcome
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"key": {"type": "string"}},
+    "required": ["key"],
+    "additionalProperties": False,
+}
+MESSAGES_TOOL: Any = {"name": "look", "description": "Look it up.", "input_schema": SCHEMA}
+RESPONSES_TOOL: Any = {"type": "function", "name": "look", "description": "Look it up.", "parameters": SCHEMA}
+RESPONSES_TOOL |= {"strict": True}
+THINKING = Reply(
+    reasoning="two and two", text="Four, and then.", tool_calls=[ToolCall(name="look", arguments={"key": "é"})]
+)
+
+
+@pytest.fixture
+def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
+    return shared_proxy.proxy
+
+
+@pytest.fixture
+def engine_calls(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
+    """The fake engine, with the script that it came with."""
+    yield shared_proxy.engine
+    shared_proxy.engine.state.script.rules.clear()
+    shared_proxy.engine.state.script.faults.clear()
+
+
+@pytest.fixture
+def session_id() -> str:
+    return uuid.uuid4().hex
+
+
+def messages_client(proxy: RunningProxy, session_id: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=f"{proxy.url}/sessions/{session_id}", api_key="any", max_retries=0)
+
+
+def responses_client(proxy: RunningProxy, session_id: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
+
+
+def message(client: anthropic.Anthropic, *, stream: bool, **asked: Any) -> anthropic.types.Message:
+    asked = {"model": "fake", "max_tokens": 200, **asked}
+    if not stream:
+        return client.messages.create(**asked)
+    with client.messages.stream(**asked) as events:
+        return events.get_final_message()
+
+
+def response(client: openai.OpenAI, *, stream: bool, **asked: Any) -> Any:
+    asked = {"model": "fake", **asked}
+    if not stream:
+        return client.responses.create(**asked)
+    with client.responses.stream(**asked) as events:
+        last: Any = list(events)[-1]
+    assert last.type in {"response.completed", "response.incomplete"}
+    return last.response
+
+
+def one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int) -> bool:
+    turns = [view.turn for view in proxy.turns(session_id)]
+    return (
+        len(turns) == num_turns
+        and {turn.outcome for turn in turns} == {Outcome.EXACT}
+        and len({turn.chain_id for turn in turns}) == 1
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str, *, stream: bool
+) -> None:
+    """The blocks of a reply, sent again, are the reply that was sampled."""
+    engine_calls.answer(Rule(reply=THINKING, contains="first", count=1))
+    client, tools = messages_client(proxy, session_id), [MESSAGES_TOOL]
+    asked: list[Any] = [{"role": "user", "content": "first"}]
+    first = message(client, stream=stream, system="Be kind.", messages=asked, tools=tools)
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+    thought, said, call = first.content
+    assert (thought.thinking, said.text, call.input) == ("two and two", "Four, and then.", {"key": "é"})
+    assert first.stop_reason == "tool_use"
+    asked += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "ok"}]},
+    ]
+    second = message(client, stream=not stream, system="Be kind.", messages=asked, tools=tools)
+    asked += [{"role": "assistant", "content": second.content}, {"role": "user", "content": "and now?"}]
+    third = message(client, stream=stream, system="Be kind.", messages=asked, tools=tools)
+    assert [turn.turn.turn_id for turn in proxy.turns(session_id)] == [first.id, second.id, third.id]
+    assert one_exact_chain(proxy, session_id, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str, *, stream: bool
+) -> None:
+    """The items of a reply, sent again, are the reply that was sampled."""
+    engine_calls.answer(Rule(reply=THINKING, contains="first", count=1))
+    client = responses_client(proxy, session_id)
+    asked: list[Any] = [{"role": "user", "content": "first"}]
+    fixed: Any = {"instructions": "Be kind.", "tools": [RESPONSES_TOOL]}
+    first = response(client, stream=stream, input=asked, **fixed)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    assert first.output_text == "Four, and then."
+    asked += [item.model_dump(exclude={"parsed_arguments"}) for item in first.output]
+    asked.append({"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "ok"})
+    second = response(client, stream=not stream, input=asked, **fixed)
+    asked += [*(item.model_dump() for item in second.output), {"role": "user", "content": "and now?"}]
+    third = response(client, stream=stream, input=asked, **fixed)
+    assert [turn.turn.turn_id for turn in proxy.turns(session_id)] == [first.id, second.id, third.id]
+    assert one_exact_chain(proxy, session_id, 3)
+
+
+def test_a_previous_response_is_found_in_the_store_and_in_its_session(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine
+) -> None:
+    """The second call names neither session nor history, only the response that it goes on from."""
+    assert engine_calls.url
+    client = openai.OpenAI(base_url=proxy.v1, api_key=uuid.uuid4().hex, max_retries=0)
+    first = client.responses.create(model="fake", input="one", instructions="Be kind.")
+    second = client.responses.create(model="fake", input="two", instructions="Be kind.", previous_response_id=first.id)
+    third = client.responses.create(
+        model="fake", input="three", instructions="Be kind.", previous_response_id=second.id
+    )
+    (session_id,) = {view.turn.session_id for view in proxy.turns() if view.turn.turn_id in {first.id, third.id}}
+    assert one_exact_chain(proxy, session_id, 3)
+    last = proxy.turns(session_id)[-1]
+    assert [each["role"] for each in last.messages] == ["system", "user", "assistant", "user", "assistant", "user"]
+    with pytest.raises(openai.NotFoundError, match="is not stored"):
+        client.responses.create(model="fake", input="two", previous_response_id="resp_nothing")
+
+
+def test_new_instructions_take_the_place_of_the_previous_response_s(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+) -> None:
+    """OpenAI's rule; the chain breaks by its name."""
+    assert engine_calls.url
+    client = responses_client(proxy, session_id)
+    first = client.responses.create(model="fake", input="one", instructions="Be kind.")
+    client.responses.create(model="fake", input="two", instructions="Be brief.", previous_response_id=first.id)
+    second = proxy.turns(session_id)[-1]
+    assert second.messages[0] == {"role": "system", "content": "Be brief."}
+    assert [each["content"] for each in second.messages[1:]] == ["one", "one", "two"]
+    assert second.turn.reason == "system_changed"
+
+
+def test_the_end_of_a_reply_is_named_as_each_dialect_names_it(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+) -> None:
+    """Length, a stop sequence, and a plain end."""
+    engine_calls.answer(Rule(reply=Reply(text="one two three"), contains="count"))
+    claude, client = messages_client(proxy, session_id), responses_client(proxy, session_id)
+    count: Any = [{"role": "user", "content": "count"}]
+    for stream in (False, True):
+        cut = message(claude, stream=stream, messages=count, max_tokens=3)
+        assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
+        stopped = message(claude, stream=stream, messages=count, stop_sequences=["two"])
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "two")
+        assert stopped.content[0].text == "one "
+        assert message(claude, stream=stream, messages=count).stop_reason == "end_turn"
+        short = client.responses.create(model="fake", input="count", max_output_tokens=3)
+        assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_a_schema_and_logprobs_are_asked_for_in_the_client_s_words(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+) -> None:
+    """`text.format` becomes the engine's response format; logprobs come only where they were included."""
+    client = responses_client(proxy, session_id)
+    wanted: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    made = client.responses.create(
+        model="fake", input="a", text=wanted, include=["message.output_text.logprobs"], top_logprobs=2
+    )
+    sent = engine_calls.calls[-1].body
+    assert sent["response_format"]["json_schema"] == {"name": "x", "schema": SCHEMA, "strict": True}
+    assert len(made.output[0].content[0].logprobs) == made.usage.output_tokens
+    plain = client.responses.create(model="fake", input="a")
+    assert plain.output[0].content[0].logprobs == []
+
+
+def test_counting_tokens_says_what_the_call_then_takes(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+) -> None:
+    """The engine's own template and tokenizer count."""
+    assert engine_calls.url
+    client = messages_client(proxy, session_id)
+    asked: Any = {"system": "Be kind.", "tools": [MESSAGES_TOOL], "messages": [{"role": "user", "content": "Hi."}]}
+    counted = client.messages.count_tokens(model="fake", **asked)
+    assert counted.input_tokens == message(client, stream=False, **asked).usage.input_tokens
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "no length": ("messages", {"messages": [{"role": "user", "content": "x"}]}, 400, "max_tokens"),
+    "no messages": ("messages", {"max_tokens": 1}, 400, "messages"),
+    "unknown model": (
+        "messages",
+        {"model": "no", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
+        404,
+        "does not exist",
+    ),
+    "a role of none": ("messages", {"max_tokens": 1, "messages": [{"role": "x", "content": "x"}]}, 400, "'x'"),
+    "a server's tool": (
+        "messages",
+        {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "web_search_20250305"}]},
+        400,
+        "web_search",
+    ),
+    "no input": ("responses", {}, 400, "input"),
+    "an unknown item": ("responses", {"input": [{"type": "computer_call"}]}, 400, "computer_call"),
+    "in the background": ("responses", {"input": "x", "background": True}, 400, "background"),
+    "a hosted tool": ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, 400, "web_search"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_have_the_dialect_s_own_shape_and_name_what_is_wrong(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, case: str
+) -> None:
+    """Anthropic's errors say their type twice; OpenAI's have four fields."""
+    assert engine_calls.url
+    route, body, status, named = REFUSED[case]
+    refused = httpx2.post(f"{proxy.v1}/{route}", json=body)
+    assert refused.status_code == status, refused.text
+    error = refused.json()
+    assert named in error["error"]["message"]
+    if route == "messages":
+        assert error["type"] == "error"
+        assert set(error["error"]) == {"type", "message"}
+    else:
+        assert set(error["error"]) == {"message", "type", "param", "code"}
+
+
+def test_an_engine_that_breaks_off_ends_the_stream_with_the_dialect_s_error(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+) -> None:
+    """No terminal event comes, and what was sampled is stored."""
+    broken = Fault(kind=FaultKind.RESET_STREAM, after_chunks=3)
+    asked = {"model": "fake", "stream": True}
+    engine_calls.fail_next(broken.model_copy())
+    said = httpx2.post(
+        f"{proxy.session_v1(session_id)}/messages",
+        json={**asked, "max_tokens": 50, "messages": [{"role": "user", "content": "a long tale"}]},
+    ).text
+    assert "event: error\n" in said
+    assert "message_stop" not in said
+    engine_calls.fail_next(broken.model_copy())
+    said = httpx2.post(f"{proxy.session_v1(session_id)}/responses", json={**asked, "input": "a long tale"}).text
+    assert "event: error\n" in said
+    assert "response.completed" not in said
+    assert [view.turn.outcome for view in proxy.turns(session_id)] == [Outcome.ABORTED, Outcome.ABORTED]
+
+
+def test_all_that_this_module_asked_for_is_stored(shared_proxy: ProxyAndEngine) -> None:
+    """Served is captured, whatever the dialect."""
+    stored = {view.turn.dialect for view in shared_proxy.proxy.turns()}
+    assert stored == {"messages", "responses"}
+    assert_served_is_stored(shared_proxy.proxy, shared_proxy.engine)
+
+
+ASKED_TWICE: dict[str, tuple[dict[str, Any], str]] = {
+    "chat/completions": ({"messages": [{"role": "user", "content": "Hi."}]}, '"content":"Hi."'),
+    "completions": ({"prompt": "Hi.", "max_tokens": 3}, '"text":"Hi."'),
+    "messages": ({"max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}]}, '"text":"Hi."'),
+    "responses": ({"input": "Hi."}, '"text":"Hi."'),
+}
+
+
+def test_an_answer_that_is_no_longer_in_memory_is_told_from_the_store_in_each_dialect(
+    start_proxy: StartProxy, fake_engine: RunningFakeEngine
+) -> None:
+    """The same key brings the same turn in the same words, from one call of the engine."""
+    proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
+    fake_engine.calls.clear()
+    for route, (body, said) in ASKED_TWICE.items():
+        for stream in (False, True):
+            headers = {"idempotency-key": f"{route}-{stream}"}
+            ask = {"model": "fake", "stream": stream, **body}
+            first, second = (
+                httpx2.post(f"{proxy.session_v1('twice')}/{route}", json=ask, headers=headers) for _ in range(2)
+            )
+            turn_id = proxy.turns("twice")[-1].turn.turn_id
+            assert turn_id in first.text
+            assert turn_id in second.text
+            assert said in second.text, second.text
+            if not stream:
+                assert second.json().keys() <= first.json().keys()
+    assert len(fake_engine.calls) == 2 * len(ASKED_TWICE)
+    assert_served_is_stored(proxy, fake_engine)
+
+
+@pytest.mark.engine
+def test_on_a_real_engine_each_dialect_s_second_turn_extends_its_first(
+    engine: RunningEngine, start_proxy: StartProxy
+) -> None:
+    """The words are drawn, so that re-tokenising them would show."""
+    proxy = start_proxy(engine.url)
+    claude, client = messages_client(proxy, "claude"), responses_client(proxy, "gpt")
+    asked: list[Any] = [{"role": "user", "content": "Who leads kim?"}]
+    given: list[Any] = [{"role": "user", "content": "Who leads kim?"}]
+    for stream in (False, True, False):
+        said = message(claude, stream=stream, model="small", max_tokens=24, messages=asked, tools=[MESSAGES_TOOL])
+        asked += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "And then?"}]
+        made = response(client, stream=stream, model="small", max_output_tokens=24, input=given, tools=[RESPONSES_TOOL])
+        given += [*(item.model_dump(exclude={"parsed_arguments"}) for item in made.output)]
+        given += [{"role": "user", "content": "And then?"}]
+    assert one_exact_chain(proxy, "claude", 3)
+    assert one_exact_chain(proxy, "gpt", 3)

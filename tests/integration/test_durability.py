@@ -1,0 +1,180 @@
+"""A store that fails under load: clear errors, nothing lost, and the same process goes on once the store is back."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+from private_postgres import PrivatePostgres, binary
+from proxies import RunningProxy, running_proxy
+from retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing
+
+from proxy.fake_engine import Script, running_fake_engine
+from turnwise.store import ledger
+from turnwise.store.database import Database
+from turnwise.types import Reward, Session, Turn
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+DEADLINE_SECONDS = 30.0
+IMPATIENT = ("--commit-timeout-seconds", "1")
+
+
+@pytest.fixture
+def postgres() -> Iterator[PrivatePostgres]:
+    """A server that the test may stop."""
+    if binary("postgres") is None:
+        pytest.skip("install PostgreSQL's server (initdb and postgres) to run this")
+    server = PrivatePostgres()
+    server.start()
+    yield server
+    server.close()
+
+
+def wait_for(agents: Agents, count: int) -> None:
+    """Wait until the agents have seen so many more replies."""
+    before, deadline = agents.num_seen, time.monotonic() + DEADLINE_SECONDS
+    while agents.num_seen < before + count:
+        assert time.monotonic() < deadline, f"the agents do not get on: {agents.refusals}"
+        time.sleep(0.05)
+
+
+def refused(proxy: RunningProxy) -> str:
+    """Make a call that cannot be stored, check how it is refused, and return the sentence."""
+    reply = httpx2.post(f"{proxy.url}/v1/chat/completions", json=CHAT, timeout=DEADLINE_SECONDS)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "store_unavailable")
+    assert int(reply.headers["retry-after"]) >= 1
+    return reply.json()["error"]["message"]
+
+
+@pytest.mark.postgres
+def test_postgresql_that_is_stopped_in_mid_load_and_started_again_loses_nothing(postgres, tmp_path):
+    url = postgres.url(postgres.create_database())
+    with (
+        running_fake_engine(Script(pace_seconds=0.002)) as engine,
+        running_proxy(engine.url, url, tmp_path, *IMPATIENT) as proxy,
+        playing(proxy.url, 16) as agents,
+    ):
+        agents.go()
+        for _ in range(2):
+            wait_for(agents, 32)
+            postgres.stop()
+            assert "database" in refused(proxy)
+            assert httpx2.get(f"{proxy.url}/readyz").status_code == 503
+            assert httpx2.get(f"{proxy.url}/healthz").status_code == 200
+            postgres.start()
+            wait_for(agents, 32)
+        agents.stop()
+        assert agents.refusals <= {(503, "store_unavailable")}
+        assert httpx2.get(f"{proxy.url}/readyz").status_code == 200
+        assert_nothing_is_lost_or_doubled(agents, proxy, engine)
+
+
+@contextlib.contextmanager
+def file_limit(proxy: RunningProxy, database: Path) -> Iterator[None]:
+    """Let no file of the proxy grow any more."""
+    _, hard = resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE)
+    size = max(path.stat().st_size for path in database.parent.iterdir())
+    resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, (size + 4096, hard))
+    yield
+    resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@contextlib.contextmanager
+def full_disk(_: RunningProxy, database: Path) -> Iterator[None]:
+    """Fill the file system of the database up."""
+    filler = database.parent / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    yield
+    filler.unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting needs root; the limit on file sizes is tested all the same")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("how", [file_limit, full_disk])
+def test_a_disk_that_is_full_loses_nothing_and_is_used_again_once_it_is_not(how, tmp_path, request):
+    place = request.getfixturevalue("small_disk") if how is full_disk else tmp_path / "database"
+    place.mkdir(exist_ok=True)
+    database = place / "turnwise.db"
+    with (
+        running_fake_engine(Script(pace_seconds=0.002)) as engine,
+        running_proxy(engine.url, f"sqlite:///{database}", tmp_path, *IMPATIENT) as proxy,
+        playing(proxy.url, 8) as agents,
+    ):
+        agents.go()
+        wait_for(agents, 16)
+        with how(proxy, database):
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while (503, "store_unavailable") not in agents.refusals:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert "space" in refused(proxy)
+        wait_for(agents, 16)
+        agents.stop()
+        assert agents.refusals == {(503, "store_unavailable")}
+        assert_nothing_is_lost_or_doubled(agents, proxy, engine)
+
+
+def store_large_session(url: str) -> None:
+    """Store a session whose experiences are some 40 MB of JSON, more than the sockets between hold."""
+    database = Database(url)
+    ids = np.full(100_000, 123_456, np.int32)
+    with database.write() as connection:
+        ledger.create_session(connection, Session(session_id="large"))
+        turns = [
+            Turn(
+                turn_id=f"t{number}",
+                session_id="large",
+                chain_id=f"t{number}",
+                token_ids=ids,
+                logprobs=np.full(len(ids), -1.2345, np.float32),
+                prompt_delta=ids[:1],
+                prompt_length=1,
+                finish_reason="stop",
+            )
+            for number in range(16)
+        ]
+        ledger.append_turns(connection, turns)
+        ledger.add_rewards(connection, [Reward(session_id="large", value=1.0)])
+        ledger.end_session(connection, "default", "large")
+    database.close()
+
+
+def test_exports_that_nobody_reads_take_nothing_from_calls(start_proxy, fake_engine):
+    """One more export than there is room for is told so; calls go on; and there is room once the others have left."""
+    proxy = start_proxy(fake_engine.url)
+    store_large_session(proxy.database_url)
+    export = f"{proxy.url}/v1/experiences"
+    with contextlib.ExitStack() as stalled:
+        for _ in range(4):
+            peer = stalled.enter_context(socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2]))))
+            peer.sendall(b"GET /v1/experiences HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert peer.recv(100).startswith(b"HTTP/1.1 200")
+        reply = httpx2.get(export, timeout=DEADLINE_SECONDS)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "retry-after" in reply.headers
+        assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT).status_code == 200
+        assert httpx2.get(f"{proxy.v1}/sessions").status_code == 200
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while (reply := httpx2.get(export, timeout=DEADLINE_SECONDS)).status_code != 200:
+        assert time.monotonic() < deadline
+    assert len(reply.content.splitlines()) == 16

@@ -1,0 +1,184 @@
+"""Limits of a real proxy: sizes, nesting, counts, time, and what happens to a client that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import aiohttp
+import httpx2
+import pytest
+from proxies import ProxyAndEngine, RunningProxy, running_proxy
+
+from proxy.fake_engine import Rule, Script, running_fake_engine
+from proxy.fake_engine.script import Reply
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+WHOLE_SECONDS = 1.0
+FLAGS = {
+    "--max-body-bytes": "100000",
+    "--max-header-bytes": "4000",
+    "--max-json-depth": "20",
+    "--max-messages": "50",
+    "--max-choices": "4",
+    "--max-concurrent-calls": "4",
+    "--header-timeout-seconds": str(WHOLE_SECONDS),
+}
+DEADLINE_SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory) -> Iterator[ProxyAndEngine]:
+    """A proxy with small limits, in front of an engine that takes its time."""
+    directory = tmp_path_factory.mktemp("limited")
+    flags = [word for flag in FLAGS.items() for word in flag]
+    with (
+        running_fake_engine(Script(rules=[Rule(contains="slowly", reply=Reply(text="a" * 60, pace_seconds=0.1))])) as e,
+        running_proxy(e.url, f"sqlite:///{directory}/turnwise.db", directory, *flags) as proxy,
+    ):
+        e.calls.clear()
+        yield ProxyAndEngine(proxy, e)
+
+
+def code_of(reply: httpx2.Response) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions"])
+def test_a_body_that_is_too_large_is_refused(limited, path):
+    """On both planes, with a length that was told and without one."""
+    body = b'{"metadata": {"a": "' + b"x" * 100_000 + b'"}}'
+    headers = {"content-type": "application/json"}
+    with httpx2.Client(base_url=limited.proxy.url) as http:
+        assert code_of(http.post(path, content=body, headers=headers)) == (413, "too_large")
+        assert code_of(http.post(path, content=iter([body[:60_000], body[60_000:]]), headers=headers)) == (
+            413,
+            "too_large",
+        )
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions"])
+def test_a_body_that_is_nested_too_deep_is_refused(limited, path):
+    deep = b'{"metadata": {"a": ' + b"[" * 50_000 + b"}}"
+    fine = (
+        b'{"metadata": {"a": "' + b"[" * 500 + b'"}, "messages": [{"role": "user", "content": "x"}], "model": "fake"}'
+    )
+    headers = {"content-type": "application/json"}
+    with httpx2.Client(base_url=limited.proxy.url) as http:
+        assert code_of(http.post(path, content=deep, headers=headers)) == (413, "too_large")
+        if path == "/v1/chat/completions":
+            assert http.post(path, content=fine, headers=headers).status_code == 200
+
+
+def test_too_many_messages_and_choices_are_refused(limited):
+    with httpx2.Client(base_url=limited.proxy.url) as http:
+        many = http.post("/v1/chat/completions", json={**CHAT, "messages": CHAT["messages"] * 51})
+        assert many.status_code in (400, 413)
+        assert "50" in many.json()["error"]["message"]
+        assert http.post("/v1/chat/completions", json={**CHAT, "n": 5}).json()["error"]["param"] == "n"
+
+
+def test_headers_that_are_too_long_are_refused(limited):
+    """Whole in one piece, in several, and never whole."""
+    with httpx2.Client(base_url=limited.proxy.url) as http:
+        assert code_of(http.get("/healthz", headers={"x-long": "y" * 5000})) == (431, "headers_too_large")
+        assert http.get("/healthz", headers={"x-long": "y" * 3000}).status_code == 200
+    for piece in (b"x-a: " + b"b" * 95 + b"\r\n", b"c" * 100):
+        answer = talk(limited.proxy, [b"GET /healthz HTTP/1.1\r\nhost: x\r\n", *[piece] * 60], pause=0.002)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+def talk(proxy: RunningProxy, pieces: list[bytes], pause: float = 0.0) -> bytes:
+    """Send pieces, and return all that comes back until the proxy closes."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2])), timeout=DEADLINE_SECONDS) as peer:
+        for piece in pieces:
+            # Once it has spoken it reads no more, and what is sent all the same would make a reset of its answer.
+            if select.select([peer], [], [], pause)[0]:
+                break
+            peer.sendall(piece)
+        while data := peer.recv(65536):
+            received += data
+    return received
+
+
+HALF_SENT = {
+    "nothing": [],
+    "half a line": [b"POST /v1/chat/comp"],
+    "half its headers": [b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-le"],
+    "half a body": [b'POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"model":'],
+    "half a body of the control plane": [b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"],
+    "a body in drops": [b"POST /v1/sessions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n", *[b" "] * 12],
+    "half a second request": [b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\nGET /hea"],
+}
+
+
+@pytest.mark.parametrize("sent", HALF_SENT)
+def test_a_request_that_never_comes_whole_is_closed(limited, sent):
+    """After `header_timeout_seconds`, however many drops come meanwhile."""
+    started = time.monotonic()
+    answer = talk(limited.proxy, HALF_SENT[sent], pause=0.2)
+    took = time.monotonic() - started
+    assert WHOLE_SECONDS * 0.9 < took < WHOLE_SECONDS + 3
+    assert b"408 Request Timeout" in answer
+    assert b'"code":"request_timeout"' in answer
+
+
+def test_what_is_no_http_is_told_so(limited):
+    assert b'"code":"invalid_http"' in talk(limited.proxy, [b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n"])
+
+
+def test_a_reply_may_take_longer_than_a_request(limited):
+    """The time limit is for what the client sends."""
+    asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 20}
+    with httpx2.Client(base_url=limited.proxy.url, timeout=30) as http:
+        reply = http.post("/v1/chat/completions", json=asked)
+    assert reply.status_code == 200
+    assert reply.elapsed.total_seconds() > 1.5 * WHOLE_SECONDS  # 20 tokens, 0.1 s each
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_the_engines_work(limited, stream):
+    """The engine sees its call aborted, and the turn says so."""
+    session_id = f"left-{stream}"
+    asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": stream}
+
+    async def leave() -> None:
+        url = f"{limited.proxy.url}/sessions/{session_id}/v1/chat/completions"
+        async with aiohttp.ClientSession() as http:
+            request = asyncio.create_task(http.post(url, json=asked))
+            await asyncio.sleep(0.6)
+            request.cancel()
+            if stream:
+                (await request).close()
+
+    before = len(limited.engine.calls)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(leave())
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (turns := limited.proxy.turns(session_id)) or limited.engine.calls[before].outcome != "aborted":
+        assert time.monotonic() < deadline, limited.engine.calls[before].outcome
+        time.sleep(0.05)
+    assert [view.turn.outcome for view in turns] == ["aborted"]
+    assert bool(len(turns[0].turn.token_ids)) == stream
+
+
+def test_more_calls_than_are_admitted_are_told_to_come_back(limited):
+    """As many as fit are served; the others are answered at once, with the time to wait."""
+    asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 10}
+
+    async def call(http: aiohttp.ClientSession) -> tuple[int, str | None]:
+        async with http.post(f"{limited.proxy.url}/v1/chat/completions", json=asked) as reply:
+            await reply.read()
+            return reply.status, reply.headers.get("retry-after")
+
+    async def all_at_once() -> list[tuple[int, str | None]]:
+        async with aiohttp.ClientSession() as http:
+            return await asyncio.gather(*(call(http) for _ in range(10)))
+
+    answers = asyncio.run(all_at_once())
+    assert sorted(answers, key=str) == [(200, None)] * 4 + [(429, "1")] * 6

@@ -1,0 +1,156 @@
+"""The whole loop against a real vLLM: calls become turns, rewards become a version, and agents go on under it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from engines import RunningEngine
+from proxies import RunningProxy, StartProxy
+
+from turnwise.client import Client
+from turnwise.demo.trail import make_task
+from turnwise.stack import command
+
+pytestmark = pytest.mark.engine
+
+AGENT = Path(__file__).parents[2] / "examples" / "trail" / "agent.py"
+GROUPS, GROUP_SIZE = 2, 4
+UPDATE_SECONDS = 120.0
+
+
+@contextlib.contextmanager
+def running_trainer(proxy: RunningProxy, model_dir: Path, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a trainer that makes a version of every two groups."""
+    flags = ["--database", proxy.database_url, "--model", str(model_dir), "--policies-dir", str(directory / "policies")]
+    flags += ["--groups-per-batch", str(GROUPS), "--num-threads", "1", "--poll-seconds", "0.1", "--no-progress"]
+    # The small model is hardly warmed up; what is tested is the loop, so a step must change something.
+    flags += ["--learning-rate", "0.01", "--max-staleness", "100"]
+    with (directory / "trainer.log").open("ab") as log:
+        process = subprocess.Popen(command("train", *flags), stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def play_group(client: Client, number: int) -> None:
+    """Play one group with rewards that differ, so that there is something to learn."""
+    for run in range(GROUP_SIZE):
+        session = client.create_session(
+            session_id=f"g{number}-{run}",
+            task_id=f"task-{number}",
+            run=run,
+            group_id=f"g{number}",
+            group_size=GROUP_SIZE,
+        )
+        reply = session.openai().chat.completions.create(
+            model="small", messages=[{"role": "user", "content": "Hello."}], max_completion_tokens=8, temperature=1.0
+        )
+        assert reply.choices[0].finish_reason in {"stop", "length"}
+        session.reward(float(run % 2))
+        session.end()
+
+
+def wait_for_version(client: Client, version: int, trainer_log: Path) -> dict:
+    """Return the policy once it is active."""
+    deadline = time.monotonic() + UPDATE_SECONDS
+    while time.monotonic() < deadline:
+        for policy in client.policies():
+            assert policy["status"] != "failed", policy
+            if policy["version"] == version and policy["status"] == "active":
+                return policy
+        time.sleep(0.1)
+    pytest.fail(f"version {version} did not become active; the trainer said:\n{trainer_log.read_text()[-3000:]}")
+
+
+def load_base_weights(engine: RunningEngine) -> None:
+    """Give the shared engine its own weights, under the label that it started with."""
+    for path, body in (
+        ("/pause?mode=keep&clear_cache=true", None),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(engine.model_dir)}}),
+        ("/update_weight_version", {"new_version": "default"}),
+        ("/resume", None),
+    ):
+        httpx2.post(engine.url + path, json=body, timeout=60).raise_for_status()
+
+
+@pytest.fixture
+def base_weights(engine: RunningEngine) -> Iterator[None]:
+    """Begin and end with the engine's own weights: it serves other tests before and after."""
+    load_base_weights(engine)
+    yield
+    load_base_weights(engine)
+
+
+def test_rewards_become_a_version_that_is_served_and_a_killed_trainer_goes_on(
+    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path, base_weights
+):
+    """Two batches, the trainer killed in between: two versions, each group trained once, and turns that know theirs."""
+    proxy = start_proxy(engine.url)
+    log = tmp_path / "trainer.log"
+    with Client(proxy.url) as client:
+        with running_trainer(proxy, engine.model_dir, tmp_path) as trainer:
+            play_group(client, 0)
+            play_group(client, 1)
+            first = wait_for_version(client, 1, log)
+            os.killpg(trainer.pid, signal.SIGKILL)
+            trainer.wait(30)
+        play_group(client, 2)
+        play_group(client, 3)
+        with running_trainer(proxy, engine.model_dir, tmp_path):
+            second = wait_for_version(client, 2, log)
+        play_group(client, 4)
+        experiences = list(client.experiences(merge="chain"))
+    print(f"\npaused for {first['reload_seconds'] * 1e3:.0f} and {second['reload_seconds'] * 1e3:.0f} ms")
+    versions = {view.turn.session_id[:2]: view.turn.policy_version_first for view in proxy.turns()}
+    assert versions == {"g0": 0, "g1": 0, "g2": 1, "g3": 1, "g4": 2}
+    assert {view.turn.outcome.value for view in proxy.turns()} == {"exact"}
+    assert len(experiences) == 5 * GROUP_SIZE
+    served = Path(second["path"])
+    assert json.loads((served / "turnwise.json").read_text())["version"] == 2
+    assert (served / "model.safetensors").read_bytes() != (engine.model_dir / "model.safetensors").read_bytes()
+
+
+def test_the_demo_agent_imports_nothing_of_ours():
+    """Somebody who never heard of us could have written it."""
+    tree = ast.parse(AGENT.read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in imported} <= set(sys.stdlib_module_names) | {"openai"}
+
+
+def test_the_same_agent_runs_against_vllm_itself_and_through_the_proxy(
+    engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path
+):
+    """Only the two variables of the environment differ."""
+    proxy = start_proxy(engine.url)
+    task = tmp_path / "task.json"
+    task.write_text(json.dumps(make_task("eval", 0, seed=0).for_agent()))
+    for base_url in (f"{engine.url}/v1", proxy.session_v1("agent")):
+        environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
+        done = subprocess.run(
+            [sys.executable, str(AGENT), str(task)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    turns = [view.turn for view in proxy.turns("agent")]
+    assert turns
+    assert {turn.outcome.value for turn in turns} == {"exact"}
+    assert len({turn.chain_id for turn in turns}) == 1

@@ -1,0 +1,489 @@
+"""Reloading a real vLLM under streams: nobody notices but by a short silence, and every token names its policy.
+
+Versions are checked against `transformers` itself: a turn's tokens must have the logprobs of the version that its row
+names, up to the token where the reload came, and those of the next version from there on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import re
+import statistics
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import Forward, copied, forward_of, write_adapter, write_checkpoint, write_perturbed
+from engines import RunningEngine
+from openai import APIError, AsyncOpenAI, OpenAI
+from proxies import RunningProxy, StartProxy, running_proxy
+from safetensors.torch import load_file, save_file
+
+from turnwise.store import policies
+from turnwise.store.database import Database
+from turnwise.store.lineage import TurnView
+from turnwise.types import PolicyKind, PolicyVersion
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 1e-3
+"""Nats between the engine and `transformers`; both compute in float32."""
+TAKEN_SECONDS = 60.0
+NUM_TOKENS = 96
+SIZES = [pytest.param(5, 8), pytest.param(60, 32, marks=pytest.mark.slow)]
+
+
+def ask(url: str, path: str, body: dict | None = None) -> dict:
+    """Make one call of a control route."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        url + path, data, {"content-type": "application/json"}, method="POST" if body is not None else "GET"
+    )
+    with urllib.request.urlopen(request, timeout=TAKEN_SECONDS) as response:
+        raw = response.read()
+    return json.loads(raw) if raw.startswith(b"{") else {}
+
+
+def publish(proxy: RunningProxy, path: Path, **fields: object) -> int:
+    return ask(proxy.url, "/v1/policies", {"path": str(path), **fields})["version"]
+
+
+def policy(proxy: RunningProxy, version: int) -> dict:
+    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)
+
+
+def wait_for(proxy: RunningProxy, version: int, status: str = "active") -> dict:
+    """Wait until a version has come to a state."""
+    deadline = time.monotonic() + TAKEN_SECONDS
+    while (found := policy(proxy, version))["status"] != status:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def served(engine: RunningEngine, start_proxy: StartProxy) -> Iterator[RunningProxy]:
+    """A proxy whose version 0 is the engine's own model; afterwards the engine has that again, for other tests."""
+    proxy = start_proxy(engine.url)
+    assert publish(proxy, engine.model_dir) == 0
+    wait_for(proxy, 0)
+    try:
+        yield proxy
+    finally:
+        if proxy.process.poll() is None:
+            proxy.kill()
+        as_started(engine)
+
+
+def as_started(engine: RunningEngine) -> None:
+    ask(engine.url, "/pause?mode=keep", {})
+    ask(engine.url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(engine.model_dir)}})
+    ask(engine.url, "/update_weight_version", {"new_version": "default"})
+    ask(engine.url, "/resume", {})
+    for model in ask(engine.url, "/v1/models")["data"]:
+        if model["parent"] is not None:
+            ask(engine.url, "/v1/unload_lora_adapter", {"lora_name": model["id"]})
+
+
+def greedy_gap(proxy: RunningProxy, forward: Forward) -> float:
+    """Sample greedily and return the largest |logprob difference| from the forward."""
+    with OpenAI(base_url=proxy.v1, api_key="none") as client:
+        reply = client.chat.completions.create(
+            model="small",
+            messages=[{"role": "user", "content": "Which city?"}],
+            temperature=0,
+            max_completion_tokens=16,
+            logprobs=True,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+    assert reply.model == "small"
+    prompt, sampled = reply.prompt_token_ids, reply.choices[0].token_ids
+    theirs = torch.tensor([entry.logprob for entry in reply.choices[0].logprobs.content])
+    return float((forward(prompt + sampled, len(prompt)) - theirs).abs().max())
+
+
+@dataclasses.dataclass
+class Watched:
+    """What the clients of a run saw."""
+
+    silences: dict[int, list[tuple[float, float]]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+    """By client, begin and end of each time that it waited for the next event, on the monotonic clock."""
+    num_calls: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+
+@contextlib.asynccontextmanager
+async def streams(proxy: RunningProxy, count: int, watched: Watched):
+    """Keep so many streams running for as long as the block lasts; each ends its last call."""
+    stop = asyncio.Event()
+    async with AsyncOpenAI(base_url=proxy.v1, api_key="none", max_retries=0, timeout=60) as client:
+
+        async def agent(number: int) -> None:
+            round_ = 0
+            while not stop.is_set():
+                here = client.with_options(base_url=proxy.session_v1(f"s{number}-{round_}"))
+                await one_stream(here, number, watched)
+                round_ += 1
+
+        agents = [asyncio.create_task(agent(number)) for number in range(count)]
+        try:
+            yield
+        finally:
+            stop.set()
+            await asyncio.gather(*agents)
+
+
+async def one_stream(client: AsyncOpenAI, number: int, watched: Watched) -> None:
+    watched.num_calls += 1
+    last, finished = time.monotonic(), False
+    try:
+        async for chunk in await client.chat.completions.create(
+            model="small",
+            messages=[{"role": "user", "content": f"Who is number {number}?"}],
+            temperature=1.0,
+            max_completion_tokens=NUM_TOKENS,
+            stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        ):
+            now = time.monotonic()
+            watched.silences[number].append((last, now))
+            last = now
+            finished = finished or any(choice.finish_reason for choice in chunk.choices)
+        if not finished:
+            watched.failures.append("cut")
+    except (APIError, OSError) as error:
+        watched.failures.append(repr(error))
+
+
+def stalls(watched: Watched, reloads: list[tuple[float, float]]) -> list[float]:
+    """Return, for each reload and client, the longest silence that reaches into the time of the reload, seconds."""
+    return [
+        max((b - a for a, b in silences if a < end and b > begin), default=0.0)
+        for begin, end in reloads
+        for silences in watched.silences.values()
+    ]
+
+
+@pytest.mark.parametrize(("num_reloads", "num_streams"), SIZES)
+def test_reloads_under_streams_fail_nothing_and_every_token_is_of_the_version_that_its_turn_names(
+    served: RunningProxy, engine: RunningEngine, tmp_path: Path, num_reloads: int, num_streams: int
+):
+    """0 failed, 0 cut; what is served is what was published; first and last version are those of the tokens."""
+    watched, reloads, gaps = Watched(), [], []
+    paths = {0: engine.model_dir}
+    for version in range(1, num_reloads + 1):
+        paths[version] = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)
+    sampled = {version for version in paths if version % max(1, num_reloads // 10) == 0}
+
+    async def reload_all() -> None:
+        async with streams(served, num_streams, watched):
+            for version in range(1, num_reloads + 1):
+                await asyncio.sleep(0.3)  # the pace of a trainer: streams start and end in between
+                begin = time.monotonic()
+                assert await asyncio.to_thread(publish, served, paths[version]) == version
+                await asyncio.to_thread(wait_for, served, version)
+                reloads.append((begin, time.monotonic()))
+                if version in sampled:
+                    gaps.append(await asyncio.to_thread(greedy_gap, served, forward_of(paths[version])))
+
+    asyncio.run(reload_all())
+    turns = [view for view in served.turns() if view.turn.sampling.get("temperature") == 1.0]
+    counts = check_versions(turns, paths, limit=400)
+    report(watched, reloads, gaps, counts)
+    assert watched.failures == []
+    assert len(turns) == watched.num_calls
+    assert max(gaps) < TOLERANCE
+    assert counts["spanning"] >= min(num_reloads, 3)
+
+
+def report(
+    watched: Watched, reloads: list[tuple[float, float]], gaps: list[float], counts: collections.Counter
+) -> None:
+    seen = sorted(stalls(watched, reloads))
+    p50, p99 = (seen[min(len(seen) - 1, int(len(seen) * q))] for q in (0.5, 0.99))
+    print(
+        f"\n{len(reloads)} reloads under streams: {watched.num_calls} calls, {len(watched.failures)} failed or cut; "
+        f"stall p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms; publish to active "
+        f"{statistics.median(end - begin for begin, end in reloads) * 1000:.0f} ms; "
+        f"largest greedy gap {max(gaps):.2g} nats; {dict(counts)}"
+    )
+
+
+def check_versions(turns: list[TurnView], paths: dict[int, Path], limit: int) -> collections.Counter[str]:
+    """Check each turn's tokens against the versions between its first and its last, in that order."""
+    forwards: dict[int, Forward] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    spanning = [view for view in turns if view.turn.policy_version_first != view.turn.policy_version_last]
+    others = [view for view in turns if view.turn.policy_version_first == view.turn.policy_version_last]
+    for view in (spanning + others)[:limit]:
+        first, last = view.turn.policy_version_first, view.turn.policy_version_last
+        assert first <= last
+        ids = np.concatenate([view.prompt_token_ids, view.turn.token_ids]).tolist()
+        ours = torch.tensor(view.turn.logprobs.copy())
+        fits = []
+        for version in range(first, last + 1):
+            forward = forwards.setdefault(version, forward_of(paths[version]) if version not in forwards else None)
+            fits.append((forward(ids, view.turn.prompt_length) - ours).abs() < TOLERANCE)
+        assert in_order(fits), (view.turn.turn_id, first, last, [fit.int().tolist() for fit in fits])
+        assert fits[0][0], "the first token is of the first version"
+        assert fits[-1][-1], "the last token is of the last version"
+        counts["spanning" if first != last else "of one version"] += 1
+        counts["tokens"] += len(ours)
+    return counts
+
+
+def in_order(fits: list[torch.Tensor]) -> bool:
+    """Say whether the tokens can be cut into one run a version, in order, that each fits."""
+    at, length = 0, len(fits[0])
+    for fit in fits:
+        while at < length and fit[at]:
+            at += 1
+    return at == length
+
+
+def test_a_turn_that_does_not_fit_its_versions_is_found():
+    """The check itself: two versions, tokens 0-1 of the first, 2-3 of the second; swapped they do not fit."""
+    first, second = torch.tensor([1, 1, 0, 0]).bool(), torch.tensor([0, 0, 1, 1]).bool()
+    assert in_order([first, second])
+    assert not in_order([second, first])
+    assert not in_order([first, first])
+
+
+def cut_off(model_dir: Path, place: Path) -> None:
+    copied(model_dir, place, "config.json", "model.safetensors")
+    weights = place / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def without_config(model_dir: Path, place: Path) -> None:
+    copied(model_dir, place, "model.safetensors")
+
+
+def not_numbers(model_dir: Path, place: Path) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    next(iter(tensors.values())).view(-1)[7] = float("nan")
+    write_checkpoint(place, tensors, (model_dir / "config.json").read_text())
+
+
+def other_shapes(model_dir: Path, place: Path) -> None:
+    tensors = {
+        name: tensor[..., :-8].contiguous() for name, tensor in load_file(model_dir / "model.safetensors").items()
+    }
+    write_checkpoint(place, tensors, (model_dir / "config.json").read_text())
+
+
+def fewer_layers(model_dir: Path, place: Path) -> None:
+    tensors = {name: tensor for name, tensor in load_file(model_dir / "model.safetensors").items() if ".0." not in name}
+    write_checkpoint(place, tensors, (model_dir / "config.json").read_text())
+
+
+def other_architecture(model_dir: Path, place: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text()) | {"model_type": "llama", "architectures": ["Llama"]}
+    write_checkpoint(place, load_file(model_dir / "model.safetensors"), json.dumps(config))
+
+
+def changed_since(model_dir: Path, place: Path) -> None:
+    copied(model_dir, place, "config.json", "model.safetensors")
+    (place / "turnwise.json").write_text(json.dumps({"sha256": {"model.safetensors": "0" * 64}}))
+
+
+def other_probe(model_dir: Path, place: Path) -> None:
+    """Whole and loadable, but not the weights that the trainer saw: only the engine's answer tells."""
+    copied(model_dir, place, "config.json", "model.safetensors")
+    probe = {"token_ids": [5, 6, 7, 8], "logprobs": [-0.1, -0.1, -0.1]}
+    (place / "turnwise.json").write_text(json.dumps({"probe": probe}))
+
+
+def with_probe(directory: Path, forward: Forward) -> Path:
+    """Leave a probe beside the weights, as a trainer does."""
+    token_ids = list(range(40, 88))
+    logprobs = forward(token_ids, 1).tolist()
+    (directory / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": token_ids, "logprobs": logprobs}}))
+    return directory
+
+
+def nowhere(model_dir: Path, place: Path) -> None:
+    del model_dir, place
+
+
+BAD = {
+    cut_off: "cut off",
+    without_config: "config.json cannot be read",
+    not_numbers: "infinite or no number",
+    other_shapes: "another architecture",
+    fewer_layers: "lacks .* tensors of the served model",
+    other_architecture: "another architecture",
+    changed_since: "changed after its digest",
+    nowhere: "is no directory",
+    other_probe: "off the checkpoint's own probe",
+}
+"""What can be wrong with a version, and the words that say so."""
+
+
+def num_loads(engine: RunningEngine) -> int:
+    """Return how often the engine was asked to load weights."""
+    return engine.log.read_text(errors="replace").count("POST /collective_rpc")
+
+
+def test_a_bad_version_is_refused_with_a_sentence_before_the_engine_sees_it_and_serving_goes_on(
+    served: RunningProxy, engine: RunningEngine, tmp_path: Path
+):
+    """Whatever is wrong, the version is marked failed and the last good one answers; so does the one after it."""
+    good = write_perturbed(engine.model_dir, tmp_path / "good", 1)
+    version = publish(served, good)
+    wait_for(served, version)
+    forward = forward_of(good)
+    watched = Watched()
+
+    async def publish_bad_ones() -> None:
+        async with streams(served, 4, watched):
+            for number, (spoil, words) in enumerate(BAD.items(), start=version + 1):
+                place = tmp_path / spoil.__name__
+                spoil(engine.model_dir, place)
+                loads = num_loads(engine)
+                publish_in_store(served, number, place)
+                failed = await asyncio.to_thread(wait_for, served, number, "failed")
+                assert re.search(words, failed["error"]), failed["error"]
+                assert num_loads(engine) == loads + (2 if spoil is other_probe else 0)
+                assert await asyncio.to_thread(greedy_gap, served, forward) < TOLERANCE
+
+    asyncio.run(publish_bad_ones())
+    assert watched.failures == []
+    assert policy(served, version)["status"] == "active"
+    after = write_perturbed(engine.model_dir, tmp_path / "after", 2)
+    wait_for(served, publish(served, with_probe(after, forward_of(after))))
+    assert greedy_gap(served, forward_of(after)) < TOLERANCE
+
+
+def publish_in_store(proxy: RunningProxy, version: int, path: Path, kind: PolicyKind = PolicyKind.FULL) -> None:
+    """Publish as a trainer does, past the checks of the route."""
+    database = Database(proxy.database_url)
+    with database.write() as connection:
+        policies.publish_policy(connection, PolicyVersion(version=version, path=str(path), kind=kind))
+    database.close()
+
+
+def test_the_route_refuses_a_bad_directory_at_once(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
+    """A person who publishes by hand learns what is wrong from the answer; nothing is stored."""
+    for spoil in (nowhere, cut_off, without_config, other_shapes):
+        place = tmp_path / spoil.__name__
+        spoil(engine.model_dir, place)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            publish(served, place)
+        assert refused.value.code == 422
+        assert re.search(BAD[spoil], json.loads(refused.value.read())["error"]["message"])
+    assert [each["version"] for each in ask(served.url, "/v1/policies")["data"]] == [0]
+
+
+def test_a_version_is_pinned_rolled_back_to_and_let_go(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
+    """Pinned, it stays whatever is published; let go, the newest is served again."""
+    forwards = {0: forward_of(engine.model_dir)}
+    for version in (1, 2):
+        path = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)
+        forwards[version] = forward_of(path)
+        wait_for(served, publish(served, path))
+    for pinned in (1, 0):
+        ask(served.url, f"/v1/policies/{pinned}/activate", {})
+        wait_for(served, pinned)
+        assert greedy_gap(served, forwards[pinned]) < TOLERANCE
+    forwards[3] = forward_of(write_perturbed(engine.model_dir, tmp_path / "v3", 3))
+    assert publish(served, tmp_path / "v3") == 3
+    time.sleep(1.0)  # several looks of the proxy at the store
+    assert policy(served, 3)["status"] == "published"
+    assert greedy_gap(served, forwards[0]) < TOLERANCE
+    ask(served.url, "/v1/policies/0/activate", {"pin": False})
+    wait_for(served, 3)
+    assert greedy_gap(served, forwards[3]) < TOLERANCE
+
+
+def test_an_engine_that_was_restarted_is_brought_to_the_active_version(
+    served: RunningProxy, engine: RunningEngine, tmp_path: Path
+):
+    """Whether it comes back under a running proxy or before a new one: fresh weights are replaced."""
+    path = write_perturbed(engine.model_dir, tmp_path / "v1", 1)
+    wait_for(served, publish(served, path))
+    as_started(engine)
+    deadline = time.monotonic() + TAKEN_SECONDS
+    while ask(engine.url, "/weight_info")["weight_version"] != "1":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert greedy_gap(served, forward_of(path)) < TOLERANCE
+    served.kill()
+    as_started(engine)
+    with running_proxy(engine.url, served.database_url, tmp_path) as another:
+        assert greedy_gap(another, forward_of(path)) < TOLERANCE
+        assert another.turns()[-1].turn.policy_version_first == 1
+
+
+def test_adapters_take_over_call_by_call_without_a_pause_and_go_when_nobody_calls_them(
+    served: RunningProxy, engine: RunningEngine, tmp_path: Path
+):
+    """Each version is an adapter with a name of its own; clients see only the model's name; a turn has one version."""
+    adapters = {number: write_adapter(engine.model_dir, tmp_path / f"a{number}", number) for number in (1, 2, 3, 4)}
+    for path in adapters.values():
+        with_probe(path, forward_of(engine.model_dir, path))
+    watched, loads = Watched(), num_loads(engine)
+
+    async def load_all() -> None:
+        async with streams(served, 6, watched):
+            for number, path in adapters.items():
+                await asyncio.sleep(0.3)  # streams start and end in between
+                assert await asyncio.to_thread(publish, served, path, kind="lora") == number
+                await asyncio.to_thread(wait_for, served, number)
+                forward = forward_of(engine.model_dir, path)
+                assert await asyncio.to_thread(greedy_gap, served, forward) < TOLERANCE
+
+    asyncio.run(load_all())
+    assert watched.failures == []
+    assert num_loads(engine) == loads
+    turns = [view for view in served.turns() if view.turn.sampling.get("temperature") == 1.0]
+    assert {view.turn.model for view in turns} == {"small"}
+    assert all(view.turn.policy_version_first == view.turn.policy_version_last for view in turns)
+    forwards = {0: forward_of(engine.model_dir)}
+    forwards |= {number: forward_of(engine.model_dir, path) for number, path in adapters.items()}
+    for view in turns:
+        ids = np.concatenate([view.prompt_token_ids, view.turn.token_ids]).tolist()
+        ours = forwards[view.turn.policy_version_first](ids, view.turn.prompt_length)
+        assert float((ours - torch.tensor(view.turn.logprobs.copy())).abs().max()) < TOLERANCE
+    deadline = time.monotonic() + TAKEN_SECONDS
+    while (held := [model["id"] for model in ask(engine.url, "/v1/models")["data"]]) != [
+        "small",
+        "policy-v3",
+        "policy-v4",
+    ]:
+        assert time.monotonic() < deadline, held
+        time.sleep(0.1)
+    ask(served.url, "/v1/policies/0/activate", {})
+    wait_for(served, 0)
+    assert greedy_gap(served, forwards[0]) < TOLERANCE
+
+
+def test_a_bad_adapter_is_refused_and_the_last_good_one_answers(
+    served: RunningProxy, engine: RunningEngine, tmp_path: Path
+):
+    """One of another model, one without its weights."""
+    good = write_adapter(engine.model_dir, tmp_path / "good", 1)
+    wait_for(served, publish(served, good, kind="lora"))
+    strange = write_adapter(engine.model_dir, tmp_path / "strange", 2)
+    factors = load_file(strange / "adapter_model.safetensors")
+    save_file(
+        {name: tensor[..., :-1].contiguous() for name, tensor in factors.items()}, strange / "adapter_model.safetensors"
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    for number, (path, words) in enumerate([(strange, "another model"), (empty, "cannot be read")], start=2):
+        publish_in_store(served, number, path, PolicyKind.LORA)
+        assert words in wait_for(served, number, "failed")["error"]
+    assert greedy_gap(served, forward_of(engine.model_dir, good)) < TOLERANCE

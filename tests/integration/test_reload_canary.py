@@ -1,0 +1,198 @@
+"""A poisoned update is withdrawn without a person, and the test shows how much of the traffic saw it; a good one stays.
+
+Agents open sessions all the time, make two calls in each and end it with a reward for what they were told. An engine
+whose weights, or adapter, lie in a directory called `poisoned` says the wrong thing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from proxies import RunningProxy, StartProxy
+from pydantic import PrivateAttr
+from safetensors.numpy import save_file
+
+from proxy.fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
+from proxy.fake_engine.ledger import EngineState
+
+DONE_SECONDS = 60.0
+SHARE = 0.25
+NUM_AGENTS = 6
+FLAGS = ("--canary-share", str(SHARE), "--canary-min-sessions", "8", "--canary-reward-drop", "0.2")
+
+
+class Weights(Script):
+    """What an engine says depends on what it has loaded."""
+
+    _state: EngineState = PrivateAttr()
+
+    def take_reply(self, last_message: str) -> Reply | None:
+        """Say what the call's weights say."""
+        del last_message
+        model = self._state.calls[-1].body.get("model")
+        name = Path(self._state.adapters.get(model) or self._state.weights_path).name
+        if name == "broken":
+            return Reply(text="yes", finish_reason="length")
+        return Reply(text="no" if name == "poisoned" else "yes")
+
+
+@pytest.fixture
+def engines() -> Iterator[list[RunningFakeEngine]]:
+    with running_fake_engine() as first, running_fake_engine() as second:
+        for engine in (first, second):
+            script = Weights()
+            script._state = engine.state
+            engine.state.script = script
+        yield [first, second]
+
+
+def ask(url: str, path: str, body: dict | None = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
+        return json.loads(response.read())
+
+
+def write_weights(place: Path) -> Path:
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1, np.float32)}, place / "model.safetensors")
+    return place
+
+
+def write_adapter(place: Path) -> Path:
+    place.mkdir()
+    (place / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+    save_file({"layer.lora_A.weight": np.zeros((1, 1), np.float32)}, place / "adapter_model.safetensors")
+    return place
+
+
+WRITE = {"full": write_weights, "lora": write_adapter}
+
+
+class Agents:
+    """Agents that never stop; they count what they were told."""
+
+    def __init__(self, proxy: RunningProxy) -> None:
+        self._proxy = proxy
+        self._stop = threading.Event()
+        self.failures: list[str] = []
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(NUM_AGENTS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        count = 0
+        while not self._stop.is_set():
+            count += 1
+            try:
+                self._play(f"agent{number}-{count}")
+            except OSError as error:
+                self.failures.append(repr(error))
+
+    def _play(self, session_id: str) -> None:
+        messages = [{"role": "user", "content": "Yes or no?"}]
+        for _ in range(2):
+            reply = ask(
+                self._proxy.url, f"/sessions/{session_id}/v1/chat/completions", {"model": "fake", "messages": messages}
+            )
+            answer = reply["choices"][0]["message"]
+            messages += [answer, {"role": "user", "content": "Sure?"}]
+        ask(
+            self._proxy.url,
+            f"/v1/sessions/{session_id}/end",
+            {"reward": 1.0 if answer["content"] == "yes" else 0.0, "termination_reason": "ENV_DONE"},
+        )
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(DONE_SECONDS)
+
+
+@contextlib.contextmanager
+def playing(proxy: RunningProxy) -> Iterator[Agents]:
+    agents = Agents(proxy)
+    try:
+        yield agents
+    finally:
+        agents.stop()
+
+
+def publish(proxy: RunningProxy, path: Path, kind: str) -> int:
+    return ask(proxy.url, "/v1/policies", {"path": str(path), "kind": kind})["version"]
+
+
+def policy(proxy: RunningProxy, version: int) -> dict:
+    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)
+
+
+def wait_for(proxy: RunningProxy, version: int, status: str) -> dict:
+    deadline = time.monotonic() + DONE_SECONDS
+    while (found := policy(proxy, version))["status"] != status:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+def versions_of_sessions(proxy: RunningProxy) -> dict[str, list[int]]:
+    """Return the versions that each session sampled with, in order."""
+    found = collections.defaultdict(list)
+    for view in proxy.turns():
+        found[view.turn.session_id] += [view.turn.policy_version_first, view.turn.policy_version_last]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(("poison", "words"), [("poisoned", "mean session reward"), ("broken", "turns are broken")])
+def test_a_poisoned_update_is_rolled_back_without_a_person_and_a_good_one_is_promoted(
+    engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path, kind: str, poison: str, words: str
+):
+    """Only the canary's share of the sessions saw it, and none of them was moved in the middle but by the roll-back."""
+    urls = [engine.url for engine in engines][: 2 if kind == "full" else 1]
+    proxy = start_proxy(urls[0], *(flag for url in urls[1:] for flag in ("--engine", url)), *FLAGS)
+    good = publish(proxy, WRITE[kind](tmp_path / "good"), kind)
+    wait_for(proxy, good, "active")
+    with playing(proxy) as agents:
+        bad = publish(proxy, WRITE[kind](tmp_path / poison), kind)
+        failed = wait_for(proxy, bad, "failed")
+        rolled_back = len(versions_of_sessions(proxy))
+        after = publish(proxy, WRITE[kind](tmp_path / "after"), kind)
+        wait_for(proxy, after, "active")
+    assert agents.failures == []
+    assert failed["error"].startswith("rolled back as a canary: ")
+    assert words in failed["error"]
+    by_session = versions_of_sessions(proxy)
+    saw = [versions for versions in by_session.values() if bad in versions]
+    turns = [version for versions in by_session.values() for version in versions[::2]]
+    print(
+        f"\n{kind}, {poison}: rolled back after {rolled_back} sessions: {failed['error']}\n"
+        f"{len(saw)} sessions of them saw it ({len(saw) / rolled_back:.1%}; the share was {SHARE:.0%}), "
+        f"{turns.count(bad)} of {len(turns)} calls in all"
+    )
+    assert 8 <= len(saw) <= 2 * SHARE * rolled_back
+    changed = [versions for versions in saw if good in versions]
+    assert len(changed) <= NUM_AGENTS
+    assert all(versions.index(bad) < versions.index(good) for versions in changed), "into the trial in the middle"
+
+
+def test_a_pin_calls_a_canary_off(engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path):
+    """What a person decides is not tried: the pinned version is served to all, and the other waits to be published."""
+    proxy = start_proxy(engines[0].url, *FLAGS)
+    for version in (0, 1):
+        publish(proxy, write_adapter(tmp_path / f"v{version}"), "lora")
+        wait_for(proxy, version, "active" if version == 0 else "canary")
+    ask(proxy.url, "/v1/policies/0/activate", {})
+    wait_for(proxy, 1, "published")
+    assert policy(proxy, 0)["status"] == "active"
+    ask(proxy.url, "/v1/policies/1/activate", {})
+    wait_for(proxy, 1, "active")

@@ -1,0 +1,137 @@
+"""Proxies that come to one version: one drives, the others follow, and nothing is tried for ever."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from proxies import RunningProxy, running_proxy
+from safetensors.numpy import save_file
+
+from proxy.fake_engine import RunningFakeEngine
+
+DONE_SECONDS = 30.0
+
+
+@pytest.fixture
+def two_proxies(fake_engine: RunningFakeEngine, tmp_path: Path) -> Iterator[list[RunningProxy]]:
+    """Two proxies over one store and one engine."""
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    with (
+        running_proxy(fake_engine.url, url, tmp_path) as first,
+        running_proxy(fake_engine.url, url, tmp_path) as second,
+    ):
+        yield [first, second]
+
+
+def ask(url: str, path: str, body: dict | None = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
+        return json.loads(response.read())
+
+
+def write_weights(place: Path) -> Path:
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1, np.float32)}, place / "model.safetensors")
+    return place
+
+
+def write_adapter(place: Path) -> Path:
+    place.mkdir()
+    (place / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+    save_file({"layer.lora_A.weight": np.zeros((1, 1), np.float32)}, place / "adapter_model.safetensors")
+    return place
+
+
+def publish(proxy: RunningProxy, path: Path, kind: str = "full") -> int:
+    return ask(proxy.url, "/v1/policies", {"path": str(path), "kind": kind})["version"]
+
+
+def status(proxy: RunningProxy, version: int) -> str:
+    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)["status"]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DONE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"it is not so that {what}"
+        time.sleep(0.02)
+
+
+def served(proxy: RunningProxy) -> int | None:
+    return ask(proxy.url, "/readyz")["policy_version"]
+
+
+def test_one_of_two_proxies_drives_and_the_other_follows(
+    two_proxies: list[RunningProxy], fake_engine: RunningFakeEngine, tmp_path: Path
+):
+    """Each version is loaded once; both proxies then store it with their turns, weights and adapters alike."""
+    paths = [str(write_weights(tmp_path / f"v{number}")) for number in range(3)]
+    for number, path in enumerate(paths):
+        version = publish(two_proxies[number % 2], Path(path))
+        wait_until(lambda version=version: status(two_proxies[0], version) == "active", "it is served")
+        wait_until(lambda version=version: [served(p) for p in two_proxies] == [version] * 2, "both serve it")
+    assert fake_engine.state.reloads == paths
+    version = publish(two_proxies[0], write_adapter(tmp_path / "adapter"), "lora")
+    wait_until(lambda: [served(p) for p in two_proxies] == [version] * 2, "both serve the adapter")
+    for number, proxy in enumerate(two_proxies):
+        body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+        reply = ask(proxy.url, f"/sessions/s{number}/v1/chat/completions", body)
+        assert reply["model"] == "fake"
+        assert fake_engine.calls[-1].body["model"] == f"policy-v{version}"
+    assert {view.turn.policy_version_first for view in two_proxies[0].turns()} == {version}
+
+
+def test_a_pinned_version_that_fails_is_tried_once_and_again_when_it_is_asked_for(
+    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
+):
+    """Pinned to what cannot be served, the active version stays; activating it anew, once it is mended, serves it."""
+    paths = [write_weights(tmp_path / f"v{number}") for number in range(3)]
+    for path in paths:
+        version = publish(proxy, path)
+        wait_until(lambda version=version: status(proxy, version) == "active", "it is served")
+    weights = paths[1] / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    ask(proxy.url, "/v1/policies/1/activate", {})
+    wait_until(lambda: status(proxy, 1) == "failed", "it has failed")
+    loads = len(fake_engine.state.reloads)
+    time.sleep(1.0)  # several looks of the proxy at the store
+    assert (status(proxy, 2), len(fake_engine.state.reloads)) == ("active", loads)
+    weights.write_bytes(whole)
+    ask(proxy.url, "/v1/policies/1/activate", {})
+    wait_until(lambda: status(proxy, 1) == "active", "it is served")
+    assert fake_engine.state.reloads[-1] == str(paths[1])
+
+
+def test_what_is_no_adapter_is_not_published_as_one(proxy: RunningProxy, tmp_path: Path):
+    """The route looks for what the kind needs; the version before stays served."""
+    good = publish(proxy, write_weights(tmp_path / "good"))
+    wait_until(lambda: status(proxy, good) == "active", "it is served")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        publish(proxy, write_weights(tmp_path / "no-adapter"), "lora")
+    assert "adapter_config.json cannot be read" in refused.value.read().decode()
+    assert status(proxy, good) == "active"
+
+
+def test_an_adapter_after_whole_weights_rides_on_the_model_that_it_was_trained_on(
+    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
+):
+    """The engine gets its own model back before it serves the adapter, and whole weights after it are loaded again."""
+    weights = write_weights(tmp_path / "weights")
+    versions = [publish(proxy, write_weights(tmp_path / "first")), publish(proxy, weights)]
+    wait_until(lambda: status(proxy, versions[1]) == "active", "the weights are served")
+    adapter = publish(proxy, write_adapter(tmp_path / "adapter"), "lora")
+    wait_until(lambda: status(proxy, adapter) == "active", "the adapter is served")
+    assert fake_engine.state.weights_path == fake_engine.state.model_path
+    ask(proxy.url, f"/v1/policies/{versions[1]}/activate", {})
+    wait_until(lambda: status(proxy, versions[1]) == "active", "the weights are served again")
+    assert fake_engine.state.weights_path == str(weights)

@@ -1,0 +1,198 @@
+"""Two real vLLMs behind one proxy: one is killed in the middle of a reload, comes back with fresh weights, is mended.
+
+What was on its way to the dead engine ends clearly; everything else is served, by weights that `transformers` confirms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Forward, forward_of, write_perturbed
+from engines import RunningEngine, _end_group, _wait_healthy
+from openai import APIError, AsyncOpenAI
+from proxies import RunningProxy, StartProxy
+
+from turnwise.engine import EngineSettings, engine_command
+from turnwise.stack import free_port
+from turnwise.types import Outcome
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+DONE_SECONDS = 120.0
+TOLERANCE = 1e-3
+NUM_STREAMS = 8
+
+
+@contextlib.contextmanager
+def running_vllm(model_dir: Path, log: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A vLLM of this test's own, with its original weights."""
+    settings = EngineSettings(model=str(model_dir), port=port, served_model_name="small")
+    command = engine_command(settings, gpu=False)
+    assignments = [f"{name}={value}" for name, value in command.environment.items()]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            ["env", *assignments, *command.argv], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_healthy(f"http://127.0.0.1:{port}", process, log)
+        yield process
+    finally:
+        _end_group(process)
+
+
+def ask(url: str, path: str, body: dict | None = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
+        raw = response.read()
+    return json.loads(raw) if raw.startswith(b"{") else {}
+
+
+def wait_for_engines(proxy: RunningProxy, wanted: dict[str, int]) -> None:
+    """Wait until exactly these engines get calls, on these versions."""
+    deadline = time.monotonic() + DONE_SECONDS
+    while (found := versions(proxy)) != wanted:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def versions(proxy: RunningProxy) -> dict[str, int]:
+    engines = ask(proxy.url, "/readyz")["engines"]
+    return {engine["url"]: engine["policy_version"] for engine in engines if engine["ready"]}
+
+
+def greedy_gap(engine_url: str, forward: Forward) -> float:
+    """Ask an engine itself and return the largest |logprob difference| from the forward."""
+    body = {
+        "model": "small",
+        "messages": [{"role": "user", "content": "Which city?"}],
+        "temperature": 0,
+        "max_completion_tokens": 16,
+        "logprobs": True,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    reply = ask(engine_url, "/v1/chat/completions", body)
+    prompt, choice = reply["prompt_token_ids"], reply["choices"][0]
+    theirs = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+    return float((forward(prompt + choice["token_ids"], len(prompt)) - theirs).abs().max())
+
+
+def wait_for_pause(log: Path, num_before: int) -> None:
+    deadline = time.monotonic() + DONE_SECONDS
+    while log.read_text(errors="replace").count("POST /pause") == num_before:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the clients saw."""
+
+    num_whole: int = 0
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+
+def wait_for_calls(seen: Seen, count: int) -> None:
+    deadline = time.monotonic() + DONE_SECONDS
+    while seen.num_whole < count:
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.02)
+
+
+async def stream_until(stop: asyncio.Event, proxy: RunningProxy, number: int, seen: Seen) -> None:
+    async with AsyncOpenAI(base_url=proxy.v1, api_key="none", max_retries=0, timeout=60) as client:
+        count = 0
+        while not stop.is_set():
+            count += 1
+            here = client.with_options(base_url=proxy.session_v1(f"s{number}-{count}"))
+            try:
+                finished = False
+                async for chunk in await here.chat.completions.create(
+                    model="small",
+                    messages=[{"role": "user", "content": f"Who is number {number}?"}],
+                    max_completion_tokens=48,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                ):
+                    finished = finished or any(choice.finish_reason for choice in chunk.choices)
+                seen.num_whole += finished
+                if not finished:
+                    seen.errors.append("cut without an error")
+            except APIError as error:
+                seen.errors.append(str(error))
+
+
+def test_an_engine_killed_in_mid_reload_is_left_out_and_mended_when_it_returns(
+    engine: RunningEngine, start_proxy: StartProxy, small_model_dir: Path, tmp_path: Path
+):
+    """The other takes the version, or keeps the last; no client hangs; the returned engine serves the active one."""
+    port = free_port()
+    other_url = f"http://127.0.0.1:{port}"
+    seen, log = Seen(), tmp_path / "other.log"
+    paths = {number: write_perturbed(small_model_dir, tmp_path / f"v{number}", number) for number in (1, 2, 3)}
+
+    def publish(number: int) -> None:
+        ask(proxy.url, "/v1/policies", {"path": str(paths[number]), "version": number})
+
+    async def reload_and_kill(process: subprocess.Popen[bytes]) -> None:
+        stop = asyncio.Event()
+        agents = [asyncio.create_task(stream_until(stop, proxy, number, seen)) for number in range(NUM_STREAMS)]
+        publish(1)
+        await asyncio.to_thread(wait_for_engines, proxy, {other_url: 1, engine.url: 1})
+        await asyncio.to_thread(wait_for_calls, seen, 3 * NUM_STREAMS)
+        assert seen.errors == []
+        loads = log.read_text(errors="replace").count("POST /pause")
+        publish(2)
+        await asyncio.to_thread(wait_for_pause, log, loads)
+        os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_for_engines, proxy, {engine.url: 1})
+        await asyncio.sleep(2.0)  # streams go on with the one that is left
+        stop.set()
+        await asyncio.gather(*agents)
+
+    with running_vllm(small_model_dir, log, port) as process:
+        # The second engine is named first: it tries each version, and is the one that dies of it.
+        proxy = start_proxy(other_url, "--engine", engine.url)
+        wait_for_engines(proxy, {other_url: 0, engine.url: 0})
+        asyncio.run(reload_and_kill(process))
+    assert seen.errors, "no call was on its way to the engine that died, so nothing was tested"
+    outcomes = [view.turn.outcome for view in proxy.turns()]
+    counts = collections.Counter(outcome.value for outcome in outcomes)
+    print(
+        f"\n{seen.num_whole} whole, {len(seen.errors)} ended with an error: {sorted(set(seen.errors))}; {dict(counts)}"
+    )
+    assert len(seen.errors) <= NUM_STREAMS
+    assert all("retry" in error for error in seen.errors)
+    assert outcomes.count(Outcome.EXACT) == seen.num_whole
+    status = {each["version"]: each["status"] for each in ask(proxy.url, "/v1/policies")["data"]}
+    assert status == {1: "active", 2: "failed"}
+    assert greedy_gap(engine.url, forward_of(paths[1])) < TOLERANCE
+    with running_vllm(small_model_dir, log, port):
+        wait_for_engines(proxy, {other_url: 1, engine.url: 1})
+        assert greedy_gap(other_url, forward_of(paths[1])) < TOLERANCE
+        publish(3)
+        wait_for_engines(proxy, {other_url: 3, engine.url: 3})
+        for url in (other_url, engine.url):
+            assert greedy_gap(url, forward_of(paths[3])) < TOLERANCE
+        proxy.kill()
+    for path, body in (
+        ("/pause?mode=keep", {}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(small_model_dir)}}),
+        ("/update_weight_version", {"new_version": "default"}),
+        ("/resume", {}),
+    ):
+        ask(engine.url, path, body)

@@ -1,0 +1,80 @@
+"""Two processes under `torchrun` against one: the same losses and weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from trainer.main import run
+from trainer.settings import TrainerSettings
+from turnwise.settings import load_settings
+sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="trainer", overrides={})))
+"""
+
+
+def train(directory, model, num_processes, kind):
+    directory.mkdir()
+    db = new_ledger(directory / "ledger.db")
+    Rollouts(db, load_model(model)).play("a", num_groups=20)
+    db.close()
+    config = directory / "trainer.toml"
+    config.write_text(
+        f"""
+        database = "sqlite:///{directory / "ledger.db"}"
+        model = "{model}"
+        policies_dir = "{directory / "policies"}"
+        kind = "{kind}"
+        lora_rank = 4
+        multi_devices = {str(num_processes > 1).lower()}
+        groups_per_batch = 4
+        num_minibatches = 4
+        total_batches = 5
+        max_staleness = 10
+        row_tokens = 48
+        num_threads = 1
+        wait_seconds = 0.0
+        progress = false
+        keep_versions = 1
+        """
+    )
+    program = directory / "program.py"
+    program.write_text(PROGRAM)
+    launcher = [sys.executable, str(program)]
+    if num_processes > 1:
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_processes),
+        ]
+        launcher.append(str(program))
+    done = subprocess.run([*launcher, str(config)], timeout=300, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (directory / "policies" / "trainer.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "update" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "file"), [("full", "model.safetensors"), ("lora", "adapter_model.safetensors")])
+def test_two_processes_give_the_losses_and_weights_of_one_over_twenty_updates(tmp_path, kind, file):
+    model = make_model(tmp_path / "model")
+    alone = train(tmp_path / "one", model, 1, kind)
+    together = train(tmp_path / "two", model, 2, kind)
+    assert len(alone) == len(together) == 20
+    assert together == pytest.approx(alone, abs=1e-5)
+    expected = load_file(tmp_path / "one" / "policies" / "v000005" / file)
+    sharded = load_file(tmp_path / "two" / "policies" / "v000005" / file)
+    assert set(expected) == set(sharded)
+    for name, value in expected.items():
+        torch.testing.assert_close(sharded[name], value, atol=1e-5, rtol=0)

@@ -1,0 +1,244 @@
+"""The supervisor with real processes: order, restarts, giving up, and nothing left behind, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from turnwise.errors import ChildFailed
+from turnwise.supervisor import Child, State, Supervisor, describe_exit
+
+ROOT = Path(__file__).parents[2]
+SLEEPER = "import time\nopen({path!r}, 'a').write(f'{{__import__(\"os\").getpid()}}\\n')\ntime.sleep(600)"
+
+
+def _eventually(law: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not law():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.01)
+
+
+def _alive(pid: int) -> bool:
+    """A zombie is dead: only its status is left."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def _sleeper(path: Path, name: str = "sleeper", **more: object) -> Child:
+    """A child that writes its process id and sleeps; ready when it has written."""
+    return Child(name=name, argv=_python(SLEEPER.format(path=str(path))), ready=path.exists, **more)
+
+
+def _pids(path: Path) -> list[int]:
+    return [int(line) for line in path.read_text().splitlines()]
+
+
+def test_children_start_in_order_and_stop_in_reverse(tmp_path):
+    said: list[tuple[str, str]] = []
+    children = [
+        Child(name="task", argv=_python("print('migrated')"), once=True),
+        _sleeper(tmp_path / "a", "first"),
+        _sleeper(tmp_path / "b", "second"),
+    ]
+    with Supervisor(children, log_directory=tmp_path / "logs", say=lambda *line: said.append(line)) as stack:
+        assert [stack.state(name) for name in ("task", "first", "second")] == [
+            State.FINISHED,
+            State.READY,
+            State.READY,
+        ]
+    words = [(name, text.split()[0].rstrip(";")) for name, text in said]
+    assert words == [
+        ("task", "done"),
+        ("first", "starting"),
+        ("first", "ready"),
+        ("second", "starting"),
+        ("second", "ready"),
+        ("second", "stopped"),
+        ("first", "stopped"),
+    ]
+    assert (tmp_path / "logs" / "task.log").read_text() == "migrated\n"
+    assert not any(_alive(pid) for name in "ab" for pid in _pids(tmp_path / name))
+
+
+def test_a_child_gets_its_environment_and_its_output_goes_to_its_log(tmp_path):
+    code = "import os; print(os.environ['COLOUR'], flush=True)"
+    child = Child(name="task", argv=_python(code), env={"COLOUR": "blue green"}, once=True)
+    with Supervisor([child], log_directory=tmp_path):
+        assert (tmp_path / "task.log").read_text() == "blue green\n"
+
+
+def test_a_child_that_dies_is_named_and_started_again(tmp_path):
+    said: list[tuple[str, str]] = []
+    path = tmp_path / "pids"
+    with Supervisor(
+        [_sleeper(path)], log_directory=tmp_path, say=lambda *line: said.append(line), first_delay_seconds=0.05
+    ) as stack:
+        os.kill(_pids(path)[0], signal.SIGKILL)
+        _eventually(lambda: len(_pids(path)) == 2)
+        _eventually(lambda: stack.state("sleeper") is State.READY)
+        stack.check()
+    assert any(text.startswith("died with signal SIGKILL") for _, text in said)
+
+
+def test_a_child_that_keeps_dying_is_given_up_with_the_end_of_its_log(tmp_path):
+    child = Child(name="broken", argv=_python("import sys; print('no such key'); sys.exit(3)"))
+    supervisor = Supervisor([child], log_directory=tmp_path, max_quick_deaths=3, first_delay_seconds=0.02)
+    said = r"died 3 times in a row, last with exit status 3(?s:.*)no such key"
+    with pytest.raises(ChildFailed, match=said), supervisor:
+        supervisor.wait(threading.Event())
+    assert supervisor.num_starts("broken") == 3
+
+
+def test_restarts_wait_twice_as_long_from_death_to_death(tmp_path):
+    said: list[str] = []
+    child = Child(name="broken", argv=_python("raise SystemExit(1)"), ready=lambda: False)
+    with pytest.raises(ChildFailed):
+        Supervisor(
+            [child],
+            log_directory=tmp_path,
+            say=lambda _, text: said.append(text),
+            max_quick_deaths=4,
+            first_delay_seconds=0.1,
+        ).__enter__()
+    delays = [text.rpartition("in ")[2] for text in said if "restarting" in text]
+    assert delays == ["0.1 s", "0.2 s", "0.4 s"]
+
+
+def test_a_task_that_fails_stops_the_start_of_what_follows(tmp_path):
+    children = [
+        Child(name="task", argv=_python("raise SystemExit('no database')"), once=True),
+        _sleeper(tmp_path / "never"),
+    ]
+    with pytest.raises(ChildFailed, match=r"task failed with exit status 1(?s:.*)no database"):
+        Supervisor(children, log_directory=tmp_path).__enter__()
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_child_that_is_never_ready_is_given_up_and_stopped(tmp_path):
+    path = tmp_path / "pids"
+    child = Child(name="deaf", argv=_python(SLEEPER.format(path=str(path))), ready=lambda: False, start_seconds=0.5)
+    with pytest.raises(ChildFailed, match="is not ready after"):
+        Supervisor([child], log_directory=tmp_path).__enter__()
+    assert not any(_alive(pid) for pid in _pids(path))
+
+
+def test_a_program_that_does_not_exist_is_named_in_its_log(tmp_path):
+    child = Child(name="typo", argv=["/no/such/program"], once=True)
+    with pytest.raises(ChildFailed, match="no/such/program"):
+        Supervisor([child], log_directory=tmp_path).__enter__()
+
+
+def test_a_child_that_ignores_the_term_signal_is_killed_after_its_grace(tmp_path):
+    path = tmp_path / "pids"
+    code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER.format(path=str(path))
+    child = Child(name="stubborn", argv=_python(code), ready=path.exists, grace_seconds=0.3)
+    started = time.monotonic()
+    with Supervisor([child], log_directory=tmp_path):
+        pass
+    assert not _alive(_pids(path)[0])
+    assert time.monotonic() - started < 5
+
+
+def _grandparent(path: Path) -> str:
+    """Code of a child that has a child of its own; both write their process ids."""
+    inner = SLEEPER.format(path=str(path))
+    return f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {inner!r}])\n{inner}"
+
+
+def test_grandchildren_end_with_their_child(tmp_path):
+    path = tmp_path / "pids"
+    child = Child(
+        name="family",
+        argv=_python(_grandparent(path)),
+        ready=lambda: path.exists() and len(_pids(path)) == 2,
+        grace_seconds=2,
+    )
+    with Supervisor([child], log_directory=tmp_path):
+        pids = _pids(path)
+        assert all(map(_alive, pids))
+    _eventually(lambda: not any(map(_alive, pids)))
+
+
+def test_what_a_dead_child_leaves_in_its_group_is_ended_before_it_starts_again(tmp_path):
+    path = tmp_path / "pids"
+    inner = SLEEPER.format(path=str(path))
+    code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {inner!r}])\ntime.sleep(1)"
+    child = Child(name="careless", argv=_python(code))
+    with Supervisor([child], log_directory=tmp_path, first_delay_seconds=0.05) as stack:
+        _eventually(lambda: stack.num_starts("careless") == 2)
+        assert not _alive(_pids(path)[0])
+
+
+def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
+    """A process of its own that supervises a child with a grandchild, and would for ever."""
+    code = f"""
+    import pathlib, sys, threading
+    from turnwise.supervisor import Child, Supervisor
+    path = pathlib.Path({str(path)!r})
+    ready = lambda: path.exists() and len(path.read_text().splitlines()) == 2
+    child = Child(name="family", argv=[sys.executable, "-c", {_grandparent(path)!r}], ready=ready, grace_seconds=2)
+    with Supervisor([child], log_directory=pathlib.Path({str(logs)!r})) as stack:
+        print("ready", flush=True)
+        stack.wait(threading.Event())
+    """
+    process = subprocess.Popen(_python(code), stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
+def test_a_killed_supervisor_leaves_no_process_behind(tmp_path):
+    """`kill -9` runs no handler: the kernel tells the guards, and they end their groups."""
+    path = tmp_path / "pids"
+    process = _supervising_process(path, tmp_path)
+    pids = _pids(path)
+    assert all(map(_alive, pids))
+    process.kill()
+    process.wait(5)
+    process.stdout.close()
+    _eventually(lambda: not any(map(_alive, pids)))
+
+
+def test_ctrl_c_stops_everything(tmp_path):
+    path = tmp_path / "pids"
+    process = _supervising_process(path, tmp_path)
+    pids = _pids(path)
+    process.send_signal(signal.SIGINT)
+    process.wait(10)
+    process.stdout.close()
+    assert not any(map(_alive, pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
+def test_a_killed_guard_takes_its_child_along_and_is_replaced(tmp_path):
+    path = tmp_path / "pids"
+    with Supervisor([_sleeper(path)], log_directory=tmp_path, first_delay_seconds=0.05) as stack:
+        first = _pids(path)[0]
+        os.kill(stack.pid("sleeper"), signal.SIGKILL)
+        _eventually(lambda: len(_pids(path)) == 2)
+        assert not _alive(first)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(3, "exit status 3"), (137, "signal SIGKILL"), (-15, "signal SIGTERM"), (250, "exit status 250")],
+)
+def test_an_exit_is_named_as_a_person_knows_it(code, words):
+    assert describe_exit(code) == words

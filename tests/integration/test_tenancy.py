@@ -1,0 +1,220 @@
+"""Keys, roles and tenants of a real proxy: who gets in, how far, and what one tenant sees of another: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import subprocess
+import time
+import urllib.parse
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from proxies import RunningProxy, running_proxy
+
+from proxy.fake_engine import running_fake_engine
+from turnwise.stack import command
+
+HEALTH = {"/healthz", "/readyz"}
+REVOKED_SECONDS = 5.0
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+
+
+def turnwise(proxy_database: str, *arguments: str) -> dict:
+    """Run one of the operator's commands."""
+    argv = [*command(*arguments), "--database", proxy_database, "--json"]
+    return json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
+
+
+def new_key(database: str, role: str, tenant: str) -> dict:
+    return turnwise(database, "keys", "create", "--role", role, "--tenant", tenant, "--name", "test")
+
+
+class Tenant:
+    """A client with a key."""
+
+    def __init__(self, proxy: RunningProxy, key: str | None) -> None:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self.http = httpx2.Client(base_url=proxy.url, headers=headers, timeout=30)
+
+    def call(self, session_id: str) -> str:
+        """Make a call in a session and return its turn id."""
+        return self.http.post(f"/sessions/{session_id}/v1/chat/completions", json=CHAT).raise_for_status().json()["id"]
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, dict[str, Tenant]]]:
+    """A proxy with keys: one per role of the first tenant, and an admin of a second."""
+    directory = tmp_path_factory.mktemp("keyed")
+    url = f"sqlite:///{directory}/turnwise.db"
+    turnwise(url, "db", "upgrade")
+    keys = {role: new_key(url, role, "first")["key"] for role in ("agent", "trainer", "admin")}
+    keys["other"] = new_key(url, "admin", "second")["key"]
+    with (
+        running_fake_engine() as engine,
+        running_proxy(engine.url, url, directory) as proxy,
+        contextlib.ExitStack() as s,
+    ):
+        tenants = {name: Tenant(proxy, key) for name, key in keys.items()} | {"nobody": Tenant(proxy, None)}
+        for tenant in tenants.values():
+            s.enter_context(tenant.http)
+        yield proxy, tenants
+
+
+def test_every_route_but_health_wants_a_key(keyed):
+    """All that the document lists, and the document itself."""
+    _, tenants = keyed
+    paths = tenants["agent"].http.get("/openapi.json").raise_for_status().json()["paths"]
+    assert len(paths) >= 20
+    asked = [
+        (method, path.replace("{", "").replace("}", "").replace("/version/", "/0/"))
+        for path, operations in paths.items()
+        for method in operations
+    ]
+    for presented in ({}, {"authorization": "Bearer tw-0-wrong"}, {"x-api-key": "tws-YWJj.AAAA"}):
+        statuses = {
+            (method, path): tenants["nobody"].http.request(method, path, json=CHAT, headers=presented).status_code
+            for method, path in [*asked, ("get", "/openapi.json")]
+        }
+        assert {path for (_, path), status in statuses.items() if status != 401} == HEALTH
+
+
+def test_a_second_tenant_finds_nothing_of_the_first(keyed):
+    """Each id of the first, on each route that takes one, is as unknown to the second as one that never was."""
+    _, tenants = keyed
+    first, other = tenants["admin"].http, tenants["other"].http
+    first.post("/v1/sessions", json={"session_id": "mine", "task_id": "t", "group_id": "g"}).raise_for_status()
+    turn_id = tenants["admin"].call("mine")
+    for path in ("/v1/sessions/mine", "/v1/sessions/mine/turns", f"/v1/turns/{turn_id}"):
+        assert first.get(path).status_code == 200
+        assert other.get(path).status_code == 404
+    assert other.post("/v1/sessions/mine/end", json={}).status_code == 404
+    for line in ({"turn_id": turn_id}, {"session_id": "mine"}, {"session_id": "mine", "step": 0}):
+        assert other.post("/v1/rewards", json={**line, "value": 1.0}).status_code == 404
+    assert other.get("/v1/sessions").json()["data"] == []
+    assert other.get("/v1/sessions", params={"after": "mine"}).status_code == 404
+    for query in ({"session_id": "mine"}, {"task_id": "t"}, {"group_id": "g"}, {}):
+        assert other.get("/v1/experiences", params=query).content == b""
+    assert other.post("/v1/sessions", json={"session_id": "mine"}).json()["num_turns"] == 0  # a session of its own
+    assert first.get("/v1/sessions/mine").json()["num_turns"] == 1
+
+
+def test_a_role_reaches_as_far_as_it_says(keyed):
+    _, tenants = keyed
+    agent, trainer = tenants["agent"].http, tenants["trainer"].http
+    assert trainer.post("/v1/chat/completions", json=CHAT).status_code == 403
+    assert trainer.get("/v1/experiences").status_code == 200
+    assert agent.get("/v1/experiences").status_code == 403
+    assert agent.post("/v1/policies", json={"path": "/nowhere"}).status_code == 403
+    assert trainer.post("/v1/policies", json={"path": "/nowhere"}).json()["error"]["code"] == "bad_checkpoint"
+    refused = trainer.post("/v1/policies/0/activate")
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "forbidden"
+    assert "'trainer'" in refused.json()["error"]["message"]
+
+
+def test_a_session_key_reaches_its_own_session_alone(keyed):
+    """It calls, rewards and ends; every other session, and every list, is out of reach."""
+    proxy, tenants = keyed
+    made = tenants["agent"].http.post("/v1/sessions", json={"session_id": "own"}).raise_for_status().json()
+    tenants["agent"].call("foreign")
+    holder = Tenant(proxy, made["api_key"])
+    with holder.http as http:
+        turn_id = http.post("/v1/chat/completions", json=CHAT).raise_for_status().json()["id"]
+        assert tenants["agent"].http.get(f"/v1/turns/{turn_id}").json()["session_id"] == "own"
+        assert http.post("/v1/rewards", json={"turn_id": turn_id, "value": 1.0}).status_code == 200
+        assert http.post("/sessions/foreign/v1/chat/completions", json=CHAT).status_code == 403
+        assert http.post("/v1/chat/completions", json=CHAT, headers={"x-session-id": "foreign"}).status_code == 403
+        assert http.post("/v1/rewards", json={"session_id": "foreign", "value": 1.0}).status_code == 403
+        foreign = tenants["agent"].call("foreign")
+        assert http.post("/v1/rewards", json={"turn_id": foreign, "value": 1.0}).status_code == 404
+        assert http.post("/v1/sessions/foreign/end", json={}).status_code == 403
+        for path in ("/v1/sessions", "/v1/sessions/own", f"/v1/turns/{turn_id}", "/v1/experiences", "/v1/policies"):
+            assert http.get(path).status_code == 403
+        assert http.post("/v1/sessions/own/end", json={}).status_code == 200
+        assert http.post("/v1/chat/completions", json=CHAT).json()["error"]["code"] == "session_not_open"
+
+
+def test_a_revoked_key_is_refused_within_five_seconds(keyed):
+    proxy, _ = keyed
+    made = new_key(proxy.database_url, "agent", "first")
+    listed = {key["key_id"]: key for key in turnwise(proxy.database_url, "keys", "list")}
+    assert listed[made["key_id"]]["revoked_at"] is None
+    assert made["key"] not in json.dumps(listed)
+    holder = Tenant(proxy, made["key"])
+    with holder.http as http:
+        assert http.get("/v1/sessions").status_code == 200
+        turnwise(proxy.database_url, "keys", "revoke", made["key_id"])
+        revoked = time.monotonic()
+        while http.get("/v1/sessions").status_code != 401:
+            assert time.monotonic() < revoked + REVOKED_SECONDS + 1
+            time.sleep(0.1)
+
+
+def test_without_keys_the_proxy_is_open_until_the_first_is_made(start_proxy, fake_engine):
+    proxy = start_proxy(fake_engine.url)
+    with Tenant(proxy, None).http as http:
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        made = new_key(proxy.database_url, "admin", "default")
+        deadline = time.monotonic() + REVOKED_SECONDS + 1
+        while http.get("/v1/sessions").status_code != 401:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert http.get("/v1/sessions", headers={"x-api-key": made["key"]}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_without_keys_the_proxy_refuses_to_listen_beyond_loopback(tmp_path, fake_engine, host):
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    turnwise(url, "db", "upgrade")
+    argv = command("proxy", "--engine", fake_engine.url, "--database", url, "--host", host, "--port", "0")
+    done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert b"turnwise keys create" in done.stderr + done.stdout
+
+
+FRAGMENTS = [
+    "' OR 1=1 --", '"; DROP TABLE turns; --', "../../etc/passwd", "..", "\x00", "%00", "\u202e", "{{7*7}}", "${jndi:x}",
+    "\r\nX-Admin: 1", "a" * 5000, "*", "_%", "\ud7ff", "<script>", "tw-", "tws-", "tw--", "tws-.", "\\", "\x7f", "😀",
+]  # fmt: skip
+
+
+def payloads(count: int) -> Iterator[str]:
+    """Yield joined fragments, the same ones each time."""
+    rng = random.Random(0)
+    for _ in range(count):
+        yield "".join(rng.choices(FRAGMENTS, k=rng.randint(1, 3)))
+
+
+def test_a_thousand_injections_are_all_the_callers_fault(keyed):
+    """In keys, ids and filters: each is refused with a 4xx, or finds nothing; none gets in, none breaks anything."""
+    _, tenants = keyed
+    http, statuses = tenants["admin"].http, []
+    tenants["admin"].call("bystander")
+    for number, text in enumerate(payloads(1000)):
+        match number % 6:
+            case 0:
+                raw = text.encode().replace(b"\x00", b"").replace(b"\r\n", b"").replace(b"\x7f", b"")
+                reply = tenants["nobody"].http.get(
+                    "/v1/sessions", headers={b"authorization": (b"Bearer " + raw).strip()}
+                )
+            case 1:
+                reply = http.get(f"/v1/sessions/{urllib.parse.quote(text, safe='')}")
+            case 2:
+                reply = http.get("/v1/sessions", params={"after": text})
+            case 3:
+                reply = http.post("/v1/rewards", json={"turn_id": text, "value": 1.0})
+            case 4:
+                body = {**CHAT, "metadata": {"session_id": f"{text} "}}
+                reply = http.post("/v1/chat/completions", json=body)
+            case _:
+                reply = http.post("/v1/sessions", json={"session_id": f"{text}\n"})
+        statuses.append((reply.status_code, number % 6, text))
+        for path in ("/v1/sessions", "/v1/experiences"):
+            if number % 20 == 0:
+                found = http.get(path, params={"task_id": text})
+                assert found.status_code == 422 or found.content == b"" or found.json()["data"] == []
+    assert [each for each in statuses if not 400 <= each[0] < 500] == []
+    assert http.get("/v1/sessions/bystander").json()["num_turns"] == 1

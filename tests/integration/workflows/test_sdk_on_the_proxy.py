@@ -1,0 +1,323 @@
+"""The SDK and its workflows on a real proxy, in front of a fake engine that knows what it sampled."""
+
+import asyncio
+import collections
+import functools
+import json
+import os
+import subprocess
+from typing import ClassVar
+
+import httpx2
+import pytest
+from proxies import assert_served_is_stored
+
+from turnwise import errors
+from turnwise.client import AsyncClient, Client
+from turnwise.workflows import (
+    AgentWorkflowEngine,
+    RewardPropagationWorkflow,
+    SessionRolloutEngine,
+    Step,
+    StepWiseRewardWorkflow,
+    Task,
+    TerminationEvent,
+    TerminationReason,
+    Trajectory,
+    Workflow,
+)
+from turnwise.workflows.trinity import ModelWrapper
+
+
+@pytest.fixture
+def client(proxy):
+    with Client(proxy.url) as made:
+        made.wait_until_ready(30.0)
+        yield made
+
+
+def ask(openai_client, text="hi", **kwargs):
+    return openai_client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], **kwargs)
+
+
+def test_a_session_from_its_beginning_to_its_experiences(client):
+    """Open, sample in two steps, reward, end: the experiences carry the sampled tokens and the credit."""
+    session = client.create_session(task_id="t", credit="step_wise", metadata={"by": "test"})
+    assert ask(session.openai(step=0)).choices[0].message.content
+    ask(session.openai(step=1), "again", n=2)
+    assert session.reward(0.5, step=0) == 1
+    assert session.reward(2.0, step=1) == 2
+    ended = session.end(reason="env_done")
+    assert (ended["status"], ended["termination_reason"], ended["num_turns"]) == ("ended", "env_done", 3)
+    turns = {turn["turn_id"]: turn for turn in session.turns()}
+    assert [turn["step"] for turn in turns.values()] == [0, 1, 1]
+    experiences = list(client.experiences(session_id=session.session_id))
+    assert [(line["reward"], line["turn_rewards"]) for line in experiences] == [
+        (2.5, [0.5]),
+        (2.5, [2.0]),
+        (2.5, [2.0]),
+    ]
+    for line in experiences:
+        (turn_id,) = line["turn_ids"]
+        assert line["tokens"][line["prompt_length"] :] == turns[turn_id]["token_ids"]
+        assert client.turn(turn_id)["token_ids"] == turns[turn_id]["token_ids"]
+
+
+def test_errors_are_those_of_the_tree(client):
+    """The server's sentence arrives with the class of its boundary."""
+    session = client.create_session()
+    ask(session.openai())
+    with pytest.raises(errors.NotFound, match="nobody"):
+        client.session("nobody")
+    with pytest.raises(errors.NotFound, match="step 9"):
+        session.reward(1.0, step=9)
+    with pytest.raises(errors.InvalidRequest):
+        client.create_session(credit="luck")
+    with pytest.raises(errors.InvalidRequest):
+        session.reward(1.0, step=-1)
+
+
+def test_sessions_and_turns_are_paged(client, monkeypatch):
+    """Pages of two give the same as one page."""
+    monkeypatch.setattr("turnwise.wire.PAGE_SIZE", 2)
+    sessions = [client.create_session(task_id="paged").session_id for _ in range(5)]
+    assert sorted(row["session_id"] for row in client.sessions(task_id="paged")) == sorted(sessions)
+    session = client.create_session()
+    for k in range(5):
+        ask(session.openai(), str(k))
+    assert [turn["seq"] for turn in session.turns()] == [0, 1, 2, 3, 4]
+
+
+def test_policies_are_listed(client):
+    assert isinstance(list(client.policies()), list)
+
+
+class Looking(Workflow):
+    """Two calls that extend one another; one run in sixteen crashes on its first attempt."""
+
+    crashed: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    async def run(self, task, uid, **kwargs):
+        self.reset(task, uid)
+        trajectory = Trajectory(name="solver")
+        messages = []
+        for turn in range(2):
+            messages.append({"role": "user", "content": f"{uid} {turn}"})
+            output = await self.rollout_engine.get_model_response(list(messages))
+            messages.append({"role": "assistant", "content": output.content})
+            trajectory.steps.append(Step(chat_completions=list(messages), model_output=output, reward=float(turn)))
+        self.commit(trajectory=trajectory)
+        if task["crashes"] and not self.crashed[uid]:
+            self.crashed[uid] += 1
+            raise RuntimeError("the tool crashed")
+        raise TerminationEvent(TerminationReason.ENV_DONE)
+
+
+def look(url, ids, n_parallel_tasks=32):
+    async def go():
+        async with AsyncClient(url) as client:
+            engine = AgentWorkflowEngine(Looking, {}, SessionRolloutEngine(client), n_parallel_tasks=n_parallel_tasks)
+            try:
+                return await engine.execute_tasks([{"crashes": index % 16 == 0} for index in range(len(ids))], ids)
+            finally:
+                engine.shutdown()
+
+    Looking.crashed.clear()
+    return asyncio.run(go())
+
+
+def check_ledger(client, episodes, ids):
+    """The ledger holds exactly the episodes' turns, and the crashed attempts' apart from them, without a reward."""
+    order = list(dict.fromkeys(ids))
+    assert [episode.task_id for episode in episodes] == [
+        task_id for task_id in order for _ in range(ids.count(task_id))
+    ]
+    assert {episode.termination_reason for episode in episodes} == {TerminationReason.ENV_DONE}
+    sessions = list(client.sessions())
+    by_reason = collections.Counter(session["termination_reason"] for session in sessions)
+    assert by_reason == {"env_done": len(ids), "retried": sum(Looking.crashed.values())}
+    assert {session["reward"] for session in sessions if session["termination_reason"] == "retried"} == {None}
+    trained = list(client.experiences())
+    held = {step.model_output.turn_id: step.model_output for e in episodes for t in e.trajectories for step in t.steps}
+    assert sorted(turn_id for line in trained for turn_id in line["turn_ids"]) == sorted(held)
+    for line in trained:
+        output = held[line["turn_ids"][0]]
+        assert line["tokens"] == [*output.prompt_ids, *output.completion_ids]
+        assert line["logprobs"] == output.logprobs
+        assert line["turn_rewards"] == [1.0]
+
+
+def test_sixty_four_tasks_by_four_rollouts_are_all_in_the_ledger(client, proxy, fake_engine):
+    """256 runs, 16 of which crash once: episodes in order, the ledger exact, every served token stored."""
+    ids = [f"task-{index // 4}" for index in range(256)]
+    episodes = look(proxy.url, ids)
+    check_ledger(client, episodes, ids)
+    assert_served_is_stored(proxy, fake_engine)
+    assert all(
+        later.model_output.prompt_ids[: len(earlier.model_output.prompt_ids) + len(earlier.model_output.completion_ids)]
+        == [*earlier.model_output.prompt_ids, *earlier.model_output.completion_ids]
+        for episode in episodes
+        for earlier, later in [episode.trajectories[0].steps]
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_same_on_a_real_engine(engine, start_proxy):
+    """256 runs on vLLM with the small model."""
+    proxy = start_proxy(engine.url)
+    ids = [f"task-{index // 4}" for index in range(256)]
+    with Client(proxy.url) as client:
+        episodes = look(proxy.url, ids)
+        check_ledger(client, episodes, ids)
+
+
+CALLS = ((0, "first"), (1, "second"), (1, "third"))
+STEP_REWARDS = ((0, 0.5), (1, 2.0))
+RUN_REWARD = 0.75
+
+
+class Stepped(StepWiseRewardWorkflow):
+    max_step_num = 2
+
+    def step(self, step_num):
+        for step, text in CALLS:
+            if step == step_num:
+                ask(self.client, text)
+        return step_num < 1
+
+    def reward(self, exps, step_num):
+        return dict(STEP_REWARDS)[step_num]
+
+
+class Propagated(RewardPropagationWorkflow):
+    max_step_num = 2
+    step = Stepped.step
+
+    def reward(self, exps):
+        return RUN_REWARD
+
+
+def by_subclass(proxy, credit):
+    kind = Stepped if credit == "step_wise" else Propagated
+    model = ModelWrapper(proxy.url, session={"session_id": f"subclass-{credit}"})
+    kind(task=Task(), model=model).run()
+    model.client.close()
+
+
+def by_client(proxy, credit):
+    with Client(proxy.url) as client:
+        session = client.create_session(session_id=f"client-{credit}", credit=credit)
+        for step, text in CALLS:
+            ask(session.openai(step=step), text)
+        if credit == "step_wise":
+            for step, value in STEP_REWARDS:
+                session.reward(value, step=step)
+        else:
+            session.reward(RUN_REWARD)
+        session.end()
+
+
+def by_http(proxy, credit):
+    """Nothing of ours: what any language can send."""
+    session_id = f"http-{credit}"
+    with httpx2.Client(base_url=proxy.url) as http:
+
+        def post(path, body, **headers):
+            http.post(path, json=body, headers=headers).raise_for_status()
+
+        post("/v1/sessions", {"session_id": session_id, "credit": credit})
+        for step, text in CALLS:
+            body = {"model": "fake", "messages": [{"role": "user", "content": text}]}
+            post(f"/sessions/{session_id}/v1/chat/completions", body, **{"X-Step": str(step)})
+        if credit == "step_wise":
+            for step, value in STEP_REWARDS:
+                post("/v1/rewards", {"session_id": session_id, "step": step, "value": value})
+        else:
+            post("/v1/rewards", {"session_id": session_id, "value": RUN_REWARD})
+        post(f"/v1/sessions/{session_id}/end", {})
+
+
+NODE = """
+import OpenAI from "openai"
+
+const [url, session, credit, calls, stepRewards, runReward] = process.argv.slice(2)
+const client = new OpenAI({baseURL: `${url}/sessions/${session}/v1`, apiKey: "none"})
+const post = async (path, body) => {
+  const answer = await fetch(url + path, {
+    method: "POST", body: JSON.stringify(body), headers: {"content-type": "application/json"}
+  })
+  if (!answer.ok) throw new Error(await answer.text())
+}
+await post("/v1/sessions", {session_id: session, credit})
+for (const [step, content] of JSON.parse(calls)) {
+  const body = {model: "fake", messages: [{role: "user", content}]}
+  await client.chat.completions.create(body, {headers: {"X-Step": String(step)}})
+}
+if (credit == "step_wise")
+  for (const [step, value] of JSON.parse(stepRewards)) await post("/v1/rewards", {session_id: session, step, value})
+else await post("/v1/rewards", {session_id: session, value: Number(runReward)})
+await post(`/v1/sessions/${session}/end`, {})
+"""
+
+
+def by_node(proxy, credit, directory):
+    """OpenAI's own package in JavaScript, and rewards by plain HTTP."""
+    program = directory / f"credit-{os.getpid()}.mjs"
+    program.write_text(NODE)
+    arguments = [proxy.url, f"node-{credit}", credit, json.dumps(CALLS), json.dumps(STEP_REWARDS), str(RUN_REWARD)]
+    try:
+        subprocess.run(["node", program.name, *arguments], cwd=directory, check=True, timeout=60)
+    finally:
+        program.unlink()
+
+
+def left_by(ways, client, proxy, credit):
+    """Return what each way left in the ledger, as bytes of JSON."""
+    left = {}
+    for way, leave in ways.items():
+        leave(proxy, credit)
+        lines = client.experiences(session_id=f"{way}-{credit}")
+        names = ("tokens", "prompt_length", "loss_mask", "turn_steps", "turn_rewards", "return", "reward")
+        left[way] = [json.dumps({name: line[name] for name in names}) for line in lines]
+    return left
+
+
+@pytest.mark.parametrize("credit", ["step_wise", "propagate"])
+def test_one_agent_written_three_ways_in_python_leaves_the_same_credit(client, proxy, credit):
+    """Subclass, our client and bare HTTP: tokens, steps, rewards and returns are byte for byte the same."""
+    left = left_by({"subclass": by_subclass, "client": by_client, "http": by_http}, client, proxy, credit)
+    assert len(set(map(tuple, left.values()))) == 1
+    rewards = [json.loads(line)["turn_rewards"] for line in left["http"]]
+    assert rewards == ([[0.5], [2.0], [2.0]] if credit == "step_wise" else [[0.75]] * 3)
+    assert [json.loads(line)["turn_steps"] for line in left["http"]] == [[0], [1], [1]]
+
+
+@pytest.mark.parametrize("credit", ["step_wise", "propagate"])
+def test_an_openai_node_script_leaves_the_same_credit_as_the_subclass(client, proxy, credit, node_project):
+    """No Python at all: byte for byte what the Python class leaves."""
+    ways = {"subclass": by_subclass, "node": functools.partial(by_node, directory=node_project)}
+    left = left_by(ways, client, proxy, credit)
+    assert left["node"] == left["subclass"]
+    assert len(left["node"]) == 3
+
+
+def test_an_exception_in_the_middle_leaves_turns_and_earlier_rewards(client, proxy):
+    """The session ends with its reason; what was rewarded before is credited."""
+
+    class Breaking(Stepped):
+        def step(self, step_num):
+            super().step(step_num)
+            if step_num == 1:
+                raise RuntimeError("the tool crashed")
+            return True
+
+    model = ModelWrapper(proxy.url, session={"session_id": "breaking"})
+    workflow = Breaking(task=Task(), model=model)
+    with pytest.raises(RuntimeError, match="tool crashed"):
+        workflow.run()
+    model.client.close()
+    session = client.session("breaking")
+    assert (session["status"], session["termination_reason"], session["num_turns"]) == ("ended", "error", 3)
+    assert session["reward"] == 0.5
+    assert len(workflow.experiences) == 3

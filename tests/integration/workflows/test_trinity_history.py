@@ -1,0 +1,296 @@
+"""Trinity-RFT's `ModelWrapper` on a real proxy: its history, way of sampling by way of sampling.
+
+Where the original records less, or refuses, the docstring says both.
+"""
+
+import asyncio
+import time
+
+import openai
+import pydantic
+import pytest
+
+from proxy.fake_engine import Reply, Rule, ToolCall, tokens
+from turnwise.workflows import RewardPropagationWorkflow, StepWiseRewardWorkflow, Task
+from turnwise.workflows.trinity import ModelWrapper
+
+USER = {"role": "user", "content": "Hello there"}
+LONG = "one two three four five six seven eight"
+PROMPTS = ["Once upon a time", "In the beginning"]
+
+
+class City(pydantic.BaseModel):
+    """A typed reply."""
+
+    name: str
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def proxy(shared_proxy):
+    return shared_proxy.proxy
+
+
+@pytest.fixture
+def fake_engine(shared_proxy):
+    shared_proxy.engine.calls.clear()
+    yield shared_proxy.engine
+    shared_proxy.engine.state.script.rules.clear()
+
+
+@pytest.fixture
+def model(proxy):
+    wrapper = ModelWrapper(proxy.url, model="fake")
+    yield wrapper
+    wrapper.client.close()
+
+
+def sampled(fake_engine):
+    """Return what the engine knows it sampled in chats, in order: prompt and reply tokens of each choice."""
+    return [[*call.prompt_token_ids, *ids] for call in fake_engine.calls for ids in call.token_ids]
+
+
+def in_one_loop(model, go):
+    async def closing():
+        try:
+            return await go()
+        finally:
+            await model.async_client.aclose()
+
+    return asyncio.run(closing())
+
+
+def ask(client, **kwargs):
+    return client.chat.completions.create(model="fake", messages=[USER], **kwargs)
+
+
+def generated(model, is_async, prompts, **kwargs):
+    if not is_async:
+        return model.generate(prompts, **kwargs), model.extract_experience_from_history()
+
+    async def go():
+        made = await model.generate_async(prompts, **kwargs)
+        return made, await model.extract_experience_from_history_async()
+
+    return in_one_loop(model, go)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_generate_returns_the_replies_to_each_prompt_and_history_has_them(model, fake_engine, is_async):
+    """Two prompts by two choices: both replies to the first, then to the second; the same four are history."""
+    made, history = generated(model, is_async, PROMPTS, n=2, max_tokens=4)
+    assert [exp.turn_id for exp in history] == [exp.turn_id for exp in made]
+    (call,) = fake_engine.calls
+    prompts = [tokens.encode(prompt) for prompt in PROMPTS for _ in range(2)]
+    assert [exp.tokens.tolist() for exp in made] == [
+        [*prompt, *reply] for prompt, reply in zip(prompts, call.token_ids, strict=True)
+    ]
+    assert [exp.prompt_length for exp in made] == [len(prompt) for prompt in prompts]
+    assert all(len(exp.logprobs) == len(exp.tokens) - exp.prompt_length for exp in made)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_generating_from_nothing_samples_nothing(model, fake_engine, is_async):
+    """No prompt, no call, no experience."""
+    assert generated(model, is_async, []) == ([], [])
+    assert fake_engine.calls == []
+
+
+def test_chat_and_generate_ask_for_what_the_wrapper_was_made_with(proxy, fake_engine):
+    """`generate_kwargs` hold where the call itself says nothing else."""
+    model = ModelWrapper(proxy.url, model="fake", generate_kwargs={"temperature": 0.5, "max_tokens": 3})
+    model.chat([USER])
+    model.generate(PROMPTS[:1], max_tokens=2)
+    asked = [(call.body["temperature"], call.body["max_tokens"]) for call in fake_engine.calls]
+    assert asked == [(0.5, 3), (0.5, 2)]
+    model.client.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_chat_returns_one_experience_for_each_choice_and_history_has_them(model, fake_engine, is_async):
+    """The tokens are those that the engine sampled."""
+    if is_async:
+
+        async def go():
+            return await model.chat_async([USER], n=2), await model.extract_experience_from_history_async()
+
+        made, history = in_one_loop(model, go)
+    else:
+        made, history = model.chat([USER], n=2), model.extract_experience_from_history()
+    assert [exp.tokens.tolist() for exp in made] == sampled(fake_engine)
+    assert [exp.turn_id for exp in history] == [exp.turn_id for exp in made]
+
+
+def test_the_client_is_openais_own_and_the_reply_is_what_it_asked_for(model, fake_engine):
+    """The original patches `create` to ask for logprobs and token ids; here the call stays as it was, both are kept."""
+    client = model.get_openai_client()
+    assert type(client) is openai.OpenAI
+    assert "create" not in vars(client.chat.completions)
+    reply = ask(client)
+    assert reply.choices[0].logprobs is None
+    (made,) = model.extract_experience_from_history()
+    assert made.tokens.tolist() == sampled(fake_engine)[0]
+    assert len(made.logprobs) == len(made.tokens) - made.prompt_length
+
+
+def test_thinking_is_switched_for_every_call_of_the_session(proxy, fake_engine):
+    """The original forces `enable_thinking` on each `create`; here the session pins it, for `parse` and all too."""
+    pinned = {"chat_template_kwargs": {"enable_thinking": False}}
+    model = ModelWrapper(proxy.url, model="fake", session={"sampling": pinned})
+    model.open()
+    client = model.get_openai_client()
+    ask(client)
+    client.chat.completions.parse(model="fake", messages=[USER], response_format=City)
+    assert [call.body["chat_template_kwargs"] for call in fake_engine.calls] == [{"enable_thinking": False}] * 2
+    model.client.close()
+
+
+def exhausted(client):
+    for _ in ask(client, stream=True):
+        pass
+
+
+def with_helper(client):
+    with client.chat.completions.stream(model="fake", messages=[USER]) as stream:
+        stream.get_final_completion()
+
+
+def raw(client):
+    client.chat.completions.with_raw_response.create(model="fake", messages=[USER])
+
+
+def parsed(client):
+    client.chat.completions.parse(model="fake", messages=[USER], response_format=City)
+
+
+def responses(client):
+    client.responses.create(model="fake", input="Hello there")
+
+
+@pytest.mark.parametrize("way", [ask, exhausted, with_helper, raw, parsed, responses])
+def test_history_has_every_way_of_sampling(model, fake_engine, way):
+    """The original hears of `create` and its streams alone: `stream`, raw replies, `parse` and responses pass it by."""
+    way(model.get_openai_client())
+    assert [exp.tokens.tolist() for exp in model.extract_experience_from_history()] == sampled(fake_engine)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_history_has_tool_calls_and_thinking(model, fake_engine, streamed):
+    """The original keeps a stream's text alone; here the experience is the sampled tokens, whatever they mean."""
+    call = ToolCall(name="weather", arguments={"city": "Łódź"})
+    fake_engine.answer(Rule(reply=Reply(reasoning="let me look", tool_calls=[call])))
+    reply = ask(model.get_openai_client(), tools=[WEATHER], stream=streamed)
+    if streamed:
+        list(reply)
+    (made,) = model.extract_experience_from_history()
+    assert [made.tokens.tolist()] == sampled(fake_engine)
+    assert made.tools == [WEATHER]
+
+
+def test_an_asynchronous_stream_is_history_too(model, fake_engine):
+    """Read to its end, as the original wants it."""
+
+    async def go():
+        async for _ in await ask(model.get_openai_async_client(), stream=True):
+            pass
+        return await model.extract_experience_from_history_async()
+
+    assert [exp.tokens.tolist() for exp in in_one_loop(model, go)] == sampled(fake_engine)
+
+
+def test_a_stream_that_is_closed_early_is_kept_as_aborted(model, proxy, fake_engine):
+    """The original records the part that was read, and nothing of a stream that is dropped; here neither is trained on.
+
+    What was sampled of it is in the ledger, with its outcome.
+    """
+    fake_engine.answer(Rule(reply=Reply(text=LONG, pace_seconds=0.05)))
+    with ask(model.get_openai_client(), stream=True) as stream:
+        for _ in range(4):
+            next(stream)
+    turn = wait_for_turn(proxy, model.session_id)
+    assert (turn.outcome, model.extract_experience_from_history()) == ("aborted", [])
+    assert 0 < len(turn.token_ids) < len(tokens.encode(LONG))
+
+
+def wait_for_turn(proxy, session_id):
+    """Return the session's first turn; a dropped stream is stored as soon as the proxy notices."""
+    deadline = time.monotonic() + 10
+    while not (views := proxy.turns(session_id)):
+        assert time.monotonic() < deadline, "the closed stream was never stored"
+        time.sleep(0.02)
+    return views[0].turn
+
+
+def test_extracting_returns_and_clears(model, fake_engine):
+    """Unless it is told not to clear."""
+    client = model.get_openai_client()
+    ask(client)
+    ask(client)
+    assert len(model.extract_experience_from_history(clear_history=False)) == 2
+    assert len(model.extract_experience_from_history()) == 2
+    assert model.extract_experience_from_history() == []
+
+
+def test_clones_have_histories_of_their_own(model):
+    """A run's clone hears nothing of another's calls, nor does the wrapper that both come from."""
+    one, two = model.clone_with_isolated_history(), model.clone_with_isolated_history()
+    ask(one.get_openai_client())
+    two.generate(PROMPTS, max_tokens=2)
+    assert [len(each.extract_experience_from_history()) for each in (one, two, model)] == [1, 2, 0]
+
+
+def test_a_reply_that_was_cut_is_marked_and_the_run_goes_on(proxy, fake_engine):
+    """Over the OpenAI API the original marks nothing; like its 0.6, a cut reply ends no run."""
+    fake_engine.answer(Rule(reply=Reply(text="cut", finish_reason="length")))
+
+    class Cut(StepWiseRewardWorkflow):
+        max_step_num = 2
+
+        def step(self, step_num):
+            ask(self.client)
+            return True
+
+        def reward(self, exps, step_num):
+            return 1.0
+
+    model = ModelWrapper(proxy.url, model="fake")
+    made = Cut(task=Task(), model=model).run()
+    model.client.close()
+    assert [exp.truncate_status for exp in made] == ["response_truncated"] * 2
+
+
+STEP_REWARDS = (0.5, 0.0, 2.0)
+
+
+class Stepped(StepWiseRewardWorkflow):
+    max_step_num = 3
+
+    def step(self, step_num):
+        ask(self.client)
+        return True
+
+    def reward(self, exps, step_num):
+        return STEP_REWARDS[step_num]
+
+
+class Propagated(RewardPropagationWorkflow):
+    max_step_num = 3
+    step = Stepped.step
+
+    def reward(self, exps):
+        return 2.0
+
+
+@pytest.mark.parametrize(("kind", "returns"), [(Stepped, [[1.0], [1.0], [2.0]]), (Propagated, [[2.0], [2.0], [2.0]])])
+def test_step_rewards_become_discounted_credit(proxy, kind, returns):
+    """No path of the original makes discounted credit of step rewards; here each reaches the loss.
+
+    γ 0.5: the last step's 2, before it 0 + 0.5 · 2 = 1, first 0.5 + 0.5 · 1 = 1. A run's one reward is not discounted.
+    """
+    model = ModelWrapper(proxy.url, model="fake", session={"gamma": 0.5})
+    kind(task=Task(), model=model).run()
+    lines = list(model.client.experiences(session_id=model.session_id))
+    model.client.close()
+    assert [line["return"] for line in lines] == returns

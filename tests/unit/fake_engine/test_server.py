@@ -1,0 +1,340 @@
+"""The fake engine over HTTP: what it says, what it repeats of the request, and what goes wrong on demand."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from proxy.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine, tokens
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Grüße 7"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+        },
+    }
+]
+ALL = {"return_token_ids": True, "logprobs": True, "top_logprobs": 2}
+
+
+@pytest.fixture
+def http(fake_engine: RunningFakeEngine) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=fake_engine.url, timeout=10.0, trust_env=False) as client:
+        yield client
+
+
+def _chat(http: httpx2.Client, **more: Any) -> dict[str, Any]:
+    response = http.post(CHAT, json={"messages": HI, **more})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def _stream(http: httpx2.Client, **more: Any) -> list[dict[str, Any]]:
+    response = http.post(CHAT, json={"messages": HI, "stream": True, **more})
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def test_it_repeats_the_user_and_its_ids_say_the_same(http):
+    reply = _chat(http, **ALL)
+    choice = reply["choices"][0]
+    assert choice["message"]["content"] == "Grüße 7"
+    assert choice["token_ids"] == [*"Grüße 7".encode(), tokens.END_OF_TURN]
+    assert reply["prompt_token_ids"] == tokens.encode("<|im_start|>user\nGrüße 7<|im_end|>\n<|im_start|>assistant\n")
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+def test_a_stream_joins_to_the_plain_reply(http):
+    plain, chunks = _chat(http, **ALL), _stream(http, **ALL)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "Grüße 7"
+    ids = [token_id for choice in choices for token_id in choice.get("token_ids", [])]
+    assert ids == plain["choices"][0]["token_ids"]
+    logprobs = [entry for choice in choices[1:] for entry in choice["logprobs"]["content"]]
+    assert logprobs == plain["choices"][0]["logprobs"]["content"]
+    assert [index for index, chunk in enumerate(chunks) if "prompt_token_ids" in chunk] == [0]
+
+
+def test_half_a_character_is_a_chunk_with_ids_and_without_text(http):
+    texts = {tuple(chunk["choices"][0].get("token_ids") or ()): chunk for chunk in _stream(http, return_token_ids=True)}
+    # ü is C3 BC: the first byte adds no text yet
+    assert texts[(0xC3,)]["choices"][0]["delta"] == {}
+
+
+def test_nothing_is_returned_that_was_not_asked_for(http):
+    reply = _chat(http)
+    assert reply["prompt_token_ids"] is None
+    assert reply["choices"][0]["token_ids"] is None
+    assert reply["choices"][0]["logprobs"] is None
+
+
+def test_sent_prompt_ids_replace_the_prompt_and_are_echoed(http):
+    sent = [1, 2, 300 - 45]
+    reply = _chat(http, return_token_ids=True, kv_transfer_params={"prompt_token_ids": sent})
+    assert reply["prompt_token_ids"] == sent
+    assert reply["usage"]["prompt_tokens"] == 3
+
+
+def test_sent_prompt_ids_are_ignored_where_a_message_carries_media(http):
+    media = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    reply = _chat(http, messages=media, return_token_ids=True, kv_transfer_params={"prompt_token_ids": [1]})
+    assert reply["prompt_token_ids"] != [1]
+
+
+def test_a_tool_is_called_with_arguments_from_its_own_schema(http):
+    choice = _chat(http, tools=TOOLS, return_token_ids=True)["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    function = choice["message"]["tool_calls"][0]["function"]
+    assert (function["name"], json.loads(function["arguments"])) == ("look", {"n": 7})
+    said = tokens.decode(choice["token_ids"])
+    assert said == '<tool_call>\n{"name": "look", "arguments": {"n": 7}}\n</tool_call><|im_end|>'
+
+
+def test_a_streamed_tool_call_joins_to_the_plain_one(http):
+    deltas = [chunk["choices"][0]["delta"] for chunk in _stream(http, tools=TOOLS)]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
+    assert parts[0]["function"] == {"name": "look"}
+    assert "".join(part["function"].get("arguments", "") for part in parts) == '{"n": 7}'
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish_reason", "calls"),
+    [
+        ("none", "stop", False),
+        ("required", "tool_calls", True),
+        ({"type": "function", "function": {"name": "look"}}, "stop", True),
+    ],
+)
+def test_tool_choice_is_obeyed(http, choice, finish_reason, calls):
+    answer = _chat(http, tools=TOOLS, tool_choice=choice)["choices"][0]
+    assert answer["finish_reason"] == finish_reason
+    assert ("tool_calls" in answer["message"]) is calls
+
+
+def test_after_a_tools_result_it_answers_in_words(http):
+    messages = [*HI, {"role": "assistant", "content": ""}, {"role": "tool", "tool_call_id": "a", "content": "9"}]
+    assert _chat(http, messages=messages, tools=TOOLS)["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_cut_tool_call_stays_text(http):
+    message = _chat(http, tools=TOOLS, max_tokens=12)["choices"][0]["message"]
+    assert message["content"].startswith("<tool_call>\n{")
+    assert "tool_calls" not in message
+
+
+def test_json_is_made_from_the_schema_that_was_asked_for(http):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}}, "required": ["n"]}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert json.loads(_chat(http, response_format=asked)["choices"][0]["message"]["content"]) == {"n": 7}
+
+
+def test_a_stop_string_ends_the_text_and_its_tokens_stay(http):
+    choice = _chat(http, stop=["ße"], return_token_ids=True)["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("Grü", "stop", "ße")
+    assert choice["token_ids"] == list("Grüße".encode())
+
+
+def test_length_cuts_the_tokens(http):
+    choice = _chat(http, max_tokens=2, return_token_ids=True)["choices"][0]
+    assert (choice["finish_reason"], choice["token_ids"]) == ("length", list(b"Gr"))
+
+
+def test_each_choice_of_n_has_an_index_and_words_of_its_own(http):
+    choices = _chat(http, n=3)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in choices}) == 3
+
+
+def test_the_request_id_becomes_the_completions(http):
+    response = http.post(CHAT, json={"messages": HI}, headers={"X-Request-Id": "abc"})
+    assert response.json()["id"] == "chatcmpl-abc"
+
+
+def test_usage_comes_in_a_chunk_of_its_own_when_asked_for(http):
+    last = _stream(http, stream_options={"include_usage": True})[-1]
+    # "Grüße 7" is 9 bytes (ü and ß take two each), and the end of turn
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 10)
+
+
+def test_hidden_reasoning_takes_ids_and_logprobs_with_it(fake_engine, http):
+    fake_engine.answer(Rule(reply=Reply(text="yes", reasoning="hm")))
+    shown, hidden = _chat(http, **ALL)["choices"][0], _chat(http, include_reasoning=False, **ALL)["choices"][0]
+    assert (shown["message"]["reasoning"], shown["message"]["content"]) == ("hm", "yes")
+    assert tokens.decode(shown["token_ids"]).startswith("<think>\nhm\n</think>")
+    assert (hidden["message"]["reasoning"], hidden["token_ids"], hidden["logprobs"]) == (None, None, None)
+
+
+def test_logprobs_are_normalised_and_follow_the_temperature(http):
+    first = [_chat(http, temperature=t, **ALL)["choices"][0]["logprobs"]["content"][0] for t in (1.0, 0.5)]
+    gaps = [top[0]["logprob"] - top[1]["logprob"] for top in (each["top_logprobs"] for each in first)]
+    assert gaps[1] == pytest.approx(2 * gaps[0])
+    assert all(math.exp(each["logprob"]) < 1 for each in first)
+
+
+def test_rules_answer_the_conversations_that_they_match(fake_engine, http):
+    fake_engine.answer(Rule(contains="weather", reply=Reply(text="rain"), count=1))
+    weather = [{"role": "user", "content": "the weather?"}]
+    said = [_chat(http, messages=messages)["choices"][0]["message"]["content"] for messages in (HI, weather, weather)]
+    assert said == ["Grüße 7", "rain", "the weather?"]
+
+
+def test_parallel_tool_calls_can_be_scripted(fake_engine, http):
+    calls = [ToolCall(name="look", arguments={"n": n}) for n in (1, 2)]
+    fake_engine.answer(Rule(reply=Reply(tool_calls=calls)))
+    made = _chat(http, tools=TOOLS)["choices"][0]["message"]["tool_calls"]
+    assert [call["function"]["arguments"] for call in made] == ['{"n": 1}', '{"n": 2}']
+    assert len({call["id"] for call in made}) == 2
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+def test_a_status_fault_is_answered_in_openais_error_shape(http, status):
+    response = http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": f"status;status={status}"})
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == status
+
+
+def test_a_reset_comes_before_the_first_byte(http):
+    with pytest.raises(httpx2.TransportError):
+        http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "reset"})
+
+
+def test_a_stream_is_reset_after_some_chunks(http):
+    seen: list[str] = []
+    headers = {"X-Fake-Fault": "reset_stream;after_chunks=3"}
+    with http.stream("POST", CHAT, json={"messages": HI, "stream": True}, headers=headers) as response:
+        lines = response.iter_lines()
+        with pytest.raises(httpx2.TransportError):
+            seen.extend(line for line in lines)
+    # an interrupted `extend` keeps what came before
+    assert len([line for line in seen if line.startswith("data: ")]) == 3
+
+
+def test_a_plain_reply_is_reset_in_the_middle(http):
+    with pytest.raises(httpx2.TransportError):
+        http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "reset_stream"})
+
+
+def test_faults_of_the_control_route_strike_as_often_as_they_are_told(http):
+    http.post("/fake/faults", json={"kind": "status", "status": 429, "count": 2})
+    statuses = [http.post(CHAT, json={"messages": HI}).status_code for _ in range(3)]
+    assert statuses == [429, 429, 200]
+
+
+def test_malformed_json_and_missing_ids_come_on_demand(http):
+    broken = http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "malformed"})
+    with pytest.raises(json.JSONDecodeError):
+        broken.json()
+    bare = http.post(CHAT, json={"messages": HI, **ALL}, headers={"X-Fake-Fault": "no_token_ids"}).json()
+    assert (bare["prompt_token_ids"], bare["choices"][0]["token_ids"]) == (None, None)
+
+
+def test_the_first_token_can_be_late(http):
+    started = time.monotonic()
+    http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "slow_first_token;seconds=0.3"})
+    assert time.monotonic() - started >= 0.3
+
+
+def test_a_client_that_leaves_is_counted_as_aborted(fake_engine, http):
+    with pytest.raises(httpx2.ReadTimeout):
+        http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "hang"}, timeout=0.2)
+    deadline = time.monotonic() + 5
+    while fake_engine.calls[0].outcome != "aborted":
+        assert time.monotonic() < deadline, fake_engine.calls
+        time.sleep(0.01)
+
+
+def test_the_calls_are_listed_with_what_was_sampled(http):
+    reply = _chat(http, return_token_ids=True, user="u")
+    seen = http.get("/fake/calls").json()
+    assert seen["num_by_outcome"] == {"finished": 1}
+    call = seen["data"][0]
+    assert (call["reply_id"], call["body"]["user"]) == (reply["id"], "u")
+    assert call["token_ids"] == [reply["choices"][0]["token_ids"]]
+    assert http.delete("/fake/calls").json()["num_calls"] == 0
+
+
+def test_while_paused_calls_wait_and_are_answered_after_the_resume(http):
+    http.post("/pause", params={"mode": "keep"})
+    with pytest.raises(httpx2.ReadTimeout):
+        http.post(CHAT, json={"messages": HI}, timeout=0.2)
+    assert http.get("/health").status_code == 200
+    http.post("/resume")
+    assert _chat(http)["choices"]
+
+
+def test_a_reload_remembers_its_directory_and_refuses_a_bad_one(fake_engine, http, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+    assert http.post("/collective_rpc", json=rpc).json() == {"results": [None]}
+    rpc["kwargs"] = {"weights_path": "/nowhere"}
+    assert http.post("/collective_rpc", json=rpc).status_code == 500
+    http.post("/update_weight_version", json={"new_version": "7"})
+    assert http.get("/weight_info").json() == {"weight_version": "7"}
+    assert fake_engine.state.reloads == [str(tmp_path)]
+
+
+def test_an_adapter_is_served_under_its_own_name_until_it_is_unloaded(http, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    loading = {"lora_name": "a", "lora_path": str(tmp_path)}
+    assert http.post("/v1/load_lora_adapter", json=loading).status_code == 200
+    assert _chat(http, model="a")["model"] == "a"
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
+    assert http.post(CHAT, json={"messages": HI, "model": "a"}).status_code == 404
+
+
+def test_a_conversation_can_be_tokenised_as_it_is_rendered(http):
+    rendered = http.post("/tokenize", json={"messages": HI}).json()["tokens"]
+    assert rendered == _chat(http, return_token_ids=True)["prompt_token_ids"]
+    assert http.post("/detokenize", json={"tokens": rendered}).json()["prompt"].startswith("<|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"{}", 400),
+        (b'{"messages": []}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "model": "x"}', 404),
+        (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400),
+    ],
+)
+def test_what_vllm_refuses_is_refused(http, body, status):
+    response = http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == status
+    assert {"message", "type", "param", "code"} == response.json()["error"].keys()
+
+
+def test_completions_take_texts_and_ids_and_echo_them(http):
+    made = http.post("/v1/completions", json={"prompt": [72, 105], "echo": True, "logprobs": 1, "n": 2}).json()
+    assert [choice["text"] for choice in made["choices"]] == ["HiHi", "HiHi (1)"]
+    logprobs = made["choices"][0]["logprobs"]
+    # two echoed bytes, two sampled ones, the end of turn
+    assert len(logprobs["token_logprobs"]) == 5
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+
+
+def test_the_canned_reply_has_its_tokens_and_the_id_of_its_call():
+    with running_fake_engine(Script(canned_tokens=600)) as engine, httpx2.Client(trust_env=False) as http:
+        url = engine.url + CHAT
+        sent = {"messages": HI, "kv_transfer_params": {"prompt_token_ids": [5, 6]}}
+        plain = http.post(url, json=sent, headers={"x-request-id": "q"}).json()
+        assert (plain["id"], plain["prompt_token_ids"]) == ("chatcmpl-q", [5, 6])
+        assert len(plain["choices"][0]["token_ids"]) == 600
+        events = http.post(url, json={**sent, "stream": True}).text.split("\n\n")
+        # the opening chunk, 100 chunks of 6 tokens, the end, and what follows the last separator
+        assert len(events) == 1 + 100 + 1 + 1

@@ -1,0 +1,110 @@
+"""From a presented key to a principal, in this process: what is believed, for how long, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from proxy import auth
+from proxy.auth import Authenticator, Principal, presented_key
+from turnwise.errors import Forbidden, Unauthorized
+from turnwise.store import keys
+from turnwise.store.database import Database
+
+
+@pytest.fixture
+def gate(database: Database) -> Authenticator:
+    return Authenticator(database, b"secret")
+
+
+def bearer(key: str) -> dict[bytes, bytes]:
+    return {b"authorization": f"Bearer {key}".encode()}
+
+
+def who(gate: Authenticator, key: str | None) -> Principal:
+    return asyncio.run(gate.authenticate({} if key is None else bearer(key)))
+
+
+def new_key(database: Database, role: str = "agent", tenant: str = "t") -> tuple[str, str]:
+    with database.write() as connection:
+        return keys.create_key(connection, tenant, keys.Role(role), "test")
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({}, ""),
+        ({b"authorization": b"Bearer abc"}, "abc"),
+        ({b"authorization": b"bearer  abc "}, "abc"),
+        ({b"authorization": b"Basic abc", b"x-api-key": b"def"}, "def"),
+        ({b"authorization": b"Bearer ", b"x-api-key": b" def "}, "def"),
+    ],
+)
+def test_a_key_is_a_bearer_token_or_an_anthropic_header(headers, key):
+    assert presented_key(headers) == key
+
+
+def test_before_the_first_key_everybody_is_admin_and_told_apart_by_what_they_present(gate):
+    nobody, somebody = who(gate, None), who(gate, "EMPTY")
+    assert (nobody.role, nobody.tenant) == ("admin", "default")
+    assert nobody.key_id != somebody.key_id
+
+
+def test_the_first_key_closes_the_gate_and_revoking_it_does_not_open_it_again(database, gate, monkeypatch):
+    who(gate, None)
+    key_id, key = new_key(database)
+    assert who(gate, None).role == "admin"  # believed for CACHE_SECONDS
+    monkeypatch.setattr(gate, "_open_until", 0.0)
+    with pytest.raises(Unauthorized, match="turnwise keys create"):
+        who(gate, None)
+    assert who(gate, key) == Principal(tenant="t", role="agent", key_id=key_id)
+    with database.write() as connection:
+        keys.revoke_key(connection, key_id)
+    fresh = Authenticator(database, b"secret")
+    for presented in (None, key, "tw-x-y", "EMPTY"):
+        with pytest.raises(Unauthorized):
+            who(fresh, presented)
+
+
+def test_a_key_is_believed_for_a_while_and_no_longer(database, gate, monkeypatch):
+    key_id, key = new_key(database)
+    who(gate, key)
+    with database.write() as connection:
+        keys.revoke_key(connection, key_id)
+    assert who(gate, key).key_id == key_id
+    later = auth.time.monotonic() + auth.CACHE_SECONDS + 1
+    monkeypatch.setattr(auth.time, "monotonic", lambda: later)
+    with pytest.raises(Unauthorized):
+        who(gate, key)
+
+
+def test_what_is_believed_is_bounded(database, gate):
+    _, key = new_key(database)
+    gate._believed = {str(number).encode(): (0.0, None) for number in range(10_001)}
+    who(gate, key)
+    assert len(gate._believed) == 1
+
+
+def test_a_session_key_names_its_session_and_cannot_be_made_up(database, gate):
+    new_key(database)
+    key = gate.session_key("tenant", "s:1")
+    principal = who(gate, key)
+    assert (principal.tenant, principal.session_id, principal.role) == ("tenant", "s:1", "session")
+    assert gate.session_key("tenant", "s:1") == key
+    payload, _, mac = key.partition(".")
+    other = Authenticator(database, b"another secret").session_key("tenant", "s:1")
+    for forged in (payload, f"{payload}.", f"{payload}.{mac[::-1]}", f"{payload}x.{mac}", other, "tws-", "tws-ü.é"):
+        with pytest.raises(Unauthorized):
+            asyncio.run(gate.authenticate({b"x-api-key": forged.encode()}))
+
+
+def test_a_session_key_is_refused_elsewhere():
+    holder = Principal(tenant="t", role="session", key_id="k", session_id="own")
+    holder.require_session("own")
+    holder.require("call")
+    with pytest.raises(Forbidden, match="'own', not 'other'"):
+        holder.require_session("other")
+    with pytest.raises(Forbidden, match="'session' may not 'read'"):
+        holder.require("read")
+    Principal(tenant="t", role="agent", key_id="k").require_session("any")

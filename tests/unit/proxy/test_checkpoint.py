@@ -1,0 +1,192 @@
+"""What a checkpoint directory must hold, told by its files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from proxy.checkpoint import Probe, check_policy, check_values, read_probe
+from proxy.safetensors_header import find_not_finite, read_header
+from turnwise.errors import BadCheckpoint
+from turnwise.types import PolicyKind
+
+TENSORS = {"embed.weight": np.ones((4, 2), np.float32), "layer.weight": np.ones((2, 2), np.float16)}
+CONFIG = {"model_type": "small", "architectures": ["Small"], "tie_word_embeddings": True}
+
+
+def checkpoint(place: Path, tensors: dict = TENSORS, **config: object) -> Path:
+    place.mkdir()
+    save_file(tensors, place / "model.safetensors")
+    (place / "config.json").write_text(json.dumps(CONFIG | config))
+    return place
+
+
+def adapter(place: Path, factors: dict, **config: object) -> Path:
+    place.mkdir()
+    save_file(factors, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1} | config))
+    return place
+
+
+def refusal(path: Path, kind: PolicyKind = PolicyKind.FULL, served: Path | None = None) -> str:
+    with pytest.raises(BadCheckpoint) as refused:
+        check_policy(str(path), kind, None if served is None else str(served))
+    return str(refused.value)
+
+
+def test_a_header_tells_names_dtypes_and_shapes(tmp_path):
+    tensors = read_header(checkpoint(tmp_path / "a") / "model.safetensors")
+    assert {name: (each.dtype, each.shape) for name, each in tensors.items()} == {
+        "embed.weight": ("F32", (4, 2)),
+        "layer.weight": ("F16", (2, 2)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "its header would be 0 of its 0 bytes"),
+        (b"\xff" * 100, "its header would be"),
+        (b"\x02\0\0\0\0\0\0\0[]", "broken header"),
+        (b"\x02\0\0\0\0\0\0\0{}x", "it was cut off"),
+        (b"\x09\0\0\0\0\0\0\0" + b'{"a": {}}', "broken header"),
+        (
+            b"\x37\0\0\0\0\0\0\0" + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}\n' + b"\0" * 4,
+            "takes 8 bytes",
+        ),
+        (b"\x02\0\0\0\0\0\0\0\xff\xff", "broken header"),
+    ],
+)
+def test_a_file_that_is_no_safetensors_file_is_named_with_what_is_wrong(tmp_path, content, words):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=words):
+        read_header(path)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_file_that_is_missing_is_named(tmp_path, missing):
+    path = checkpoint(tmp_path / "a")
+    (path / missing).unlink()
+    assert "config.json" in refusal(path) if missing == "config.json" else "no *.safetensors" in refusal(path)
+
+
+def test_a_config_must_be_an_object(tmp_path):
+    path = checkpoint(tmp_path / "a")
+    (path / "config.json").write_text("[]")
+    assert "must hold a JSON object" in refusal(path)
+    (path / "config.json").write_text("{")
+    assert "is not JSON" in refusal(path)
+
+
+def test_a_shard_that_the_index_names_must_be_there(tmp_path):
+    path = checkpoint(tmp_path / "a")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"gone": "model-2.safetensors"}}))
+    assert "lacks 1 tensors that its index names, such as 'gone'" in refusal(path)
+
+
+def test_a_checkpoint_of_the_served_model_passes_in_any_float_format(tmp_path):
+    """The trainer may keep float32 of a model that is served in float16; an engine converts."""
+    served = checkpoint(tmp_path / "served")
+    ours = {name: tensor.astype(np.float32) for name, tensor in TENSORS.items()}
+    check_policy(str(checkpoint(tmp_path / "a", ours)), PolicyKind.FULL, str(served))
+
+
+def test_where_weights_are_tied_the_output_layer_may_be_there_or_not(tmp_path):
+    with_head = TENSORS | {"lm_head.weight": np.ones((4, 2), np.float32)}
+    served, other = checkpoint(tmp_path / "served"), checkpoint(tmp_path / "a", with_head)
+    check_policy(str(other), PolicyKind.FULL, str(served))
+    check_policy(str(served), PolicyKind.FULL, str(other))
+    untied = checkpoint(tmp_path / "untied", with_head, tie_word_embeddings=False)
+    assert "lacks 1 tensors of the served model, such as 'lm_head.weight'" in refusal(served, served=untied)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "words"),
+    [
+        ({"embed.weight": TENSORS["embed.weight"]}, {}, "lacks 1 tensors of the served model"),
+        (TENSORS | {"more": np.ones(1, np.float32)}, {}, "1 tensors that the served model has not"),
+        (TENSORS | {"layer.weight": np.ones((2, 3), np.float16)}, {}, "as F16[2, 3], the served model as F16[2, 2]"),
+        (TENSORS | {"layer.weight": np.ones((2, 2), np.int8)}, {}, "as I8[2, 2], the served model as F16[2, 2]"),
+        (TENSORS, {"model_type": "large"}, "its model_type is 'large', the engine serves 'small'"),
+        (TENSORS, {"architectures": ["Large"]}, "its architectures is ['Large']"),
+    ],
+)
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, tensors, config, words):
+    served = checkpoint(tmp_path / "served")
+    assert words in refusal(checkpoint(tmp_path / "a", tensors, **config), served=served)
+
+
+def test_without_the_served_weights_at_hand_only_the_directory_itself_is_judged(tmp_path):
+    check_policy(str(checkpoint(tmp_path / "a")), PolicyKind.FULL, "owner/name")
+    assert "is no directory" in refusal(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_no_number_is_found_whatever_the_format(tmp_path, kind, value):
+    sick = np.ones((3, 3), kind)
+    sick[2, 1] = value
+    path = checkpoint(tmp_path / "a", {"fine": np.full((2, 2), np.finfo(kind).max, kind), "sick": sick})
+    with pytest.raises(BadCheckpoint, match="'sick' that is infinite or no number"):
+        check_values(str(path))
+
+
+def test_a_bfloat16_infinity_is_found_by_its_bits(tmp_path):
+    """numpy has no bfloat16: 0x7F80 is +inf, 0x7F7F the largest number."""
+    header = b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
+    for bits, found in ((0x7F80, "a"), (0x7F7F, None), (0xFFC0, "a")):
+        path = tmp_path / f"{bits}.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bits.to_bytes(2, "little"))
+        assert find_not_finite(path, read_header(path)) == found
+
+
+def test_bytes_that_changed_after_the_digest_was_written_are_found(tmp_path):
+    path = checkpoint(tmp_path / "a")
+    (path / "turnwise.json").write_text(json.dumps({"sha256": {"model.safetensors": "0" * 64}}))
+    with pytest.raises(BadCheckpoint, match="changed after its digest"):
+        check_values(str(path))
+
+
+FACTORS = {
+    "base_model.model.layer.lora_A.weight": np.ones((1, 2), np.float32),
+    "base_model.model.layer.lora_B.weight": np.ones((2, 1), np.float32),
+}
+
+
+def test_an_adapter_must_fit_the_matrices_that_it_changes(tmp_path):
+    """A is [rank, in] and B is [out, rank] of a weight [out, in]; here 2 × 2."""
+    served = checkpoint(tmp_path / "served")
+    check_policy(str(adapter(tmp_path / "a", FACTORS)), PolicyKind.LORA, str(served))
+    wide = {name: np.ones((3, 3), np.float32) for name in FACTORS}
+    assert "does not fit the served model's [2, 2]" in refusal(adapter(tmp_path / "b", wide), PolicyKind.LORA, served)
+    strange = {name.replace("layer", "other"): factor for name, factor in FACTORS.items()}
+    words = refusal(adapter(tmp_path / "c", strange), PolicyKind.LORA, served)
+    assert "adapts 'other', which the served model has not" in words
+
+
+def test_an_adapter_directory_must_hold_an_adapter(tmp_path):
+    assert "adapter_config.json cannot be read" in refusal(checkpoint(tmp_path / "a"), PolicyKind.LORA)
+    assert "no LoRA adapter" in refusal(adapter(tmp_path / "b", FACTORS, peft_type="IA3"), PolicyKind.LORA)
+    assert "holds no tensor" in refusal(adapter(tmp_path / "c", {}), PolicyKind.LORA)
+
+
+def test_a_probe_is_read_where_there_is_one(tmp_path):
+    path = checkpoint(tmp_path / "a")
+    assert read_probe(str(path)) is None
+    (path / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": [1, 2, 3], "logprobs": [-0.5, -1.5]}}))
+    assert read_probe(str(path)) == Probe([1, 2, 3], [-0.5, -1.5])
+    (path / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": [1], "logprobs": []}}))
+    assert read_probe(str(path)) is None
+
+
+def test_the_positions_asked_about_are_spread_over_the_probe():
+    """10 tokens have 9 logprobs, at positions 1 to 9; of at most 4 every third from the end: 9, 6, 3."""
+    probe = Probe(list(range(10)), [0.0] * 9)
+    assert probe.positions(4) == [9, 6, 3]
+    assert probe.positions(100) == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert Probe([1, 2], [0.0]).positions(4) == [1]

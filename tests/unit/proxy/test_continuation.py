@@ -1,0 +1,179 @@
+"""Which turn a request extends, and what it is called when it extends none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from proxy.continuation import (
+    Forest,
+    KnownTurn,
+    Plan,
+    break_reason,
+    digest_call,
+    plan_call,
+    reply_position,
+    with_thinking,
+)
+from proxy.dialects.chat import ChatCompletions
+from proxy.templates import ChatTemplate, Reply, Unsafe
+from turnwise.types import Json
+
+SYSTEM = {"role": "system", "content": "S"}
+USER = {"role": "user", "content": "U"}
+NEXT = {"role": "user", "content": "V"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def call(messages: list[Json], **fields: object):
+    return ChatCompletions().parse({"messages": messages, **fields}, max_choices=8, max_messages=100)
+
+
+def stored(
+    forest: Forest, turn_id: str, messages: list[Json], text: str, *, parent: str | None = None, **fields: object
+):
+    """Store a turn as the proxy would."""
+    reasoning = str(fields.pop("reasoning", ""))
+    history, _ = digest_call(call(messages, **fields))
+    full, plain, dialogue = history.extended({"role": "assistant", "content": text})
+    turn = KnownTurn(
+        turn_id=turn_id,
+        parent_turn_id=parent,
+        chain_id=parent or turn_id,
+        num_messages=len(messages) + 1,
+        history_digest=full,
+        messages_digest=plain,
+        dialogue_digest=dialogue,
+        reasoning=reasoning,
+        tokens=np.arange(3, dtype=np.int32).tobytes(),
+    )
+    forest.add(turn)
+    return turn
+
+
+def said(text: str) -> Json:
+    return {"role": "assistant", "content": text}
+
+
+def test_the_deepest_turn_that_is_repeated_is_extended():
+    """Of two turns on the way, the later one."""
+    forest = Forest()
+    stored(forest, "t1", [USER], "A")
+    deep = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
+    messages = [USER, said("A"), NEXT, said("B"), USER]
+    history, _ = digest_call(call(messages))
+    assert reply_position(messages) == 4
+    assert forest.deepest(history, 4) is deep
+    assert forest.by_id["t1"].has_child
+    assert forest.by_id["t1"].tokens is None
+
+
+def test_a_branch_extends_the_turn_it_leaves_from():
+    """Another question after the first reply goes back to the first turn."""
+    forest = Forest()
+    first = stored(forest, "t1", [USER], "A")
+    stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
+    history, _ = digest_call(call([USER, said("A"), {"role": "user", "content": "other"}]))
+    assert forest.deepest(history, 2) is first
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "reason"),
+    [
+        ([USER], {}, None),
+        ([USER, said("edited"), NEXT], {}, "edited_history"),
+        ([{**SYSTEM, "content": "T"}, USER, said("A"), NEXT], {}, "system_changed"),
+        ([SYSTEM, USER, said("A"), NEXT], {"tools": TOOLS}, "tools_changed"),
+        ([SYSTEM, USER, said("A"), NEXT], {"chat_template_kwargs": {"enable_thinking": False}}, "tools_changed"),
+    ],
+)
+def test_a_history_that_extends_nothing_says_why(messages, fields, reason):
+    """No reply, an edited reply, another system message, other tools."""
+    forest = Forest()
+    stored(forest, "t1", [SYSTEM, USER], "A")
+    wanted = call(messages, **fields)
+    history, _ = digest_call(wanted)
+    assert forest.deepest(history, reply_position(messages)) is None
+    assert break_reason(wanted, history, forest) == reason
+
+
+def test_a_first_call_with_somebody_elses_history_is_no_break():
+    """A session may begin in mid-conversation: nothing of it was sampled here."""
+    wanted = call([USER, said("A"), NEXT])
+    history, _ = digest_call(wanted)
+    assert break_reason(wanted, history, Forest()) is None
+
+
+class Canned:
+    """A template that puts two tokens after every reply, or refuses."""
+
+    end_tokens = frozenset({2})
+
+    def __init__(self, refuses: Unsafe | None = None) -> None:
+        self.refuses = refuses
+        self.seen: list[tuple[list[Json], int, Reply]] = []
+
+    def continuation(self, messages, replied, reply, tools, arguments, *, keep_thinking):
+        self.seen.append((messages, replied, reply))
+        if self.refuses:
+            raise self.refuses
+        return np.array([8, 9], np.int32)
+
+
+def planned(template: ChatTemplate | Canned | None, messages: list[Json], **fields: object) -> Plan:
+    forest = Forest()
+    parent = stored(forest, "t1", [USER], "A", reasoning="hm")
+    wanted = call(messages, **fields)
+    history, context = digest_call(wanted)
+    tokens = np.frombuffer(parent.tokens, np.int32)
+    return plan_call(wanted, history, context, forest, template, tokens, parent, keep_thinking=False)  # type: ignore[arg-type]
+
+
+def test_the_prompt_is_the_stored_tokens_and_what_the_template_puts_after_them():
+    """[0, 1, 2] stored, [8, 9] between: the prompt is [0, 1, 2, 8, 9], and the turn stores what is new."""
+    template = Canned()
+    plan = planned(template, [USER, said("A"), NEXT])
+    assert plan.prompt_token_ids.tolist() == [0, 1, 2, 8, 9]
+    assert plan.parent_length == 3
+    assert plan.reason is None
+    assert plan.new_messages([USER, said("A"), NEXT]) == [NEXT]
+    messages, replied, reply = template.seen[0]
+    assert replied == 1
+    assert messages[1]["reasoning"] == "hm"
+    assert reply == Reply(last_token=2, ended=True, reasoning="hm")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"continue_final_message": True}, "prefill"),
+        ({"echo": True}, "prefill"),
+        ({"add_generation_prompt": False}, "prefill"),
+        ({"truncate_prompt_tokens": 10}, "truncated_prompt"),
+    ],
+)
+def test_what_the_engine_must_render_itself_opens_a_chain(fields, reason):
+    """Prefill and truncation need the messages."""
+    plan = planned(Canned(), [USER, said("A"), NEXT], **fields)
+    assert (plan.parent, plan.prompt_token_ids, plan.reason) == (None, None, reason)
+
+
+def test_media_an_unknown_template_and_a_refusal_open_a_chain_with_their_reason():
+    """Each of them by its name."""
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    assert planned(Canned(), [USER, said("A"), picture]).reason == "media"
+    assert planned(None, [USER, said("A"), NEXT]).reason == "template_unknown"
+    assert planned(Canned(Unsafe("thinking_stripped")), [USER, said("A"), NEXT]).reason == "thinking_stripped"
+
+
+def test_thinking_is_put_back_into_every_reply_that_had_some():
+    """Ancestors too, at their own place; nothing is copied where there was none."""
+    forest = Forest()
+    stored(forest, "t1", [USER], "A", reasoning="one")
+    parent = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1", reasoning="two")
+    messages = [USER, said("A"), NEXT, said("B"), USER]
+    restored = with_thinking(messages, forest, parent)
+    assert [message.get("reasoning") for message in restored] == [None, "one", None, "two", None]
+    assert "reasoning" not in messages[1]
+    plain = stored(Forest(), "t3", [USER], "C")
+    assert with_thinking(messages, Forest(), plain) is messages

@@ -1,0 +1,29 @@
+"""Events come whole out of a stream that is cut anywhere."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy import sse
+
+EVENTS = [b'{"a": 1}', '{"text": "ž\\n"}'.encode(), b"[DONE]"]
+
+
+@given(st.lists(st.integers(min_value=1, max_value=60), max_size=8))
+def test_any_cut_gives_the_same_events(cuts):
+    """Where the network cuts does not matter."""
+    stream = b"".join(map(sse.event, EVENTS))
+    buffer, found, at = sse.EventBuffer(), [], 0
+    for size in [*cuts, len(stream)]:
+        found += buffer.feed(stream[at : at + size])
+        at += size
+    assert found == EVENTS
+    assert buffer.pending == b""
+
+
+def test_comments_and_windows_line_ends_are_understood_and_a_rest_is_kept():
+    """What is no data is dropped; what is not whole yet can be seen."""
+    buffer = sse.EventBuffer()
+    assert buffer.feed(b": ping\r\n\r\ndata: x\r\n\r\ndata: y") == [b"x"]
+    assert buffer.pending == b"data: y"

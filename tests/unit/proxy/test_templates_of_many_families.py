@@ -1,0 +1,210 @@
+"""The continuation over public chat templates, as TRL's wheel carries them: exact, or a named reason, never different.
+
+For every template and conversation, a reply is sampled (in tokens that no tokenizer would choose), and the next turn is
+asked for. Either prompt + reply + continuation spell the template's own rendering of the whole conversation outside of
+what was sampled, or the continuation refuses with its reason.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proxy.templates import ChatTemplate, Reply, Unsafe
+from trainer.small_model import SmallModelSpec, train_tokenizer
+
+TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"
+FAMILIES = {
+    # template → the tokens that end a turn in that family
+    "cohere": ["<|END_OF_TURN_TOKEN|>"],
+    "cohere2": ["<|END_OF_TURN_TOKEN|>"],
+    "deepseek_r1_distill": ["<｜end▁of▁sentence｜>"],
+    "deepseekv3": ["<｜end▁of▁sentence｜>"],
+    "gemma": ["<end_of_turn>"],
+    "gemma3": ["<end_of_turn>"],
+    "gemma4": ["<turn|>"],
+    "glm4moe": ["<|user|>", "<|observation|>", "<|endoftext|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "lfm2": ["<|im_end|>"],
+    "lfm2_2_5": ["<|im_end|>"],
+    "llama3": ["<|eot_id|>"],
+    "llama3_1": ["<|eot_id|>", "<|eom_id|>"],
+    "llama3_2": ["<|eot_id|>", "<|eom_id|>"],
+    "nemotron_3_nano": ["<|im_end|>"],
+    "nemotron_3_super": ["<|im_end|>"],
+    "phi3": ["<|end|>"],
+    "phi3_5": ["<|end|>"],
+    "qwen2_5": ["<|im_end|>"],
+    "qwen3": ["<|im_end|>"],
+    "qwen3_5_think": ["<|im_end|>"],
+    "qwen3_instruct_2507": ["<|im_end|>"],
+}
+SPECIAL = re.compile(
+    r"<[|｜][^|｜<>\s]+[|｜]>|<\|[a-z_]+>|<[a-z_]+\|>|</?(?:start_of_turn|end_of_turn|bos|eos|think|tool_call)>|</?s>"
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look somebody up.",
+            "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        },
+    }
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Who is Žofie — 誰?"}
+NEXT = {"role": "user", "content": "And then?"}
+
+
+def call(name: str, number: int) -> dict:
+    arguments = json.dumps({"name": name}, ensure_ascii=False)
+    return {"id": f"call_{number}", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+
+
+def result(number: int) -> dict:
+    return {"role": "tool", "tool_call_id": f"call_{number}", "name": "look_up", "content": '{"boss": "Kim"}'}
+
+
+TEXT = {"role": "assistant", "content": "Žofie is the boss — 社長."}
+THOUGHT = {"role": "assistant", "content": "She leads.", "reasoning": "I recall the chart."}
+ONE = {"role": "assistant", "content": "", "tool_calls": [call("Žofie", 0)]}
+TWO = {"role": "assistant", "content": "", "tool_calls": [call("Ben", 0), call("Cleo", 1)]}
+CASES = {
+    # name → (messages before, the reply, messages after it, tools, whether the reply was cut by length)
+    "system": ([SYSTEM, USER], TEXT, [NEXT], None, False),
+    "plain": ([USER], TEXT, [NEXT], None, False),
+    "cut": ([USER], TEXT, [NEXT], None, True),
+    "later": ([USER, TEXT, NEXT], {"role": "assistant", "content": "Kim."}, [USER], None, False),
+    "thinking": ([USER], THOUGHT, [NEXT], None, False),
+    "tool": ([USER], ONE, [result(0)], TOOLS, False),
+    "parallel": ([USER], TWO, [result(0), result(1)], TOOLS, False),
+    "no call": ([USER], TEXT, [NEXT], TOOLS, False),
+    "after tool": ([USER, ONE, result(0)], TEXT, [NEXT], TOOLS, False),
+    "think+tool": ([USER], {**ONE, "reasoning": "Look first."}, [result(0)], TOOLS, False),
+}
+
+
+@functools.cache
+def template_of(family: str) -> ChatTemplate:
+    source = (TEMPLATES / f"{family}.jinja").read_text()
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = source
+    specials = sorted({*SPECIAL.findall(source), *FAMILIES[family], "<s>", "</s>"})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": specials, "bos_token": "<s>", "eos_token": FAMILIES[family][0]}
+    )
+    return ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids(end) for end in FAMILIES[family]], "string")
+
+
+@functools.cache
+def small_tokenizer():
+    return train_tokenizer(SmallModelSpec())
+
+
+def oddly_tokenised(template: ChatTemplate, text: str) -> list[int]:
+    """Tokenise one character at a time, specials whole: what a sampler may do and no tokenizer would."""
+    pieces = re.split(f"({SPECIAL.pattern})", text)
+    return [
+        token
+        for piece in pieces
+        for part in ([piece] if SPECIAL.fullmatch(piece) else piece)
+        for token in template.tokenise(part)
+    ]
+
+
+def spell(template: ChatTemplate, ids) -> str:
+    return template._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def rendered_reply(template: ChatTemplate, prompt: str, whole: str, reply: dict) -> tuple[str, str]:
+    """Return what a model that follows the template samples: the reply up to its end, and the token that ends it."""
+    text = whole[len(prompt) :] if whole.startswith(prompt) else reply["content"]
+    ends = [(text.find(end), end) for end in template._ends.values() if end in text]
+    if ends:
+        return text[: min(ends)[0]], min(ends)[1]
+    return text[: text.find(reply["content"]) + len(reply["content"])], next(iter(template._ends.values()))
+
+
+def verdict(family: str, case: str, *, keep_thinking: bool) -> str:
+    template, (before, reply, after, tools, cut) = template_of(family), CASES[case]
+    try:
+        whole = template.render([*before, reply, *after], tools, {}, generate=True)
+        prompt = template.render(before, tools, {}, generate=True)
+    except Unsafe:
+        return "refused by the template"
+    thinking = reply.get("reasoning", "")
+    written, end = rendered_reply(template, prompt, whole, reply)
+    if thinking and thinking not in written:
+        written = f"<think>\n{thinking}\n</think>\n\n{written}"
+    if cut:
+        written = written[: written.index(reply["content"]) + len(reply["content"])]
+    sampled = oddly_tokenised(template, written + ("" if cut else end))
+    last = sampled[-1]
+    try:
+        between = template.continuation(
+            [*before, reply, *after],
+            len(before),
+            Reply(last_token=last, ended=last in template.end_tokens, reasoning=thinking),
+            tools,
+            {},
+            keep_thinking=keep_thinking,
+        )
+    except Unsafe as unsafe:
+        return unsafe.reason
+    spelled = spell(template, [*template.tokenise(prompt), *sampled, *between])
+    tail = ("" if cut else end) + spell(template, between)
+    if keep_thinking and (thinking not in whole or not whole.startswith(prompt)):
+        # The thinking, or the block that the generation prompt opened for it, stays where the template drops it.
+        assert whole.endswith(tail), (whole, spelled)
+        history = prompt if whole.startswith(prompt) else template.render(before, tools, {}, generate=False)
+        assert whole.startswith(history), (whole, spelled)
+        return "exact, thinking kept"
+    assert spelled == whole, f"{family}, {case}: silently different\n{spelled!r}\n{whole!r}"
+    assert np.asarray(between).dtype == np.int32
+    return "exact"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("keep_thinking", [False, True], ids=["template", "keep"])
+def test_next_turn_is_exact_or_opens_a_chain_with_a_reason(family, keep_thinking):
+    """Never silently different, for any conversation."""
+    for case in CASES:
+        assert verdict(family, case, keep_thinking=keep_thinking) in {
+            "exact",
+            "exact, thinking kept",
+            "template_unsafe",
+            "thinking_stripped",
+            "tokenizer_differs",
+            "refused by the template",
+        }
+
+
+def test_table_of_verdicts_over_at_least_14_families():
+    """Every family continues plain conversations exactly, or says why; most do."""
+    counts: collections.Counter[str] = collections.Counter()
+    print("\n" + "family".ljust(22) + " ".join(name.ljust(10) for name in CASES))
+    for family in FAMILIES:
+        verdicts = [verdict(family, case, keep_thinking=False) for case in CASES]
+        counts.update(verdicts)
+        print(family.ljust(22) + " ".join(each.removesuffix(" by the template")[:10].ljust(10) for each in verdicts))
+    print(dict(counts))
+    assert len({re.split(r"[_\d]", family)[0] for family in FAMILIES}) >= 9
+    assert len(FAMILIES) >= 14
+    for family in ("qwen2_5", "qwen3_instruct_2507", "llama3", "gemma", "phi3", "cohere", "glm4moe", "lfm2"):
+        assert verdict(family, "plain", keep_thinking=False) == "exact", family
+        assert verdict(family, "cut", keep_thinking=False) == "exact", family
+    for family in ("qwen2_5", "qwen3_instruct_2507"):
+        assert verdict(family, "tool", keep_thinking=False) == "exact", family
+        assert verdict(family, "parallel", keep_thinking=False) == "exact", family
+    assert verdict("qwen3", "thinking", keep_thinking=False) == "thinking_stripped"
+    assert verdict("qwen3", "thinking", keep_thinking=True) == "exact, thinking kept"
+    assert verdict("qwen3", "think+tool", keep_thinking=False) == "exact"

@@ -1,0 +1,90 @@
+"""What a canary is judged by, as the ledger tells it; and the states of a version that is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+
+import pytest
+from ledger_samples import add_session, finish, make_turn
+
+from turnwise.errors import NotFound
+from turnwise.store import ledger, policies
+from turnwise.store.arms import Arm, arms_since
+from turnwise.store.database import Database
+from turnwise.types import Outcome, PolicyStatus, PolicyVersion, utc_now
+
+SINCE = utc_now() - datetime.timedelta(hours=1)
+
+
+def play(database: Database, session_id: str, version: int, value: float | None = 1.0, **fields: object) -> None:
+    """Store a session with one turn of a version, and end it."""
+    add_session(database, session_id, turns=0)
+    turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
+    with database.write() as connection:
+        ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1", **fields)])
+        if value is None:
+            ledger.end_session(connection, "default", session_id)
+    if value is not None:
+        finish(database, session_id, value)
+
+
+def arms(database: Database, since: datetime.datetime = SINCE) -> tuple[Arm, Arm]:
+    with database.read() as connection:
+        return arms_since(connection, since, (8, 7))
+
+
+def test_finished_sessions_count_for_the_version_that_they_sampled_with(database: Database) -> None:
+    play(database, "a", 8, 0.5)
+    play(database, "b", 7, 1.0)
+    play(database, "c", 7, 0.0)
+    play(database, "d", 6, 0.0)
+    canary, control = arms(database)
+    assert canary == Arm((0.5,), 1, 1, 0)
+    assert dataclasses.replace(control, rewards=()) == Arm((), 2, 2, 0)
+    assert sorted(control.rewards) == [0.0, 1.0]
+
+
+def test_a_session_without_a_reward_counts_and_an_open_one_does_not(database: Database) -> None:
+    play(database, "a", 8, None)
+    add_session(database, "open")
+    with database.write() as connection:
+        turn = make_turn("t9", session_id="open", policy_version_last=8)
+        ledger.append_turns(connection, [dataclasses.replace(turn, turn_id="open-t9")])
+    assert arms(database)[0] == Arm((), 1, 1, 0)
+
+
+def test_failed_untrainable_and_cut_turns_are_broken(database: Database) -> None:
+    play(database, "a", 8, outcome=Outcome.ERROR)
+    play(database, "b", 8, outcome=Outcome.UNTRAINABLE)
+    play(database, "c", 8, finish_reason="length")
+    play(database, "d", 8, outcome=Outcome.RETOKENISED)
+    canary, _ = arms(database)
+    assert (canary.num_turns, canary.num_broken) == (4, 3)
+
+
+def test_sessions_from_before_the_trial_are_not_compared(database: Database) -> None:
+    play(database, "a", 8)
+    assert arms(database, utc_now() + datetime.timedelta(hours=1)) == (Arm(), Arm())
+
+
+def test_a_version_is_tried_called_off_and_reconsidered(database: Database) -> None:
+    """published → canary → published; failed → published; an active one is not touched."""
+    with database.write() as connection:
+        assert policies.canary_policy(connection) is None
+        for version in (0, 1):
+            policies.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
+        policies.activate_policy(connection, 0)
+        tried = policies.try_policy(connection, 1)
+        assert tried.status is PolicyStatus.CANARY
+        assert tried.activated_at is not None
+        assert policies.canary_policy(connection) == tried
+        again = policies.reconsider_policy(connection, 1)
+        assert (again.status, again.activated_at) == (PolicyStatus.PUBLISHED, None)
+        policies.fail_policy(connection, 1, "worse")
+        again = policies.reconsider_policy(connection, 1)
+        assert (again.status, again.error) == (PolicyStatus.PUBLISHED, None)
+        assert policies.reconsider_policy(connection, 0).status is PolicyStatus.ACTIVE
+        for change in (policies.try_policy, policies.reconsider_policy):
+            with pytest.raises(NotFound, match="version 9"):
+                change(connection, 9)

@@ -1,0 +1,248 @@
+"""Claim, lease, ack: a group is trained exactly once, whatever happens to trainers."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from ledger_samples import add_session, finish, make_turn
+
+from turnwise.errors import Conflict, LeaseLost, NotFound
+from turnwise.store import claims, ledger, queries, tables
+from turnwise.store.claims import Claim
+from turnwise.store.database import Database
+from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, utc_now
+
+NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
+MINUTE = datetime.timedelta(minutes=1)
+
+
+def add_ready(database: Database, *session_ids: str, **fields: Any) -> None:
+    for session_id in session_ids:
+        add_session(database, session_id, **fields)
+        finish(database, session_id, tenant=fields.get("tenant", "default"))
+
+
+def claim(database: Database, trainer_id: str = "t", max_groups: int = 10, **options: Any) -> Claim:
+    claimed = claims.claim(database, trainer_id, max_groups=max_groups, lease_seconds=60, **options)
+    assert claimed is not None
+    return claimed
+
+
+def update(update_id: int = 1, trainer_id: str = "t") -> UpdateRecord:
+    return UpdateRecord(
+        update_id=update_id, trainer_id=trainer_id, policy_version=update_id, num_groups=1, num_sessions=1, num_tokens=2
+    )
+
+
+def ack(database: Database, held: Claim, record: UpdateRecord, **options: Any) -> bool:
+    with database.write() as connection:
+        return claims.ack(connection, held, record, **options)
+
+
+def group_rows(database: Database) -> dict[str, Any]:
+    with database.read() as connection:
+        return {row.group_id: row for row in connection.execute(sa.select(tables.groups))}
+
+
+def test_ready_groups_are_claimed_oldest_first_and_only_once(database: Database) -> None:
+    add_session(database, "unfinished")
+    add_ready(database, "a", "b", "c", tenant="acme")
+    first = claim(database, max_groups=2)
+    assert [(group.group_id, group.tenant, group.fencing_token) for group in first.groups] == [
+        ("a", "acme", 1),
+        ("b", "acme", 1),
+    ]
+    assert [group.group_id for group in claim(database).groups] == ["c"]
+    assert claims.claim(database, "t", max_groups=1, lease_seconds=60) is None
+
+
+def test_a_lease_that_ran_out_can_be_claimed_under_the_next_fencing_token(database: Database) -> None:
+    add_ready(database, "a")
+    first = claim(database, "slow", now=NOW)
+    assert first.leased_until == NOW + MINUTE
+    assert claims.claim(database, "next", max_groups=1, lease_seconds=60, now=NOW + MINUTE / 2) is None
+    second = claim(database, "next", now=NOW + MINUTE)
+    assert second.groups[0].fencing_token == 2
+    for act in (
+        lambda: claims.renew(database, first, 60),
+        lambda: claims.release(database, first),
+        lambda: claims.drop(database, first, "late"),
+        lambda: ack(database, first, update(trainer_id="slow")),
+    ):
+        with pytest.raises(LeaseLost, match="'a' is no longer held under fencing token 1"):
+            act()
+    assert ack(database, second, update(trainer_id="next"))
+
+
+def test_a_late_ack_counts_while_nobody_else_took_the_group(database: Database) -> None:
+    """The token decides, not the clock: work that is done is not thrown away for nothing."""
+    add_ready(database, "a")
+    held = claim(database, now=NOW - 10 * MINUTE)
+    assert ack(database, held, update())
+
+
+def test_a_renewed_lease_holds(database: Database) -> None:
+    add_ready(database, "a")
+    held = claim(database, now=NOW)
+    renewed = claims.renew(database, held, 120, now=NOW)
+    assert renewed.leased_until == NOW + 2 * MINUTE
+    assert claims.claim(database, "next", max_groups=1, lease_seconds=60, now=NOW + MINUTE) is None
+
+
+def test_leases_run_by_the_databases_own_clock(database: Database) -> None:
+    add_ready(database, "a")
+    assert abs(claim(database).leased_until - MINUTE - utc_now()) < MINUTE / 2
+    assert claims.claim(database, "next", max_groups=1, lease_seconds=60) is None
+
+
+def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Database) -> None:
+    add_ready(database, "a", "b")
+    held = claim(database)
+    published = PolicyVersion(version=1, path="/1", update_id=1)
+    assert ack(database, held, update(), policy=published, refused={"b": "gap"})
+    groups = group_rows(database)
+    assert (groups["a"].status, groups["a"].update_id, groups["a"].reason) == ("trained", 1, None)
+    assert (groups["b"].status, groups["b"].update_id, groups["b"].reason) == ("dropped", 1, "gap")
+    with database.read() as connection:
+        assert queries.last_update(connection, "t") == queries.last_update(connection)
+        recorded, has_more = queries.updates(connection)
+        assert queries.policy(connection, 1).update_id == 1
+        assert queries.updates(connection, after=1) == ([], False)
+    assert ([one.update_id for one in recorded], has_more) == ([1], False)
+    assert recorded[0].num_tokens == 2
+
+
+def test_an_ack_is_all_or_nothing(database: Database) -> None:
+    """The second group was lost: the first is not trained, the update not recorded, the policy not published."""
+    add_ready(database, "a")
+    add_ready(database, "b")
+    held = claim(database)
+    with database.write() as connection:
+        connection.execute(sa.update(tables.groups).where(tables.groups.c.group_id == "b").values(fencing_token=7))
+    with pytest.raises(LeaseLost, match="'b'"):
+        ack(database, held, update(), policy=PolicyVersion(version=1, path="/1"))
+    assert group_rows(database)["a"].status == "claimed"
+    with database.read() as connection:
+        assert queries.last_update(connection) is None
+        with pytest.raises(NotFound):
+            queries.policy(connection, 1)
+
+
+def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(database: Database) -> None:
+    add_ready(database, "a")
+    held = claim(database)
+    assert ack(database, held, update())
+    assert not ack(database, held, update())
+    with pytest.raises(Conflict, match="update 1 was recorded by trainer 't'"):
+        ack(database, held, update(trainer_id="other"))
+
+
+def test_released_groups_are_ready_again_and_dropped_ones_are_not(database: Database) -> None:
+    add_ready(database, "a", "b")
+    claims.release(database, claim(database, max_groups=1), "shutting down")
+    assert group_rows(database)["a"].reason == "shutting down"
+    again = claim(database)
+    assert [(group.group_id, group.fencing_token) for group in again.groups] == [("a", 2), ("b", 1)]
+    claims.drop(database, again, "broken")
+    assert {row.status for row in group_rows(database).values()} == {"dropped"}
+    assert claims.claim(database, "t", max_groups=1, lease_seconds=60) is None
+
+
+def test_a_trainer_takes_back_what_its_dead_process_held_and_nobody_elses(database: Database) -> None:
+    add_ready(database, "a", "b", "c")
+    dead = claim(database, "t", max_groups=1)
+    claim(database, "other", max_groups=1)
+    with database.read() as connection:
+        assert claims.num_claimable(connection) == 1
+    assert claims.take_back(database, "t") == 1
+    with database.read() as connection:
+        assert claims.num_claimable(connection) == 2
+    again = claim(database, "t")
+    assert [(group.group_id, group.fencing_token) for group in again.groups] == [("a", 2), ("c", 1)]
+    with pytest.raises(LeaseLost):
+        ack(database, dead, update())
+
+
+def test_groups_with_a_trainable_turn_that_is_too_old_are_dropped_as_stale(database: Database) -> None:
+    for session_id, versions in (("old", (3, 1)), ("new", (2, 3)), ("old_error", (2,)), ("no_turns", ())):
+        with database.write() as connection:
+            ledger.create_session(connection, Session(session_id=session_id))
+            for n, version in enumerate(versions, 1):
+                turn = make_turn(f"t{n}", session_id=session_id, policy_version_first=version)
+                ledger.append_turns(connection, [_named(turn, f"{session_id}-{n}")])
+            failed = make_turn("t9", session_id=session_id, policy_version_first=0, outcome=Outcome.ERROR)
+            ledger.append_turns(connection, [_named(failed, f"{session_id}-9")])
+        finish(database, session_id)
+    held = claim(database, min_policy_version=2)
+    assert [group.group_id for group in held.groups] == ["new", "old_error", "no_turns"]
+    assert held.num_stale == 1
+    stale = group_rows(database)["old"]
+    assert (stale.status, stale.reason) == ("dropped", "stale")
+
+
+def _named(turn: Turn, turn_id: str) -> Turn:
+    return dataclasses.replace(turn, turn_id=turn_id, chain_id=turn_id)
+
+
+def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: Database, database_url: str) -> None:
+    """Each trainer has connections of its own, as separate processes have; every group is acked once."""
+    names = [f"s{n}" for n in range(24)]
+    add_ready(database, *names, turns=0)
+    barrier = threading.Barrier(4)
+    claimed: list[str] = []
+
+    def train(worker: int) -> None:
+        own = Database(database_url, pool_size=1, lock_timeout_seconds=30)
+        barrier.wait(10)
+        number = worker * 100
+        deadline = time.monotonic() + 60
+        # PostgreSQL skips rows that another trainer is just locking, so an empty answer is not the end.
+        while len(claimed) < len(names):
+            assert time.monotonic() < deadline, f"only {len(claimed)} groups were trained"
+            held = claims.claim(own, f"trainer-{worker}", max_groups=2, lease_seconds=60)
+            if held is not None:
+                number += 1
+                ack(own, held, update(number, f"trainer-{worker}"))
+                claimed.extend(group.group_id for group in held.groups)
+        own.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(train, range(4), timeout=90))
+    assert sorted(claimed) == sorted(names)
+    assert {row.status for row in group_rows(database).values()} == {"trained"}
+    assert {row.fencing_token for row in group_rows(database).values()} == {1}
+
+
+def test_a_claim_gives_the_trainer_its_experiences_and_sessions(database: Database) -> None:
+    for session_id in ("a", "b", "unrewarded"):
+        add_session(database, session_id, turns=2, group_id="g", group_size=2, task_id="task")
+    with database.write() as connection:
+        ledger.end_session(connection, "default", "unrewarded")
+    finish(database, "a", value=1)
+    finish(database, "b", value=0)
+    held = claim(database)
+    with database.read() as connection:
+        experiences = list(queries.experiences_of_groups(connection, held.group_pks))
+        sessions = queries.group_sessions(connection, held.group_pks)
+    assert [(one.session_id, one.reward, one.turn_ids) for one in experiences] == [
+        ("a", 1, ("a-t1", "a-t2")),
+        ("b", 0, ("b-t1", "b-t2")),
+    ]
+    assert {one.group_id for one in experiences} == {"g"}
+    [group_pk] = held.group_pks
+    assert [(one.session_id, one.reward) for one in sessions[group_pk]] == [("a", 1), ("b", 0), ("unrewarded", None)]
+
+
+def test_a_reward_after_training_changes_the_ledger_and_not_the_group(database: Database) -> None:
+    add_ready(database, "a")
+    ack(database, claim(database), update())
+    with database.write() as connection:
+        ledger.add_rewards(connection, [Reward(session_id="a", value=5)])
+    assert group_rows(database)["a"].status == "trained"

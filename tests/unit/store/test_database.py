@@ -1,0 +1,234 @@
+"""The two kinds of transaction, the two errors, and the leases between processes."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from ledger_samples import add_session
+from private_postgres import PrivatePostgres
+
+from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
+from turnwise.store import database as store_database
+from turnwise.store import ledger, queries, tables
+from turnwise.store.database import Database, acquire_lease, from_micros, release_lease, renew_lease, to_micros
+from turnwise.types import Session, utc_now
+
+NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
+SECOND = datetime.timedelta(seconds=1)
+
+
+def test_an_instant_survives_to_the_microsecond() -> None:
+    """1970-01-01 00:00:01.000001 is 1,000,001 microseconds; floats would lose the last one in our century."""
+    assert to_micros(datetime.datetime(1970, 1, 1, 0, 0, 1, 1, tzinfo=datetime.UTC)) == 1_000_001
+    late = datetime.datetime(2999, 12, 31, 23, 59, 59, 999_999, tzinfo=datetime.UTC)
+    assert from_micros(to_micros(late)) == late
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "no url", "sqlite://", "sqlite:///:memory:"])
+def test_a_database_that_cannot_work_is_refused_with_its_url(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"sqlite|not supported"):
+        Database(url)
+
+
+def test_a_write_that_raises_leaves_nothing(database: Database) -> None:
+    def fail_half_way() -> None:
+        with database.write() as connection:
+            ledger.create_session(connection, Session(session_id="s"))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_half_way()
+    with database.read() as connection:
+        assert queries.counts(connection).sessions == {}
+
+
+def test_commits_are_durable(database: Database) -> None:
+    """SQLite: WAL, synchronous = FULL (2) and foreign keys; PostgreSQL: synchronous_commit on."""
+    with database.write() as connection:
+        if database.dialect == "sqlite":
+            ask = ["PRAGMA journal_mode", "PRAGMA synchronous", "PRAGMA foreign_keys"]
+            promised = ["wal", 2, 1]
+        else:
+            ask = ["SHOW synchronous_commit", "SHOW transaction_isolation"]
+            promised = ["on", "read committed"]
+        assert [connection.exec_driver_sql(sql).scalar_one() for sql in ask] == promised
+
+
+def test_a_reader_sees_one_snapshot_and_does_not_block_the_writer(database: Database) -> None:
+    with database.read() as connection:
+        assert queries.counts(connection).sessions == {}
+        add_session(database)
+        assert queries.counts(connection).sessions == {}
+    with database.read() as connection:
+        assert queries.counts(connection).sessions == {"open": 1}
+
+
+def test_a_lock_that_is_held_too_long_is_unavailable(database: Database, database_url: str) -> None:
+    """Another process holds the row, or the whole file, for longer than this one waits."""
+    add_session(database)
+    other = Database(database_url, lock_timeout_seconds=0.2)
+    try:
+        with database.write() as connection:
+            connection.execute(sa.update(tables.sessions).values(run=1))
+            with pytest.raises(StoreUnavailable, match="lock"), other.write() as blocked:
+                blocked.execute(sa.update(tables.sessions).values(run=2))
+    finally:
+        other.close()
+
+
+def test_writers_of_one_process_queue_and_give_up_in_time(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/x.db", lock_timeout_seconds=0.1)
+    with database.write(), pytest.raises(StoreUnavailable, match="busy with another write"), database.write():
+        pass
+    database.close()
+
+
+def test_a_pool_without_a_free_connection_is_unavailable(database_url: str) -> None:
+    database = Database(database_url, pool_size=1, lock_timeout_seconds=0.1)
+    with database.read(), pytest.raises(StoreUnavailable, match="raise the pool size"), database.read():
+        pass
+    database.close()
+
+
+def test_a_full_disk_is_unavailable_and_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/x.db", pool_size=1)
+    database.upgrade()
+    add_session(database, "kept")
+    with database.write() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreUnavailable, match="full"), database.write() as connection:
+        ledger.create_session(connection, Session(session_id="x", metadata={"large": "x" * 100_000}))
+    with database.read() as connection:
+        assert queries.counts(connection).sessions == {"open": 1}
+    database.close()
+
+
+def test_a_database_that_cannot_be_reached_is_unavailable(tmp_path: Path) -> None:
+    for url in (f"sqlite:///{tmp_path}/nowhere/x.db", f"postgresql:///x?host={tmp_path}"):
+        database = Database(url)
+        with pytest.raises(StoreUnavailable, match="check that it runs"), database.read():
+            pass
+        database.close()
+
+
+def test_a_table_that_is_missing_says_what_to_run(empty_database_url: str) -> None:
+    database = Database(empty_database_url)
+    with pytest.raises(SchemaMismatch, match="turnwise db upgrade"), database.read() as connection:
+        queries.counts(connection)
+    database.close()
+
+
+def test_a_value_that_the_database_cannot_hold_is_the_callers_fault(database: Database) -> None:
+    if database.dialect == "sqlite":
+        add_session(database, "a\0b", turns=0)  # SQLite holds a NUL in a text
+        return
+    with pytest.raises(InvalidRequest, match="NUL"):
+        add_session(database, "a\0b")
+
+
+def test_programming_errors_are_not_taken_for_an_unavailable_database(database: Database) -> None:
+    with pytest.raises(sa.exc.IntegrityError), database.write() as connection:
+        connection.execute(sa.insert(tables.secrets).values(name="x"))
+
+
+@pytest.mark.postgres
+def test_a_restarted_server_is_found_again(postgres_server: PrivatePostgres) -> None:
+    name = postgres_server.create_database()
+    database = Database(postgres_server.url(name), pool_size=2)
+    database.upgrade()
+    add_session(database, "before")
+    postgres_server.stop()
+    with pytest.raises(StoreUnavailable):
+        add_session(database, "meanwhile")
+    postgres_server.start()
+    add_session(database, "after")
+    with database.read() as connection:
+        assert queries.counts(connection).sessions == {"open": 2}
+    database.close()
+    postgres_server.drop_database(name)
+
+
+def test_kill_9_loses_no_turn_whose_commit_returned(database: Database, database_url: str) -> None:
+    """A process appends turns one by one and says each when it is committed; then it is killed."""
+    add_session(database, turns=0)
+    program = textwrap.dedent(
+        """
+        import sys
+        from ledger_samples import make_turn
+        from turnwise.store import ledger
+        from turnwise.store.database import Database
+        database = Database(sys.argv[1])
+        number = 0
+        while True:
+            number += 1
+            with database.write() as connection:
+                ledger.append_turns(connection, [make_turn(f"t{number}")])
+            print(number, flush=True)
+        """
+    )
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{program}", database_url],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        said = [int(process.stdout.readline()) for _ in range(20)]
+    finally:
+        process.kill()
+    said += [int(line) for line in process.stdout.read().split()]
+    process.wait(30)
+    process.stdout.close()
+    with database.read() as connection:
+        stored = [entry.seq + 1 for entry in queries.history_index(connection, "default", "s")]
+        session = queries.session(connection, "default", "s")
+    assert stored[: len(said)] == said
+    assert len(stored) <= len(said) + 1  # at most the one that was committed and not yet said
+    assert session.num_turns == len(stored)
+
+
+def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(database: Database) -> None:
+    with database.write() as connection:
+        assert acquire_lease(connection, "reload", "a", 10, NOW) == 1
+        assert acquire_lease(connection, "reload", "b", 10, NOW + 9 * SECOND) is None
+        assert acquire_lease(connection, "reload", "a", 10, NOW + 9 * SECOND) == 1  # longer, same token
+        assert acquire_lease(connection, "other", "b", 10, NOW) == 1
+        assert acquire_lease(connection, "reload", "b", 10, NOW + 19 * SECOND) == 2
+        assert not renew_lease(connection, "reload", 1, 10, NOW + 19 * SECOND)
+        assert not release_lease(connection, "reload", 1)
+        assert renew_lease(connection, "reload", 2, 20, NOW + 19 * SECOND)
+        assert acquire_lease(connection, "reload", "a", 10, NOW + 30 * SECOND) is None
+        assert release_lease(connection, "reload", 2)
+        assert acquire_lease(connection, "reload", "a", 10, NOW + 30 * SECOND) == 3
+
+
+def test_of_processes_that_want_a_lease_at_once_one_gets_it(database: Database) -> None:
+    barrier = threading.Barrier(4)
+    tokens: list[int | None] = []
+
+    def acquire(owner: str) -> None:
+        barrier.wait(10)
+        with database.write() as connection:
+            tokens.append(acquire_lease(connection, "reload", owner, 60))
+
+    threads = [threading.Thread(target=acquire, args=(f"owner-{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(tokens, key=str) == [1, None, None, None]
+
+
+def test_the_databases_clock_is_the_time_of_day(database: Database) -> None:
+    with database.read() as connection:
+        assert abs(from_micros(store_database.clock(connection)) - utc_now()) < 5 * SECOND
+        assert store_database.clock(connection, NOW) == to_micros(NOW)

@@ -1,0 +1,77 @@
+"""API keys: shown once, stored as a hash, revocable; and the secret that proxies share."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from turnwise.errors import NotFound
+from turnwise.store import keys, tables
+from turnwise.store.database import Database
+from turnwise.store.keys import Role
+
+
+def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
+    with database.write() as connection:
+        key_id, key = keys.create_key(connection, "acme", Role.TRAINER, "nightly")
+        verified = keys.verify_key(connection, key)
+        assert verified is not None
+        assert (verified.key_id, verified.tenant, verified.role, verified.name) == (
+            key_id,
+            "acme",
+            Role.TRAINER,
+            "nightly",
+        )
+        revoked = keys.revoke_key(connection, key_id)
+        assert revoked.revoked_at is not None
+        assert keys.revoke_key(connection, key_id) == revoked
+        assert keys.verify_key(connection, key) is None
+        with pytest.raises(NotFound, match="'nobody'"):
+            keys.revoke_key(connection, "nobody")
+
+
+def test_nothing_but_the_whole_key_opens(database: Database) -> None:
+    with database.write() as connection:
+        key_id, key = keys.create_key(connection, "acme", Role.AGENT, "a")
+        other_id, _ = keys.create_key(connection, "acme", Role.ADMIN, "b")
+        secret = key.removeprefix(f"tw-{key_id}-")
+        wrong = [
+            "",
+            "tw",
+            "tw--",
+            f"tw-{key_id}",
+            f"tw-{key_id}-",
+            key[:-1],
+            f"{key}x",
+            f"xx-{key_id}-{secret}",
+            f"tw-{other_id}-{secret}",
+            f"tw-nobody-{secret}",
+            f"tw-{key_id}-\ud800",
+        ]
+        assert [keys.verify_key(connection, presented) for presented in wrong] == [None] * len(wrong)
+
+
+def test_the_secret_is_not_in_the_database(database: Database) -> None:
+    with database.write() as connection:
+        key_id, key = keys.create_key(connection, "acme", Role.AGENT, "a")
+        row = connection.execute(sa.select(tables.api_keys)).one()
+    secret = key.removeprefix(f"tw-{key_id}-").encode()
+    assert not any(secret in str(value).encode() for value in row)
+    assert len(secret) == 43  # 32 bytes, six bits a character
+
+
+def test_keys_are_listed_of_all_tenants_or_of_one(database: Database) -> None:
+    with database.write() as connection:
+        first, _ = keys.create_key(connection, "a", Role.AGENT, "x")
+        second, _ = keys.create_key(connection, "b", Role.AGENT, "y")
+        assert {key.key_id for key in keys.list_keys(connection)} == {first, second}
+        assert [key.key_id for key in keys.list_keys(connection, "b")] == [second]
+
+
+def test_all_processes_share_one_server_secret(database: Database) -> None:
+    secrets = []
+    for _ in range(2):
+        with database.write() as connection:
+            secrets.append(keys.server_secret(connection))
+    assert secrets[0] == secrets[1]
+    assert len(secrets[0]) == 32

@@ -1,0 +1,417 @@
+"""What is written while agents run, on both databases."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from ledger_samples import add_session, finish, make_turn
+
+from turnwise.errors import Conflict, InvalidRequest, NotFound
+from turnwise.store import ledger, queries
+from turnwise.store.database import Database
+from turnwise.types import Credit, Outcome, PolicyStatus, PolicyVersion, Reward, Session, SessionStatus, Split, utc_now
+
+HOUR = datetime.timedelta(hours=1)
+
+
+def group_status(database: Database) -> dict[str, int]:
+    with database.read() as connection:
+        return queries.counts(connection).groups
+
+
+def stored_session(database: Database, session_id: str = "s") -> Session:
+    with database.read() as connection:
+        return queries.session(connection, "default", session_id)
+
+
+def test_a_session_comes_back_as_it_was_created(database: Database) -> None:
+    session = Session(
+        session_id="s",
+        task_id="t",
+        run=3,
+        group_id="g",
+        group_size=4,
+        split=Split.EVAL,
+        credit=Credit.STEP_WISE,
+        gamma=0.9,
+        sampling={"temperature": 0.7},
+        metadata={"näme": ["\ud800", "\0"]},
+    )
+    with database.write() as connection:
+        stored, created = ledger.create_session(connection, session)
+    assert created
+    assert stored == dataclasses.replace(session, last_active_at=session.created_at)
+
+
+def test_creating_a_session_twice_gives_the_first_one_back(database: Database) -> None:
+    with database.write() as connection:
+        first, _ = ledger.create_session(connection, Session(session_id="s", task_id="a"))
+        again, created = ledger.create_session(connection, Session(session_id="s", task_id="b"))
+        other, is_other_new = ledger.create_session(connection, Session(session_id="s", tenant="other"))
+    assert (again, created) == (first, False)
+    assert (other.tenant, is_other_new) == ("other", True)
+
+
+def test_processes_that_create_one_session_at_once_create_it_once(database: Database) -> None:
+    """And its group counts it once."""
+    barrier = threading.Barrier(4)
+
+    def create(_: int) -> bool:
+        barrier.wait(10)
+        with database.write() as connection:
+            return ledger.create_session(connection, Session(session_id="s", group_id="g", group_size=2))[1]
+
+    with ThreadPoolExecutor(4) as pool:
+        created = list(pool.map(create, range(4), timeout=60))
+    assert sorted(created) == [False, False, False, True]
+    finish(database)
+    assert group_status(database) == {"open": 1}  # one of two is finished
+
+
+def test_a_full_or_differing_group_takes_no_more_sessions(database: Database) -> None:
+    add_session(database, "a", group_id="g", group_size=1)
+    with pytest.raises(Conflict, match="size 1, not 2"):
+        add_session(database, "b", group_id="g", group_size=2)
+    finish(database, "a")
+    with pytest.raises(Conflict, match="'g' is ready"):
+        add_session(database, "b", group_id="g", group_size=1)
+    with pytest.raises(Conflict, match="is the id of a group"):
+        add_session(database, "g")
+    with pytest.raises(InvalidRequest, match="needs a group_id"):
+        add_session(database, "c", group_size=2)
+
+
+def test_a_turn_comes_back_bit_for_bit(database: Database) -> None:
+    add_session(database, turns=0)
+    turn = make_turn(
+        "t1",
+        step=5,
+        logprobs=np.array([-1e-38, np.float32(-0.1)], np.float32),
+        token_ids=np.array([0, 2**31 - 1], np.int32),
+        sampling={"seed": 1},
+        model="mödel\0\ud800",
+        policy_version_first=1,
+        policy_version_last=2,
+        history_digest=b"\x00\xff",
+        messages_digest=b"m",
+        dialogue_digest=b"d",
+        request_key="key",
+        ttft_seconds=0.25,
+        duration_seconds=1.5,
+        reason="tools_changed",
+    )
+    with database.write() as connection:
+        [placed] = ledger.append_turns(connection, [turn])
+    with database.read() as connection:
+        stored = queries.turn(connection, "default", "t1").turn
+    assert (placed.seq, placed.step) == (0, 5)
+    for field in dataclasses.fields(turn):
+        got, expected = getattr(stored, field.name), getattr(placed, field.name)
+        if isinstance(expected, np.ndarray):
+            assert got.dtype == expected.dtype
+            assert got.tobytes() == expected.tobytes()
+        elif field.name == "model":
+            assert got == "mödel\N{REPLACEMENT CHARACTER}?"  # what PostgreSQL and UTF-8 cannot hold
+        else:
+            assert got == expected, field.name
+
+
+def test_turns_of_many_sessions_are_numbered_each_in_its_own(database: Database) -> None:
+    add_session(database, "a", turns=0)
+    add_session(database, "b", turns=0)
+    first = make_turn("t1", session_id="a")
+    batch = [first, make_turn("t2", session_id="b"), make_turn("t3", first, session_id="a")]
+    branch = make_turn("t4", first, session_id="a", chain_id="t4")
+    with database.write() as connection:
+        placed = ledger.append_turns(connection, batch)
+        placed += ledger.append_turns(connection, [branch])
+    assert [(turn.seq, turn.step) for turn in placed] == [(0, 0), (0, 0), (1, 1), (2, 2)]
+    session = stored_session(database, "a")
+    assert (session.num_turns, session.num_chains) == (3, 2)
+    assert session.last_active_at == branch.created_at
+
+
+def test_a_replayed_turn_is_stored_once_and_given_back(database: Database) -> None:
+    """By its id, by its request key under another id, and inside one batch."""
+    add_session(database, turns=0)
+    turn = make_turn("t1", request_key="key")
+    retry = make_turn("t2", request_key="key")
+    with database.write() as connection:
+        [first, twin] = ledger.append_turns(connection, [turn, turn])
+        [again, by_key] = ledger.append_turns(connection, [turn, retry])
+    assert [one.turn_id for one in (first, twin, again, by_key)] == ["t1"] * 4
+    assert {one.seq for one in (first, twin, again, by_key)} == {0}
+    assert (stored_session(database).num_turns, stored_session(database).num_chains) == (1, 1)
+
+
+def test_a_replay_without_a_request_key_gives_back_the_turn_of_its_own_id(database: Database) -> None:
+    """A null key is no key: it must not match the first turn that has none either."""
+    add_session(database, turns=0)
+    batch = [make_turn("t1"), make_turn("t2")]
+    with database.write() as connection:
+        ledger.append_turns(connection, batch)
+        assert [turn.turn_id for turn in ledger.append_turns(connection, batch[::-1])] == ["t2", "t1"]
+
+
+def test_turns_without_a_request_key_are_never_replays_of_each_other(database: Database) -> None:
+    add_session(database, turns=3)
+    assert stored_session(database).num_turns == 3
+
+
+def test_a_turn_must_fit_the_session_that_it_names(database: Database) -> None:
+    add_session(database, "a", turns=1)
+    add_session(database, "b", turns=0)
+    foreign = dataclasses.replace(make_turn("t2", session_id="b"), parent_turn_id="a-t1")
+    taken = dataclasses.replace(make_turn("t2", session_id="b"), turn_id="a-t1")
+    with pytest.raises(NotFound, match="'nowhere'"), database.write() as connection:
+        ledger.append_turns(connection, [make_turn("t9", session_id="nowhere")])
+    with pytest.raises(NotFound, match="'a-t1', which its session does not hold"), database.write() as connection:
+        ledger.append_turns(connection, [foreign])
+    with pytest.raises(Conflict, match="'a-t1' belongs to another session"), database.write() as connection:
+        ledger.append_turns(connection, [taken])
+    with database.write() as connection:
+        assert ledger.append_turns(connection, []) == []
+
+
+def test_a_turn_for_a_session_that_is_over_is_stored_but_not_trained(database: Database) -> None:
+    add_session(database, turns=1)
+    finish(database)
+    late = make_turn("t2")
+    broken = make_turn("t3", outcome=Outcome.ABORTED, reason="client_left")
+    with database.write() as connection:
+        stored = ledger.append_turns(connection, [late, broken])
+    assert [(turn.outcome, turn.reason) for turn in stored] == [
+        (Outcome.UNTRAINABLE, "session_ended"),
+        (Outcome.ABORTED, "client_left"),
+    ]
+    assert stored_session(database).num_turns == 3
+
+
+def test_concurrent_writers_lose_no_turn_and_number_them_without_gaps(database: Database) -> None:
+    """Four threads append to the same two sessions, in opposite orders so that lock order matters."""
+    add_session(database, "a", turns=0)
+    add_session(database, "b", turns=0)
+
+    def append(worker: int) -> None:
+        for number in range(10):
+            name = f"t{worker * 100 + number}"
+            order = ("a", "b") if worker % 2 else ("b", "a")
+            batch = [dataclasses.replace(make_turn(name, session_id=one), turn_id=f"{one}-{name}") for one in order]
+            with database.write() as connection:
+                ledger.append_turns(connection, batch)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(append, range(4), timeout=60))
+    with database.read() as connection:
+        for session_id in ("a", "b"):
+            index = queries.history_index(connection, "default", session_id)
+            assert [entry.seq for entry in index] == list(range(40))
+
+
+def test_ending_twice_changes_nothing_and_an_expired_session_cannot_end(database: Database) -> None:
+    add_session(database, "a")
+    with database.write() as connection:
+        first = ledger.end_session(connection, "default", "a", "env_done")
+        again = ledger.end_session(connection, "default", "a", "timeout")
+    assert (first.status, first.termination_reason) == (SessionStatus.ENDED, "env_done")
+    assert again == first
+    add_session(database, "b")
+    with database.write() as connection:
+        assert ledger.expire_idle_sessions(connection, utc_now() + HOUR) == 1
+    with pytest.raises(Conflict, match="'b' expired"), database.write() as connection:
+        ledger.end_session(connection, "default", "b")
+    with pytest.raises(NotFound, match="'c'"), database.write() as connection:
+        ledger.end_session(connection, "default", "c")
+
+
+def test_only_idle_sessions_expire(database: Database) -> None:
+    add_session(database, "old", turns=0, created_at=utc_now() - 2 * HOUR)
+    add_session(database, "new", turns=0)
+    with database.write() as connection:
+        assert ledger.expire_idle_sessions(connection, utc_now() - HOUR) == 1
+        assert ledger.expire_idle_sessions(connection, utc_now() - HOUR) == 0
+    assert stored_session(database, "old").status is SessionStatus.EXPIRED
+    assert stored_session(database, "new").status is SessionStatus.OPEN
+
+
+def test_a_session_is_finished_when_it_is_over_and_has_a_reward_in_any_order(database: Database) -> None:
+    for session_id in ("end_last", "reward_last", "expired"):
+        add_session(database, session_id)
+    finish(database, "end_last")
+    assert group_status(database) == {"ready": 1, "open": 2}
+    with database.write() as connection:
+        ledger.end_session(connection, "default", "reward_last")
+    assert group_status(database) == {"ready": 1, "open": 2}
+    for _ in range(2):  # a revision is no second finish
+        with database.write() as connection:
+            ledger.add_rewards(connection, [Reward(session_id="reward_last", value=1)])
+    assert group_status(database) == {"ready": 2, "open": 1}
+    with database.write() as connection:
+        ledger.add_rewards(connection, [Reward(session_id="expired", value=1)])
+        ledger.expire_idle_sessions(connection, utc_now() + HOUR)
+    assert group_status(database) == {"ready": 3}
+
+
+def test_a_group_is_ready_when_as_many_sessions_as_its_size_are_finished(database: Database) -> None:
+    for session_id in ("a", "b", "c"):
+        add_session(database, session_id, turns=0, group_id="g", group_size=2)
+    finish(database, "a")
+    assert group_status(database) == {"open": 1}
+    finish(database, "c")
+    assert group_status(database) == {"ready": 1}
+    finish(database, "b")  # one more than needed changes nothing
+    assert group_status(database) == {"ready": 1}
+
+
+def test_eval_sessions_have_no_group(database: Database) -> None:
+    add_session(database, split=Split.EVAL, group_id="g", group_size=1)
+    finish(database)
+    assert group_status(database) == {}
+
+
+def test_rewards_reach_turns_steps_and_sessions_and_say_how_many(database: Database) -> None:
+    add_session(database, turns=0)
+    with database.write() as connection:
+        ledger.append_turns(connection, [make_turn(f"t{n}", step=step) for n, step in ((1, 0), (2, 0), (3, 1))])
+        reached = ledger.add_rewards(
+            connection,
+            [
+                Reward(session_id="s", turn_id="t1", value=1),
+                Reward(session_id="", turn_id="t3", value=2),
+                Reward(session_id="s", step=0, value=3, source="verifier", written_by="key", name="style"),
+                Reward(session_id="s", value=4),
+            ],
+        )
+    assert reached == [1, 1, 2, 3]
+    with database.read() as connection:
+        views, _ = queries.turns(connection, "default", "s")
+    assert [[line.value for line in view.rewards] for view in views] == [[1, 3], [3], [2]]
+    assert views[1].rewards[0].source == "verifier"
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "says"),
+    [
+        (Reward(session_id="x", value=1), NotFound, "'x'"),
+        (Reward(session_id="s", turn_id="x", value=1), NotFound, "no turn 'x' in session 's'"),
+        (Reward(session_id="x", turn_id="s-t1", value=1), NotFound, "no turn 's-t1' in session 'x'"),
+        (Reward(session_id="", turn_id="s-t1", value=1, tenant="other"), NotFound, "no turn 's-t1'"),
+        (Reward(session_id="s", step=7, value=1), NotFound, "step 7"),
+        (Reward(session_id="s", value=float("nan")), InvalidRequest, "nan"),
+        (Reward(session_id="s", value=float("-inf")), InvalidRequest, "-inf"),
+        (Reward(session_id="s", turn_id="s-t1", step=0, value=1), InvalidRequest, "not both"),
+    ],
+)
+def test_a_wrong_reward_takes_its_whole_list_with_it(
+    database: Database, line: Reward, error: type[Exception], says: str
+) -> None:
+    add_session(database)
+    good = Reward(session_id="s", value=1, tenant=line.tenant)
+    lines = [good, line] if line.tenant == "default" else [line]
+    with pytest.raises(error, match=says), database.write() as connection:
+        ledger.add_rewards(connection, lines)
+    assert stored_session(database).reward is None
+
+
+def test_a_replayed_reward_post_gets_its_first_answer_and_writes_nothing(database: Database) -> None:
+    add_session(database, turns=2)
+    for _ in range(2):
+        with database.write() as connection:
+            lines = [Reward(session_id="s", value=1)]
+            assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a") == [2]
+    with database.read() as connection:
+        assert queries.counts(connection).num_rewards == 1
+    with pytest.raises(Conflict, match="'k' was used with another body"), database.write() as connection:
+        ledger.add_rewards(connection, [Reward(session_id="s", value=2)], idempotency_key="k", body_digest=b"b")
+    with database.write() as connection:
+        assert ledger.add_rewards(connection, []) == []
+
+
+def test_a_refused_post_leaves_its_key_free(database: Database) -> None:
+    """Otherwise the corrected post under the same key would be refused for ever."""
+    add_session(database)
+    with pytest.raises(NotFound), database.write() as connection:
+        ledger.add_rewards(connection, [Reward(session_id="x", value=1)], idempotency_key="k", body_digest=b"a")
+    with database.write() as connection:
+        lines = [Reward(session_id="s", value=1)]
+        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b") == [1]
+
+
+def test_a_later_line_revises_the_sessions_reward(database: Database) -> None:
+    add_session(database)
+    finish(database, value=1)
+    assert stored_session(database).reward == 1
+    with database.write() as connection:
+        ledger.add_rewards(connection, [Reward(session_id="s", value=0.5)])
+    assert stored_session(database).reward == 0.5
+
+
+def test_stalled_groups_are_trained_on_what_is_finished_or_dropped(database: Database) -> None:
+    add_session(database, "a", turns=0, group_id="some", group_size=2)
+    add_session(database, "b", turns=0, group_id="some", group_size=2)
+    add_session(database, "c", turns=0, group_id="none", group_size=2)
+    add_session(database, "d", turns=0, group_id="unsized")
+    finish(database, "a")
+    finish(database, "d")
+    with database.write() as connection:
+        assert ledger.close_stalled_groups(connection, utc_now() - HOUR, "train") == []
+        closed = ledger.close_stalled_groups(connection, utc_now() + HOUR, "train")
+    assert sorted(closed) == ["some", "unsized"]
+    assert group_status(database) == {"ready": 2, "open": 1}
+    with database.write() as connection:
+        assert ledger.close_stalled_groups(connection, utc_now() + HOUR, "drop") == ["none"]
+    assert group_status(database) == {"ready": 2, "dropped": 1}
+
+
+def test_a_group_with_a_session_at_work_is_not_stalled(database: Database) -> None:
+    """Turns do not touch the group's row: the session's own activity counts."""
+    long_ago = utc_now() - 2 * HOUR
+    add_session(database, turns=0, group_id="g", created_at=long_ago)
+    with database.write() as connection:
+        ledger.append_turns(connection, [make_turn("t1")])
+        assert ledger.close_stalled_groups(connection, utc_now() - HOUR, "drop") == []
+
+
+def test_policies_are_published_once_activated_retired_and_pinned(database: Database) -> None:
+    with database.write() as connection:
+        assert queries.active_policy(connection) is None
+        assert queries.newest_policy(connection) is None
+        assert queries.pinned_version(connection) is None
+        for version in (0, 1, 2):
+            assert ledger.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
+        assert not ledger.publish_policy(connection, PolicyVersion(version=1, path="/1"))
+        ledger.activate_policy(connection, 0)
+        active = ledger.activate_policy(connection, 1, reload_seconds=0.5)
+        assert (active.status, active.reload_seconds) == (PolicyStatus.ACTIVE, 0.5)
+        assert queries.policy(connection, 0).status is PolicyStatus.RETIRED
+        failed = ledger.fail_policy(connection, 2, "not finite")
+        assert (failed.status, failed.error) == (PolicyStatus.FAILED, "not finite")
+        newest = queries.newest_policy(connection)
+        assert newest is not None
+        assert newest.version == 1
+        ledger.pin_policy(connection, 0)
+        assert queries.pinned_version(connection) == 0
+        ledger.pin_policy(connection, None)
+        assert queries.pinned_version(connection) is None
+        page, has_more = queries.policies(connection, limit=2)
+        assert ([policy.version for policy in page], has_more) == ([2, 1], True)
+        rest, has_more = queries.policies(connection, after=1)
+        assert ([policy.version for policy in rest], has_more) == ([0], False)
+    for change in (
+        lambda connection: ledger.activate_policy(connection, 9),
+        lambda connection: ledger.fail_policy(connection, 9, ""),
+        lambda connection: ledger.pin_policy(connection, 9),
+    ):
+        with pytest.raises(NotFound, match="version 9"), database.write() as connection:
+            change(connection)
+    with database.read() as connection:
+        active_now = queries.active_policy(connection)
+    assert active_now is not None
+    assert active_now.version == 1  # a failed activation left it in place
+    with pytest.raises(Conflict, match="'/1', not '/other'"), database.write() as connection:
+        ledger.publish_policy(connection, PolicyVersion(version=1, path="/other"))

@@ -1,0 +1,216 @@
+"""Read models: whole prompts, pages, filters, experiences and their dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from ledger_samples import add_session, finish, make_turn
+
+from turnwise.errors import NotFound
+from turnwise.store import ledger, queries
+from turnwise.store.database import Database
+from turnwise.store.queries import SessionFilter
+from turnwise.types import Credit, Outcome, Reward, Session, SessionStatus, Split
+
+
+@pytest.fixture
+def forest(database: Database) -> Database:
+    """Session `s`: t1 → t2 → t4 and the branch t1 → t3."""
+    with database.write() as connection:
+        ledger.create_session(connection, Session(session_id="s", task_id="task"))
+        t1 = make_turn("t1")
+        t2 = make_turn("t2", t1, history_digest=b"h2", messages_digest=b"m2", dialogue_digest=b"d2")
+        t3 = make_turn("t3", t1, chain_id="t3")
+        t4 = make_turn("t4", t2, request_key="key")
+        ledger.append_turns(connection, [t1, t2, t3, t4])
+    return database
+
+
+@pytest.fixture
+def connection(forest: Database) -> Iterator[sa.Connection]:
+    with forest.read() as opened:
+        yield opened
+
+
+def test_a_turn_is_read_with_its_whole_prompt(connection: sa.Connection) -> None:
+    view = queries.turn(connection, "default", "t4")
+    assert view.prompt_token_ids.tolist() == [10, 11, 12, 13, 20, 21, 22, 23, 40, 41]
+    assert view.prompt_token_ids.size == view.turn.prompt_length
+    assert [message["content"] for message in view.messages] == [
+        "question 1",
+        "answer 1",
+        "question 2",
+        "answer 2",
+        "question 4",
+    ]
+    assert view.tools == [{"type": "function"}]
+
+
+def test_a_branch_does_not_see_its_sibling(connection: sa.Connection) -> None:
+    view = queries.turn(connection, "default", "t3")
+    assert view.prompt_token_ids.tolist() == [10, 11, 12, 13, 30, 31]
+    assert queries.full_tokens(connection, "t3").tolist() == [10, 11, 12, 13, 30, 31, 32, 33]
+    messages, tools = queries.full_messages(connection, "t3")
+    assert [message["content"] for message in messages] == ["question 1", "answer 1", "question 3"]
+    assert tools == [{"type": "function"}]
+
+
+def test_turns_are_paged_with_their_ancestors_in_hand(connection: sa.Connection) -> None:
+    whole, has_more = queries.turns(connection, "default", "s", limit=None)
+    assert ([view.turn.turn_id for view in whole], has_more) == (["t1", "t2", "t3", "t4"], False)
+    page, has_more = queries.turns(connection, "default", "s", limit=2, after="t1")
+    assert ([view.turn.turn_id for view in page], has_more) == (["t2", "t3"], True)
+    rest, has_more = queries.turns(connection, "default", "s", limit=2, after=2)
+    assert ([view.turn.turn_id for view in rest], has_more) == (["t4"], False)
+    assert rest[0].prompt_token_ids.tolist() == whole[3].prompt_token_ids.tolist()
+    assert queries.turns(connection, "default", "s", after=3) == ([], False)
+
+
+def test_what_is_not_there_is_named(connection: sa.Connection) -> None:
+    for ask, says in (
+        (lambda: queries.session(connection, "other", "s"), "no session 's'"),
+        (lambda: queries.turn(connection, "other", "t1"), "no turn 't1'"),
+        (lambda: queries.turn(connection, "default", "t9"), "no turn 't9'"),
+        (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
+        (lambda: queries.turns(connection, "default", "s", after="t9"), "no turn 't9'"),
+        (lambda: queries.full_tokens(connection, "t9"), "no turn 't9'"),
+        (lambda: queries.full_messages(connection, "t9"), "no turn 't9'"),
+        (lambda: queries.stored_turn(connection, make_turn("t9")), "no turn 't9' in session 's'"),
+        (lambda: queries.policy(connection, 7), "policy version 7"),
+    ):
+        with pytest.raises(NotFound, match=says):
+            ask()
+
+
+def test_the_history_index_has_what_the_continuation_compares(connection: sa.Connection) -> None:
+    index = queries.history_index(connection, "default", "s")
+    assert [(entry.turn_id, entry.parent_turn_id, entry.chain_id) for entry in index] == [
+        ("t1", None, "t1"),
+        ("t2", "t1", "t1"),
+        ("t3", "t1", "t3"),
+        ("t4", "t2", "t1"),
+    ]
+    assert (index[1].history_digest, index[1].messages_digest, index[1].dialogue_digest) == (b"h2", b"m2", b"d2")
+    assert [(entry.prompt_length, entry.num_sampled) for entry in index] == [(2, 2), (6, 2), (6, 2), (10, 2)]
+    assert index[0].outcome is Outcome.EXACT
+    assert queries.history_index(connection, "default", "unknown") == []
+
+
+def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) -> None:
+    found = queries.turn_by_request(connection, "default", "s", "key")
+    assert found is not None
+    assert found.turn_id == "t4"
+    assert queries.turn_by_request(connection, "default", "s", "other") is None
+    assert queries.session_of_turn(connection, "default", "t4") == "s"
+    assert queries.session_of_turn(connection, "other", "t4") is None
+
+
+def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> None:
+    add_session(database, "a", task_id="x", group_id="g")
+    add_session(database, "b", task_id="x", split=Split.EVAL)
+    add_session(database, "c", task_id="y", tenant="other")
+    finish(database, "a", value=2)
+
+    def found(wanted: SessionFilter, **page: object) -> tuple[list[str], bool]:
+        with database.read() as connection:
+            sessions, has_more = queries.sessions(connection, wanted, **page)
+        return [session.session_id for session in sessions], has_more
+
+    assert found(SessionFilter()) == (["c", "b", "a"], False)
+    assert found(SessionFilter(tenant="default", task_id="x")) == (["b", "a"], False)
+    assert found(SessionFilter(tenant="default"), limit=1) == (["b"], True)
+    assert found(SessionFilter(tenant="default"), limit=1, after="b") == (["a"], False)
+    assert found(SessionFilter(group_id="g")) == (["a"], False)
+    assert found(SessionFilter(split=Split.EVAL)) == (["b"], False)
+    assert found(SessionFilter(status=SessionStatus.ENDED)) == (["a"], False)
+    assert found(SessionFilter(session_id="c")) == (["c"], False)
+    with pytest.raises(NotFound, match="'z'"):
+        found(SessionFilter(tenant="default"), after="z")
+    with pytest.raises(ValueError, match="tenant"):
+        found(SessionFilter(), after="a")
+
+
+def test_experiences_are_those_of_sessions_that_are_over_and_rewarded(forest: Database) -> None:
+    def found(wanted: SessionFilter) -> list[str]:
+        with forest.read() as connection:
+            return [one.turn_ids[0] for one in queries.experiences(connection, wanted)]
+
+    assert found(SessionFilter()) == []
+    with forest.write() as connection:
+        ledger.add_rewards(connection, [Reward(session_id="s", value=1)])
+    assert found(SessionFilter()) == []
+    assert found(SessionFilter(status=SessionStatus.OPEN)) == ["t1", "t2", "t3", "t4"]
+    with forest.write() as connection:
+        ledger.end_session(connection, "default", "s", "env_done")
+    assert found(SessionFilter()) == ["t1", "t2", "t3", "t4"]
+    assert found(SessionFilter(task_id="other")) == []
+
+
+def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> None:
+    """Steps 0 to 3 with rewards 1, 2, 0, 4 and γ = 0.5: returns 1 + 0.5·3 = 2.5, 2 + 0.5·2 = 3, 2, 4."""
+    with forest.write() as connection:
+        lines = [Reward(session_id="s", step=step, value=value) for step, value in ((0, 1), (1, 2), (3, 4))]
+        ledger.add_rewards(connection, lines)
+        ledger.end_session(connection, "default", "s", "env_done")
+    with forest.read() as connection:
+        trunk, branch = queries.experiences(
+            connection, SessionFilter(), credit=Credit.STEP_WISE, gamma=0.5, merge="chain"
+        )
+    assert (trunk.turn_ids, trunk.turn_steps) == (("t1", "t2", "t4"), (0, 1, 3))
+    assert trunk.turn_rewards.tolist() == [1, 2, 4]
+    assert trunk.turn_returns.tolist() == [2.5, 3, 4]
+    assert trunk.reward == 7
+    assert trunk.tokens.tolist() == [10, 11, 12, 13, 20, 21, 22, 23, 40, 41, 42, 43]
+    assert trunk.prompt_length == 2
+    assert trunk.eid.uid == "s/task/0/0/t1"
+    assert (trunk.info["termination_reason"], trunk.info["metadata"]) == ("env_done", {})
+    assert branch.turn_ids == ("t3",)
+    assert branch.loss_mask.tolist() == [False] * 6 + [True] * 2
+    assert branch.turn_returns.tolist() == [2]
+
+
+def test_the_dry_run_answers_under_another_credit_policy(forest: Database) -> None:
+    finish(forest, value=3)
+    with forest.read() as connection:
+        own = [one.turn_rewards.tolist() for one in queries.experiences(connection, SessionFilter())]
+        dry = [
+            one.turn_rewards.tolist()
+            for one in queries.experiences(connection, SessionFilter(), credit=Credit.STEP_WISE)
+        ]
+        unnamed = list(queries.experiences(connection, SessionFilter(), names={"style"}))
+    assert own == [[3], [3], [3], [3]]
+    assert dry == [[0], [0], [0], [3]]
+    assert unnamed == []
+
+
+def test_experiences_of_many_sessions_stream_in_order(database: Database) -> None:
+    """More sessions than are read at once, none twice, none left out."""
+    names = [f"s{n:02}" for n in range(40)]
+    for name in names:
+        add_session(database, name)
+        finish(database, name)
+    with database.read() as connection:
+        found = [one.session_id for one in queries.experiences(connection, SessionFilter())]
+    assert found == names
+
+
+def test_experience_arrays_are_the_readers_own(forest: Database) -> None:
+    """A trainer hands them to torch, which refuses memory that it must not write to."""
+    finish(forest)
+    with forest.read() as connection:
+        for one in queries.experiences(connection, SessionFilter(), merge="chain"):
+            assert all(array.flags.writeable for array in (one.tokens, one.logprobs, one.turn_index, one.loss_mask))
+            assert one.logprobs.dtype == np.float32
+
+
+def test_counts_say_what_the_store_holds(forest: Database) -> None:
+    finish(forest)
+    add_session(forest, "other", turns=0)
+    with forest.read() as connection:
+        counts = queries.counts(connection)
+    assert counts.sessions == {"ended": 1, "open": 1}
+    assert counts.groups == {"ready": 1, "open": 1}
+    assert (counts.num_turns, counts.num_rewards, counts.num_updates) == (4, 1, 0)

@@ -1,0 +1,179 @@
+"""The command line: settings from flags, expected errors as one sentence, JSON where data is printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
+from turnwise.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path}/store.db"
+    assert _run("db", "upgrade", "--database", url).exit_code == 0
+    return url
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize(
+    "command", ["up", "proxy", "train", "engine", "fake-engine", "db", "keys", "sessions", "doctor"]
+)
+def test_every_command_explains_itself(command):
+    result = _run(command, "--help")
+    assert result.exit_code == 0, result.output
+    assert "Usage:" in result.output
+
+
+def test_the_command_line_starts_without_what_the_extras_bring():
+    """The SDK alone has a `turnwise` command; fastapi, torch and a database driver come with extras."""
+    code = (
+        "import sys, turnwise.cli; print(*sorted({'fastapi', 'starlette', 'torch', 'sqlalchemy'} & set(sys.modules)))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT
+    )
+    assert loaded.stdout.strip() == ""
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(monkeypatch):
+    Path("turnwise.toml").write_text('[engine]\nmodel = "from/file"\nport = 1111\nhost = "127.0.0.3"\n')
+    monkeypatch.setenv("TURNWISE_ENGINE_PORT", "2222")
+    monkeypatch.setenv("TURNWISE_ENGINE_HOST", "127.0.0.2")
+    shown = json.loads(_run("engine", "--dry-run", "--json", "--host", "127.0.0.1").output)
+    assert (shown["settings"]["model"], shown["settings"]["port"]) == ("from/file", 2222)
+    assert shown["settings"]["host"] == "127.0.0.1"
+
+
+def test_the_dry_run_of_the_engine_prints_a_line_for_the_shell():
+    output = _run("engine", "--dry-run", "--model", "owner/name", "--device", "cpu", "--", "--seed", "3").output
+    line = output.strip().splitlines()[-1]
+    assert line.startswith("VLLM_SERVER_DEV_MODE=1")
+    assert line.endswith("--seed 3")
+
+
+def test_the_dry_run_of_the_stack_shows_every_process_in_its_order():
+    shown = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--port", "8123").output)
+    assert list(shown["commands"]) == ["migrate", "engine", "proxy", "trainer"]
+    assert shown["commands"]["proxy"][-2:] == ["--port", "8123"]
+    for name, subcommand in (("proxy", "proxy"), ("trainer", "train")):
+        argv = shown["commands"][name]
+        assert argv[1:4] == ["-m", "turnwise.cli", subcommand]
+        dry = _run(*argv[3:], "--dry-run")
+        assert dry.exit_code == 0, dry.output
+
+
+def test_a_setting_that_does_not_fit_is_one_sentence_and_status_two():
+    result = _run("engine", "--model", "owner/name", "--port", "much", "--dry-run")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("turnwise: [engine] port='much' (from flag) does not fit")
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_setting_is_named_with_the_ways_to_set_it():
+    result = _run("engine")
+    assert result.exit_code == 2
+    assert "TURNWISE_ENGINE_MODEL" in result.stderr
+
+
+def test_an_incomplete_model_is_one_sentence_and_status_one(tmp_path):
+    result = _run("engine", "--model", str(tmp_path))
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "is incomplete" in result.stderr
+
+
+def test_a_database_of_another_release_says_which_command_helps(tmp_path):
+    result = _run("keys", "list", "--database", f"sqlite:///{tmp_path}/empty.db")
+    assert result.exit_code == 1
+    assert "turnwise db upgrade" in result.stderr
+
+
+def test_the_database_of_the_environment_is_used_and_never_shown(tmp_path, monkeypatch):
+    """A password in the URL reaches the driver and no terminal."""
+    monkeypatch.setenv("TURNWISE_PROXY_DATABASE", f"sqlite:///{tmp_path}/hidden.db")
+    assert _run("db", "upgrade").exit_code == 0
+    assert (tmp_path / "hidden.db").exists()
+    assert "hidden.db" not in _run("proxy", "--dry-run").output
+
+
+def test_a_key_is_shown_once_and_revoked_by_its_id(database):
+    made = json.loads(
+        _run("keys", "create", "--role", "admin", "--name", "ci", "--database", database, "--json").output
+    )
+    assert made["key"].startswith(f"tw-{made['key_id']}-")
+    listed = _run("keys", "list", "--database", database, "--json").output
+    assert made["key"] not in listed
+    assert json.loads(listed)[0]["revoked_at"] is None
+    revoked = json.loads(_run("keys", "revoke", made["key_id"], "--database", database, "--json").output)
+    assert revoked["revoked_at"] is not None
+
+
+def test_revoking_an_unknown_key_is_the_callers_mistake(database):
+    result = _run("keys", "revoke", "nothing", "--database", database)
+    assert result.exit_code == 2
+    assert "'nothing'" in result.stderr
+
+
+def test_an_empty_store_has_no_sessions_and_no_experiences(database):
+    assert json.loads(_run("sessions", "--database", database, "--json").output) == []
+    exported = _run("export", "--database", database, "--split", "train")
+    assert (exported.exit_code, exported.output) == (0, "")
+
+
+def test_the_fake_engines_dry_run_prints_its_script(tmp_path):
+    script = tmp_path / "script.json"
+    script.write_text('{"rules": [{"contains": "hi", "reply": {"text": "ho"}}]}')
+    shown = json.loads(
+        _run("fake-engine", "--port", "1", "--script", str(script), "--pace-ms", "5", "--dry-run").output
+    )
+    assert shown["rules"][0]["reply"]["text"] == "ho"
+    assert shown["pace_seconds"] == 0.005
+
+
+def test_a_script_with_an_unknown_key_is_refused(tmp_path):
+    script = tmp_path / "script.json"
+    script.write_text('{"rulez": []}')
+    result = _run("fake-engine", "--port", "1", "--script", str(script), "--dry-run")
+    assert result.exit_code == 2
+    assert "rulez" in result.stderr
+
+
+def _verdicts(engine: RunningFakeEngine, database: str) -> dict[str, str]:
+    result = _run("doctor", "--engine", engine.url, "--database", database, "--json")
+    return {finding["check"]: finding["verdict"] for finding in json.loads(result.output)}
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_suitable_engine_and_a_ready_store(fake_engine, database):
+    verdicts = _verdicts(fake_engine, database)
+    checks = ("engine", "token ids", "logprobs", "continuation", "database")
+    assert {check: verdicts[check] for check in checks} == dict.fromkeys(checks, "ok")
+
+
+def test_the_doctor_tells_raw_logprobs_and_an_ignored_prompt(database):
+    script = Script(logprobs_mode="raw_logprobs", honours_prompt_token_ids=False)
+    with running_fake_engine(script) as engine:
+        verdicts = _verdicts(engine, database)
+    assert (verdicts["logprobs"], verdicts["continuation"]) == ("fail", "fail")
+
+
+def test_the_doctor_names_an_engine_that_is_not_there_and_exits_one(database):
+    result = _run("doctor", "--engine", "http://127.0.0.1:1", "--database", database)
+    assert result.exit_code == 1
+    assert "turnwise engine" in result.output

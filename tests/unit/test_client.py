@@ -1,0 +1,284 @@
+"""The client against a stand-in over real HTTP."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import pytest
+from stand_in_proxy import StandIn, encode, serving
+
+from turnwise import errors, wire
+from turnwise.client import AsyncClient, Client
+
+
+@pytest.fixture
+def proxy():
+    with serving(StandIn()) as state:
+        yield state
+
+
+@pytest.fixture
+def client(proxy, monkeypatch):
+    monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
+    with Client(proxy.base_url) as made:
+        yield made
+
+
+def ask(openai_client, text="hi"):
+    return openai_client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+
+
+def test_a_session_hands_out_an_openai_client_that_samples_in_it(proxy, client):
+    session = client.create_session(task_id="t", run=2)
+    reply = ask(session.openai())
+    assert reply.choices[0].message.content == "re:hi"
+    assert [turn["token_ids"] for turn in session.turns()] == [encode("re:hi")]
+    assert proxy.sessions[session.session_id]["run"] == 2
+
+
+def test_a_step_given_to_the_openai_client_is_the_step_of_its_calls(client):
+    session = client.create_session()
+    ask(session.openai(step=4))
+    ask(session.openai(step=4))
+    ask(session.openai(step=7))
+    assert [turn["step"] for turn in session.turns()] == [4, 4, 7]
+
+
+def test_creating_a_session_again_after_a_lost_answer_finds_the_first_one(proxy, client):
+    """A retried creation must not leave a second, empty session behind."""
+    proxy.lose_answers = 1
+    session = client.create_session(task_id="t")
+    assert list(proxy.sessions) == [session.session_id]
+
+
+def test_a_reward_whose_answer_was_lost_is_written_once(proxy, client):
+    """The generated idempotency key stays the same over the retries of one call."""
+    session = client.create_session()
+    ask(session.openai())
+    proxy.lose_answers = 2
+    assert session.reward(1.0) == 1
+    assert proxy.rewards == [{"session_id": session.session_id, "value": 1.0}]
+
+
+def test_two_equal_rewards_are_two_lines(proxy, client):
+    session = client.create_session()
+    session.reward(1.0)
+    session.reward(1.0)
+    assert len(proxy.rewards) == 2
+
+
+def test_a_reward_says_how_many_turns_it_reached(client):
+    session = client.create_session()
+    for step in (0, 0, 1):
+        ask(session.openai(step=step))
+    turn_id = next(session.turns())["turn_id"]
+    assert [session.reward(1.0), session.reward(1.0, step=0), session.reward(1.0, turn_id=turn_id)] == [3, 2, 1]
+
+
+def test_a_reward_without_a_target_is_refused_before_it_is_sent(proxy, client):
+    with pytest.raises(errors.InvalidRequest, match="session_id or turn_id"):
+        client.reward(1.0)
+    assert proxy.requests == []
+
+
+def test_ending_says_why_and_may_bring_the_reward(proxy, client):
+    session = client.create_session()
+    assert session.end(reason="env_done", reward=0.5)["status"] == "ended"
+    assert proxy.rewards[-1]["value"] == 0.5
+
+
+def test_lists_are_read_page_by_page_in_order(client, monkeypatch):
+    monkeypatch.setattr(wire, "PAGE_SIZE", 2)
+    made = [client.create_session().session_id for _ in range(5)]
+    assert [session["session_id"] for session in client.sessions()] == made
+
+
+def test_experiences_are_read_line_by_line(client):
+    session = client.create_session()
+    ask(session.openai())
+    ask(session.openai())
+    assert [line["turn_ids"] for line in client.experiences()] == [["chatcmpl-0"], ["chatcmpl-1"]]
+
+
+def test_policies_are_published_listed_and_activated(client, monkeypatch):
+    monkeypatch.setattr(wire, "PAGE_SIZE", 1)
+    assert client.publish_policy("/a")["version"] == 0
+    assert client.publish_policy("/b", kind="lora")["kind"] == "lora"
+    assert [policy["path"] for policy in client.policies()] == ["/a", "/b"]
+    assert client.activate(1)["version"] == 1
+
+
+def test_a_handle_says_what_it_stands_for(client):
+    session = client.create_session(session_id="mine")
+    assert repr(session) == f"SessionHandle(session_id='mine', base_url='{client.base_url}/sessions/mine/v1')"
+    assert client.session("mine")["session_id"] == "mine"
+
+
+def test_the_served_model_is_asked_for_once(proxy, client):
+    assert [client.served_model() for _ in range(2)] == ["served", "served"]
+    assert len(proxy.requests) == 1
+
+
+def test_a_turn_id_with_a_choice_number_survives_the_url(client):
+    session = client.create_session()
+    session.openai().chat.completions.create(model="m", n=2, messages=[{"role": "user", "content": "x"}])
+    assert client.turn("chatcmpl-0#1")["turn_id"] == "chatcmpl-0#1"
+
+
+def test_a_refusal_with_retry_after_is_waited_for(proxy, client):
+    """The server's word, in seconds, is the least that passes before the next attempt."""
+    proxy.refusals = [(429, {"retry-after": "0.3"})]
+    began = time.monotonic()
+    client.create_session()
+    assert time.monotonic() - began >= 0.3
+
+
+def test_retries_end_and_the_last_refusal_is_the_error(proxy, monkeypatch):
+    monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
+    proxy.refusals = [(429, {"retry-after": "0"})] * 3
+    with Client(proxy.base_url, max_retries=2) as client, pytest.raises(errors.Overloaded, match="too much at once"):
+        client.create_session()
+    assert len(proxy.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, None, errors.InvalidRequest),
+        (401, None, errors.Unauthorized),
+        (403, None, errors.Forbidden),
+        (404, None, errors.NotFound),
+        (409, None, errors.Conflict),
+        (413, None, errors.TooLarge),
+        (422, None, errors.InvalidRequest),
+        (422, "bad_checkpoint", errors.BadCheckpoint),
+        (429, None, errors.Overloaded),
+        (503, "engine_unavailable", errors.EngineUnavailable),
+        (503, "store_unavailable", errors.StoreUnavailable),
+        (500, "internal_error", errors.ProxyUnavailable),
+    ],
+)
+def test_an_answer_becomes_the_error_of_its_boundary_with_the_servers_sentence(status, code, kind):
+    body = wire.json.dumps({"error": {"message": "do this", "param": "p", "code": code}}).encode()
+    error = wire.error_of(status, body)
+    assert type(error) is kind
+    assert str(error) == "do this"
+
+
+def test_what_a_gateway_answers_in_html_is_quoted():
+    assert "<html>" in str(wire.error_of(502, b"<html>bad gateway"))
+
+
+def test_an_unreachable_proxy_is_named_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
+    with Client("http://127.0.0.1:9", max_retries=1) as client:
+        with pytest.raises(errors.ProxyUnavailable, match="turnwise up"):
+            client.session("s")
+        with pytest.raises(errors.ProxyUnavailable, match="not ready"):
+            client.wait_until_ready(timeout_seconds=0.0)
+
+
+def test_a_ready_proxy_is_not_waited_for(client):
+    client.wait_until_ready(timeout_seconds=5.0)
+
+
+def test_pauses_double_up_to_a_limit_and_are_jittered():
+    """Attempt k waits between half and all of min(0.25 * 2**k, 8) seconds: 0.25 at first, 8 from the sixth on."""
+    for attempt, most in [(0, 0.25), (1, 0.5), (5, 8.0), (9, 8.0)]:
+        assert all(most / 2 <= wire.pause_seconds(attempt, None) <= most for _ in range(50))
+
+
+def test_a_base_url_with_or_without_v1_is_the_same_proxy():
+    with Client("http://host:1/v1/") as client:
+        assert client.base_url == "http://host:1"
+
+
+def test_sessions_share_one_connection_pool(proxy):
+    """Seven thousand sessions must not open seven thousand pools."""
+
+    async def go():
+        async with AsyncClient(proxy.base_url) as client:
+            sessions = [await client.create_session() for _ in range(3)]
+            made = [session.openai_async() for session in sessions]
+            assert len({id(one._client) for one in made}) == 1
+            assert len({str(one.base_url) for one in made}) == 3
+
+    asyncio.run(go())
+
+
+def test_an_asynchronous_client_serves_several_event_loops(proxy):
+    """A connection belongs to the loop that opened it; a client that was made outside any loop may be used in each."""
+    with Client(proxy.base_url) as client:
+        openai_client = client.create_session().openai_async()
+
+        async def call():
+            reply = await ask(openai_client)
+            await client.transport.aclose()
+            return reply.choices[0].message.content
+
+        assert [asyncio.run(call()) for _ in range(2)] == ["re:hi", "re:hi"]
+
+
+def test_the_asynchronous_client_does_the_same(proxy, monkeypatch):
+    monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
+    monkeypatch.setattr(wire, "PAGE_SIZE", 2)
+
+    async def go():
+        async with AsyncClient(proxy.base_url) as client:
+            await client.wait_until_ready(5.0)
+            session = await client.create_session(task_id="t")
+            for step in (0, 0, 1):
+                await ask(session.openai_async(step=step))
+            proxy.refusals = [(503, {"retry-after": "0"})]
+            proxy.lose_answers = 1
+            assert await session.reward(0.5, step=0) == 2
+            assert [turn["step"] async for turn in session.turns()] == [0, 0, 1]
+            assert [e["turn_ids"] async for e in client.experiences()] == [[f"chatcmpl-{k}"] for k in range(3)]
+            assert (await client.turn("chatcmpl-1"))["step"] == 0
+            assert (await session.end(reason="env_done"))["termination_reason"] == "env_done"
+            assert (await client.session(session.session_id))["status"] == "ended"
+            assert [s["session_id"] async for s in client.sessions()] == [session.session_id]
+            assert (await client.activate(4))["version"] == 4
+            assert (await client.publish_policy("/a"))["version"] == 0
+            assert [policy["path"] async for policy in client.policies()] == ["/a"]
+            assert [await client.served_model() for _ in range(2)] == ["served", "served"]
+            with pytest.raises(errors.NotFound):
+                await client.session("nobody")
+        assert len(proxy.rewards) == 1
+
+    asyncio.run(go())
+
+
+def test_the_asynchronous_client_names_an_unreachable_proxy_too(monkeypatch):
+    monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
+    monkeypatch.setattr(wire, "READY_POLL_SECONDS", 0.001)
+
+    async def go():
+        async with AsyncClient("http://127.0.0.1:9", max_retries=1) as client:
+            with pytest.raises(errors.ProxyUnavailable, match="turnwise up"):
+                await client.session("s")
+            with pytest.raises(errors.ProxyUnavailable, match="not ready within"):
+                await client.wait_until_ready(timeout_seconds=0.05)
+
+    asyncio.run(go())
+
+
+def test_a_date_in_retry_after_is_left_to_the_backoff():
+    assert wire.pause_seconds(0, "Wed, 21 Oct 2026 07:28:00 GMT") <= wire.BACKOFF_BASE_SECONDS
+
+
+def test_the_sdk_imports_fast_and_loads_nothing_heavy():
+    """No framework, driver, torch or engine comes with the SDK, and it is there in under 0.4 s of CPU."""
+    code = """
+import sys, time
+began = time.process_time()
+import turnwise.client, turnwise.workflows, turnwise.workflows.trinity
+seconds = time.process_time() - began
+heavy = ("fastapi", "starlette", "torch", "sqlalchemy", "vllm", "verl", "openai")
+print(seconds, [name for name in heavy if name in sys.modules])
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    answers = [run.stdout.split(maxsplit=1) for run in runs]
+    assert {loaded.strip() for _, loaded in answers} == {"[]"}
+    assert min(float(seconds) for seconds, _ in answers) < 0.4

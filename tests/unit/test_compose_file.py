@@ -1,0 +1,241 @@
+"""docker-compose.yml is held to its rules by what it says; `make compose-check` is where it runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from compose import compose_file
+from compose.compose_file import COMPOSE_FILE, ROOT, Service
+
+from turnwise.cli import main
+from turnwise.engine import EngineSettings, engine_command
+from turnwise.settings import ENVIRONMENT_PREFIX, SECTIONS
+
+FILLED_IN = {"POSTGRES_PASSWORD": "swordfish", "MODEL_DIR": "/srv/model"}
+DOCUMENT = yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
+PROFILES = ("gpu", "cpu")
+ALL_SERVICES = [(profile, name) for profile in PROFILES for name in compose_file.services(profile, FILLED_IN)]
+
+each_service = pytest.mark.parametrize(("profile", "name"), ALL_SERVICES)
+each_profile = pytest.mark.parametrize("profile", PROFILES)
+
+
+def service_of(profile: str, name: str) -> Service:
+    return compose_file.services(profile, FILLED_IN)[name]
+
+
+def networks_of(service: Service) -> set[str]:
+    return set(service["networks"])
+
+
+@pytest.mark.parametrize(
+    ("profile", "order"),
+    [
+        ("gpu", ["postgres", "migrate", "engine", "proxy", "trainer"]),
+        ("cpu", ["postgres", "migrate", "engine-cpu", "proxy", "trainer-cpu"]),
+    ],
+)
+def test_each_profile_starts_the_five_services_one_after_the_other(profile: str, order: list[str]) -> None:
+    """Each service waits for exactly the one before it, so the start has one order."""
+    services = compose_file.services(profile, FILLED_IN)
+    assert list(services) == order
+    assert [list(service["depends_on"]) for service in services.values()] == [[], *([name] for name in order[:-1])]
+
+
+@each_profile
+def test_what_is_waited_for_is_healthy_or_has_completed(profile: str) -> None:
+    """A container that merely runs is not ready; only a one-shot may be waited for without a health check."""
+    services = compose_file.services(profile, FILLED_IN)
+    for service in services.values():
+        for dependency, condition in service["depends_on"].items():
+            one_shot = services[dependency]["restart"] == "no"
+            assert condition == ("service_completed_successfully" if one_shot else "service_healthy")
+            assert one_shot or "healthcheck" in services[dependency]
+
+
+@each_profile
+def test_only_the_proxy_is_published_and_on_loopback_alone(profile: str) -> None:
+    """Everything else is out of reach, because the engine's control routes know no key."""
+    services = compose_file.services(profile, FILLED_IN)
+    assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
+        "proxy": ["127.0.0.1:8100:8100"]
+    }
+
+
+@each_service
+def test_only_the_proxy_is_on_a_network_with_a_way_out(profile: str, name: str) -> None:
+    """Who can be reached by nobody and can reach nobody leaks nothing."""
+    open_networks = {name for name, network in DOCUMENT["networks"].items() if not network.get("internal")}
+    assert open_networks == {"edge"}
+    assert ("edge" in networks_of(service_of(profile, name))) == (name == "proxy")
+    assert "private" in networks_of(service_of(profile, name))
+
+
+@each_service
+def test_every_container_is_locked_down(profile: str, name: str) -> None:
+    """No root, no capabilities, no new privileges, and nothing to write but tmpfs and volumes."""
+    service = service_of(profile, name)
+    user = re.fullmatch(r"(\d+):(\d+)", service["user"])
+    assert user is not None
+    assert int(user[1]) > 0
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not service.keys() & {"privileged", "cap_add", "network_mode", "pid", "ipc", "devices", "userns_mode"}
+
+
+@each_service
+def test_images_have_a_name_and_a_tag_behind_a_variable_and_no_registry(profile: str, name: str) -> None:
+    """A registry of one's own is the variable's business; a tag that moves is nobody's."""
+    image = DOCUMENT["services"][name]["image"]
+    default = re.fullmatch(r"\$\{[A-Z_]+_IMAGE:-(?P<path>[a-z0-9/-]+):(?P<tag>[\w.-]+)\}", image)
+    assert default is not None, image
+    assert default["tag"] != "latest"
+    assert service_of(profile, name)["image"] == f"{default['path']}:{default['tag']}"
+
+
+def test_the_engines_are_vllms_own_images_of_one_release() -> None:
+    """The flags, and the logprobs that they give, were measured with this release."""
+    images = {name: service_of(profile, name)["image"] for profile, name in ALL_SERVICES if "engine" in name}
+    assert images == {"engine": "vllm/vllm-openai:v0.32.0", "engine-cpu": "vllm/vllm-openai-cpu:v0.32.0"}
+
+
+def test_our_image_is_tagged_with_the_release() -> None:
+    """A tag that says another version than the code inside would be believed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert service_of("cpu", "proxy")["image"] == f"{project['name']}:{project['version']}"
+
+
+@each_profile
+def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
+    """What `turnwise engine --dry-run` prints is what the container runs; a GPU's share comes on top."""
+    name = "engine" if profile == "gpu" else "engine-cpu"
+    service = service_of(profile, name)
+    settings = EngineSettings(model="/models/policy", served_model_name="policy", host="0.0.0.0", allow_remote=True)
+    wanted = engine_command(settings, gpu=profile == "gpu")
+    flags = list(wanted.argv[wanted.argv.index("/models/policy") + 1 :])
+    share = ["--gpu-memory-utilization", "0.45"] if profile == "gpu" else []
+    assert shlex.split(service["command"]) == ["/models/policy", *flags, *share]
+    assert wanted.environment.items() <= service["environment"].items() | {("HF_HUB_OFFLINE", "1")}
+
+
+@each_profile
+def test_the_engine_answers_to_one_name_in_both_profiles(profile: str) -> None:
+    """The proxy's command has the same URL whatever runs the model."""
+    name = "engine" if profile == "gpu" else "engine-cpu"
+    assert "--engine http://engine:8000" in service_of(profile, "proxy")["command"]
+    assert service_of(profile, name)["networks"]["private"]["aliases"] == ["engine"]
+
+
+@each_profile
+def test_policies_are_written_by_the_trainer_and_read_by_the_others_under_one_uid(profile: str) -> None:
+    """Weight files are written readable to their owner alone, so readers must be that owner, on read-only mounts."""
+    services = compose_file.services(profile, FILLED_IN)
+    mounts = {
+        name: volume
+        for name, service in services.items()
+        for volume in service.get("volumes", [])
+        if volume.startswith("policies:")
+    }
+    engine, trainer = ("engine", "trainer") if profile == "gpu" else ("engine-cpu", "trainer-cpu")
+    # The migration writes nothing there: it is the first to mount the volume, which gives it its owner.
+    writable = {"migrate", trainer}
+    assert {name: mount.endswith(":ro") for name, mount in mounts.items()} == {
+        "migrate": False,
+        engine: True,
+        "proxy": True,
+        trainer: False,
+    }
+    assert writable < mounts.keys()
+    assert len({services[name]["user"] for name in mounts}) == 1
+
+
+@each_profile
+def test_the_model_is_mounted_read_only_at_one_place_everywhere(profile: str) -> None:
+    """Version 0 is recorded as a path, and whoever loads it must find it there."""
+    services = compose_file.services(profile, FILLED_IN)
+    assert [
+        name for name, service in services.items() if "/srv/model:/models/policy:ro" in service.get("volumes", [])
+    ] == [name for name in services if name not in {"postgres", "migrate"}]
+
+
+def test_data_outlives_the_containers_in_two_named_volumes() -> None:
+    """Nothing else is kept: the database, and the policies."""
+    assert set(DOCUMENT["volumes"]) == {"database", "policies"}
+
+
+@pytest.mark.parametrize("variable", ["POSTGRES_PASSWORD", "MODEL_DIR"])
+def test_what_only_the_operator_knows_has_no_default_and_says_what_is_missing(variable: str) -> None:
+    """Compose stops with a sentence instead of starting with an empty password."""
+    assert compose_file.variables()[variable] is None
+    messages = re.findall(r"\$\{" + variable + r":\?([^}]+)\}", COMPOSE_FILE.read_text(encoding="utf-8"))
+    assert messages
+    assert all(len(message.split()) > 3 for message in messages)
+
+
+def test_no_secret_is_on_a_command_line() -> None:
+    """A command line is for everyone on the machine to see."""
+    for profile, name in ALL_SERVICES:
+        assert "swordfish" not in str(service_of(profile, name).get("command"))
+
+
+def test_no_variable_of_the_file_is_taken_for_a_setting() -> None:
+    """An exported variable called like a setting would make every `turnwise` command on the machine refuse to start."""
+    prefixes = tuple(f"{ENVIRONMENT_PREFIX}{section}_".upper() for section in SECTIONS)
+    assert not [name for name in compose_file.variables() if name.startswith(prefixes)]
+
+
+def test_the_example_of_the_environment_file_names_every_variable_with_its_default() -> None:
+    """What can be set is found in one place, and what it says about defaults is true."""
+    text = (ROOT / ".env.example").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^#? ?([A-Z0-9_]+)=(.*)$", text, flags=re.MULTILINE))
+    shown.pop("COMPOSE_PROFILES")
+    assert shown == {name: default or "" for name, default in compose_file.variables().items()}
+
+
+@each_service
+def test_the_commands_are_commands_of_this_release(profile: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every flag is known and every setting fits: the command resolves its settings as it would when it starts."""
+    service = service_of(profile, name)
+    if "TURNWISE_IMAGE" not in DOCUMENT["services"][name]["image"]:
+        return
+    for variable, value in service["environment"].items():
+        monkeypatch.setenv(variable, value)
+    mounted = {place: source for source, place, *_ in (volume.split(":") for volume in service["volumes"])}
+    arguments = [
+        str(ROOT / mounted[word]) if word.endswith(".toml") else word for word in shlex.split(service["command"])
+    ]
+    rehearsal = "--help" if name == "migrate" else "--dry-run"
+    result = CliRunner().invoke(main, [*arguments, rehearsal])
+    assert result.exit_code == 0, result.output
+
+
+def test_nothing_that_is_shipped_names_a_registry() -> None:
+    """Where images and packages come from is the operator's choice."""
+    shipped = [
+        COMPOSE_FILE,
+        ROOT / "Dockerfile",
+        ROOT / ".env.example",
+        *Path(ROOT / "tests/compose/recipes").iterdir(),
+    ]
+    for path in shipped:
+        assert not re.search(
+            r"https?://(?!engine|127\.0\.0\.1)|\b[\w-]+\.(io|com|org|ai)/", path.read_text(encoding="utf-8")
+        )
+
+
+def test_the_build_context_is_an_allow_list() -> None:
+    """A secret that lies in a checkout stays out of the image."""
+    lines = [
+        line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] not in {"", "#"}
+    ]
+    assert lines[0] == "*"
+    assert [line for line in lines if line.startswith("!")] == [
+        f"!{name}" for name in ("pyproject.toml", "README.md", "LICENSE", "proxy", "trainer", "turnwise", "migrations")
+    ]

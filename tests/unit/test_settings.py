@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from pydantic import Field, SecretStr
+
+from turnwise.errors import SettingsError
+from turnwise.settings import Settings, describe, load_settings
+
+
+class Shop(Settings):
+    """What a process might declare."""
+
+    port: int = 8000
+    host: str = "127.0.0.1"
+    engines: list[str] = Field(default_factory=list)
+    token: SecretStr | None = None
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Run in an empty directory without any of our variables."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PORT", "HOST", "ENGINES", "TOKEN", "PROT"):
+        monkeypatch.delenv(f"TURNWISE_PROXY_{name}", raising=False)
+
+
+def load(config=None, **overrides):
+    return load_settings(Shop, config=config, section="proxy", overrides=overrides)
+
+
+def test_each_source_outranks_the_one_before_it(tmp_path, monkeypatch):
+    """Defaults < file < environment < flags."""
+    assert load().port == 8000
+    (tmp_path / "turnwise.toml").write_text("[proxy]\nport = 1\nhost = 'a'\n")
+    assert load().port == 1
+    monkeypatch.setenv("TURNWISE_PROXY_PORT", "2")
+    assert load().port == 2
+    assert load(port=3, host=None).port == 3
+    assert load(port=3, host=None).host == "a"
+
+
+def test_a_file_without_sections_belongs_to_the_process_it_is_given_to(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("port = 7\n")
+    assert load(path).port == 7
+
+
+def test_other_sections_are_not_this_process_concern(tmp_path):
+    path = tmp_path / "all.toml"
+    path.write_text("[trainer]\nlr = 1.0\n[proxy]\nport = 7\n")
+    assert load(path).port == 7
+
+
+def test_lists_come_from_the_environment_as_json(monkeypatch):
+    monkeypatch.setenv("TURNWISE_PROXY_ENGINES", '["http://a", "http://b"]')
+    assert load().engines == ["http://a", "http://b"]
+    monkeypatch.setenv("TURNWISE_PROXY_ENGINES", "http://a")
+    with pytest.raises(SettingsError, match="written as JSON"):
+        load()
+
+
+def test_an_undeclared_key_is_an_error_from_every_source(tmp_path, monkeypatch):
+    path = tmp_path / "mine.toml"
+    path.write_text("[proxy]\nprot = 7\n")
+    with pytest.raises(SettingsError, match=r"\[proxy\] has no setting 'prot' \(from file .*did you mean 'port'\?"):
+        load(path)
+    with pytest.raises(SettingsError, match="from flag"):
+        load(prot=7)
+    monkeypatch.setenv("TURNWISE_PROXY_PROT", "7")
+    with pytest.raises(SettingsError, match="from environment"):
+        load()
+
+
+def test_a_key_outside_of_the_sections_is_an_error(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("port = 7\n[proxy]\nport = 7\n")
+    with pytest.raises(SettingsError, match="outside of its sections"):
+        load(path)
+
+
+def test_a_value_that_does_not_fit_is_shown_with_its_source(monkeypatch):
+    monkeypatch.setenv("TURNWISE_PROXY_PORT", "many")
+    with pytest.raises(SettingsError, match=r"port='many' \(from environment\) does not fit: .*integer"):
+        load()
+
+
+def test_a_missing_value_says_where_to_set_it():
+    class Needy(Settings):
+        database: str
+
+    with pytest.raises(SettingsError, match=r"needs 'database'.*TURNWISE_UP_DATABASE"):
+        load_settings(Needy, config=None, section="up", overrides={})
+
+
+@pytest.mark.parametrize("content", [b"port = ", b"\xff\xfe"])
+def test_a_broken_file_is_named(tmp_path, content):
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"broken\.toml' is not TOML"):
+        load(path)
+
+
+def test_a_named_file_must_exist(tmp_path):
+    with pytest.raises(SettingsError, match="cannot read"):
+        load(tmp_path / "absent.toml")
+
+
+def test_the_description_is_toml_that_gives_the_same_settings_and_hides_secrets(tmp_path):
+    settings = Shop(port=9, engines=["http://a"], token=SecretStr("hunter2"))
+    text = describe(settings, "proxy")
+    assert "hunter2" not in text
+    assert tomllib.loads(text)["proxy"]["engines"] == ["http://a"]
+    bare = tmp_path / "same.toml"
+    bare.write_text(describe(Shop(port=9), "proxy"))
+    assert load(bare) == Shop(port=9)
+
+
+def test_a_secret_never_shows_in_an_error():
+    with pytest.raises(SettingsError) as caught:
+        load(token=["hunter2"])
+    assert "hunter2" not in str(caught.value)
+
+
+def test_direct_construction_reads_nothing_from_outside(tmp_path, monkeypatch):
+    """A test or a program that builds settings itself gets exactly what it wrote."""
+    monkeypatch.setenv("TURNWISE_PROXY_PORT", "2")
+    (tmp_path / "turnwise.toml").write_text("[proxy]\nport = 1\n")
+    assert Shop().port == 8000

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from experience_factory import experience
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.advantages import AdvantageRule, assign, estimate, uniform_groups
+
+ONE_GROUP = [0, 0, 0, 0]
+REWARDS = np.array([1.0, 2.0, 3.0, 6.0])
+# Mean 3. Deviations -2, -1, 0, 3; squares 4 + 1 + 0 + 9 = 14.
+
+
+def rule(estimator, **changes):
+    return AdvantageRule(**({"estimator": estimator, "epsilon": 0.0} | changes))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (rule("reinforce"), [1, 2, 3, 6]),
+        # The others' means: 11/3, 10/3, 9/3, 6/3.
+        (rule("rloo"), [1 - 11 / 3, 2 - 10 / 3, 0, 4]),
+        # ddof 1: sqrt(14 / 3) = 2.160247; ddof 0: sqrt(14 / 4) = 1.870829.
+        (rule("grpo"), [-0.925820, -0.462910, 0, 1.388730]),
+        (rule("grpo", ddof=0), [-1.069045, -0.534522, 0, 1.603567]),
+        (rule("dr_grpo"), [-2, -1, 0, 3]),
+        (rule("reinforce_plus_plus"), [-0.925820, -0.462910, 0, 1.388730]),
+        (rule("reinforce_plus_plus_baseline"), [-0.925820, -0.462910, 0, 1.388730]),
+    ],
+)
+def test_each_estimator_gives_the_numbers_worked_by_hand(chosen, expected):
+    np.testing.assert_allclose(estimate(REWARDS, ONE_GROUP, chosen), expected, atol=1e-6)
+
+
+def test_groups_are_centred_apart_but_whitened_together():
+    """REINFORCE++ with a baseline subtracts each group's mean, then divides by one deviation for the whole batch."""
+    values, groups = np.array([0.0, 2.0, 10.0, 14.0]), ["a", "a", "b", "b"]
+    np.testing.assert_allclose(estimate(values, groups, rule("dr_grpo")), [-1, 1, -2, 2])
+    # Deviations -1, 1, -2, 2: mean 0, squares 10, ddof 1 gives sqrt(10 / 3) = 1.825742.
+    expected = np.array([-1, 1, -2, 2]) / 1.825742
+    np.testing.assert_allclose(estimate(values, groups, rule("reinforce_plus_plus_baseline")), expected, atol=1e-6)
+
+
+def test_a_group_of_one_follows_the_explicit_rule():
+    values = np.array([5.0])
+    for estimator in ("rloo", "grpo", "dr_grpo"):
+        assert estimate(values, ["a"], rule(estimator)).tolist() == [0.0]
+        assert estimate(values, ["a"], rule(estimator, singleton="raw")).tolist() == [5.0]
+
+
+def test_equal_rewards_give_exactly_nothing_whatever_their_rounding():
+    """0.1 eight times has a mean that is not 0.1; divided by epsilon, that error would become a gradient."""
+    values = np.full(8, 0.1)
+    for estimator in ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        assert not estimate(values, [0] * 8, rule(estimator, epsilon=1e-6)).any()
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=20))
+def test_centred_estimators_sum_to_zero_in_each_group(values):
+    for estimator in ("rloo", "grpo", "dr_grpo"):
+        advantages = estimate(np.array(values), [0] * len(values), rule(estimator, epsilon=1e-6))
+        assert abs(advantages.sum()) <= 1e-6 * max(1.0, np.abs(advantages).max()) * len(values)
+
+
+def test_a_session_is_one_member_however_many_chains_it_has():
+    """Session s has two chains and reward 1, session t one chain and reward 0: the mean is 1/2, not 2/3."""
+    batch = [
+        experience(session_id="s", reward=1.0),
+        experience(session_id="s", reward=1.0),
+        experience(session_id="t", reward=0.0),
+    ]
+    advantages = assign(batch, rule("dr_grpo", group_by="session"))
+    assert [turns.tolist() for turns in advantages] == [[0.5], [0.5], [-0.5]]
+
+
+def test_by_step_each_turn_is_compared_with_the_others_at_its_own_step():
+    """Returns (1, 4) and (3, 0): step 0 has mean 2, step 1 mean 2."""
+    batch = [
+        experience(session_id="s", turns=2, turn_returns=(1.0, 4.0)),
+        experience(session_id="t", turns=2, turn_returns=(3.0, 0.0)),
+    ]
+    advantages = assign(batch, rule("dr_grpo", group_by="step"))
+    assert [turns.tolist() for turns in advantages] == [[-1.0, 2.0], [1.0, -2.0]]
+
+
+def test_auto_follows_each_sessions_own_credit():
+    step_wise = [
+        experience(session_id=name, turns=2, turn_returns=returns, reward=9.0, group_id="a", credit="step_wise")
+        for name, returns in (("s", (1.0, 4.0)), ("t", (3.0, 0.0)))
+    ]
+    propagated = [
+        experience(session_id=name, turns=2, turn_returns=(0.0, 0.0), reward=reward, group_id="b", credit="propagate")
+        for name, reward in (("u", 1.0), ("v", 0.0))
+    ]
+    advantages = assign([*step_wise, *propagated], rule("dr_grpo"))
+    assert [turns.tolist() for turns in advantages] == [[-1, 2], [1, -2], [0.5, 0.5], [-0.5, -0.5]]
+
+
+def test_a_group_is_uniform_when_no_turn_of_it_has_an_advantage():
+    batch = [
+        experience(session_id="s", reward=1.0, group_id="same"),
+        experience(session_id="t", reward=1.0, group_id="same"),
+        experience(session_id="u", reward=1.0, group_id="mixed"),
+        experience(session_id="v", reward=0.0, group_id="mixed"),
+    ]
+    assert uniform_groups(batch, assign(batch, rule("grpo"))) == {"same"}

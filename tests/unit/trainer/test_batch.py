@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from experience_factory import experience
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+
+from trainer.agent import AgentRule, PolicyAgent
+from trainer.batch import build, minibatches, pack
+from trainer.forest import Forest
+from trainer.losses import LossRule, loss_of
+from trainer.policy import Policy, PolicySpec, selected_logprobs
+from turnwise.chains import merge_session, split_session
+from turnwise.store import queries
+from turnwise.types import EID, Experience, Turn
+
+
+def ids(*tokens):
+    return np.array(tokens, np.int32)
+
+
+def test_what_sequences_begin_with_is_laid_out_once():
+    """1 2 3 4, 1 2 5 and 6 make the segments 1 2 | 3 4 | 5 | 6: six tokens instead of eight."""
+    forest = Forest()
+    for tokens in (ids(1, 2, 3, 4), ids(1, 2, 5), ids(6)):
+        forest.insert(tokens)
+    layout = forest.lay_out()
+    assert forest.num_tokens == 6
+    assert layout.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert layout.positions.tolist() == [0, 1, 2, 3, 2, 0]
+    assert layout.attention().astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+    assert forest.places(ids(1, 2, 5)).tolist() == [0, 1, 4]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8))
+def test_every_sequence_sees_exactly_itself(sequences):
+    """For any sequences: its places spell it, at their depths, and each token attends to its own prefix alone."""
+    forest = Forest()
+    for tokens in sequences:
+        expected = forest.num_tokens + forest.num_new_tokens(ids(*tokens))
+        forest.insert(ids(*tokens))
+        assert forest.num_tokens == expected
+    layout = forest.lay_out()
+    attention = layout.attention()
+    assert (
+        len(layout.tokens) == forest.num_tokens == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
+    )
+    for tokens in sequences:
+        places = forest.places(ids(*tokens))
+        assert layout.tokens[places].tolist() == tokens
+        assert layout.positions[places].tolist() == list(range(len(tokens)))
+        for depth, place in enumerate(places):
+            assert np.flatnonzero(attention[place]).tolist() == sorted(places[: depth + 1].tolist())
+
+
+def test_weights_by_hand():
+    """Session s has 4 trained tokens in two chains, session t has 2."""
+    batch = build(
+        [experience(session_id="s"), experience(session_id="s"), experience(session_id="t")],
+        [np.ones(1)] * 3,
+        policy_version=0,
+    )
+    everything = [0, 1, 2]
+    np.testing.assert_allclose(batch.weights(everything, "token_mean", 8), [1 / 6] * 6)
+    np.testing.assert_allclose(batch.weights(everything, "session_mean", 8), [1 / 8] * 4 + [1 / 4] * 2)
+    np.testing.assert_allclose(batch.weights(everything, "session_sum", 8), [1 / 16] * 6)
+    np.testing.assert_allclose(batch.weights([2], "session_mean", 8), [0] * 4 + [1 / 2] * 2)
+
+
+def test_advantages_reach_the_tokens_of_their_own_turn():
+    batch = build([experience(turns=2)], [np.array([1.0, -2.0])], policy_version=0)
+    assert batch.table.advantages.tolist() == [1.0, 1.0, -2.0, -2.0]
+    assert batch.table.place.tolist() == [1, 2, 4, 5]
+
+
+def test_a_turn_under_a_sampler_mask_keeps_its_place_and_loses_its_loss():
+    batch = build([experience(turns=2, sampling=[{"top_k": 5}, {}])], [np.ones(2)], policy_version=0)
+    assert batch.table.place.tolist() == [4, 5]
+
+
+def test_minibatches_part_the_batch_and_never_cut_a_session():
+    members = [experience(session_id=f"s{i // 2}", group_id=f"g{i // 6}") for i in range(24)]
+    batch = build(members, [np.ones(1)] * 24, policy_version=0)
+    parts = list(minibatches(batch, 4, np.random.default_rng(0)))
+    assert [len(part) for part in parts] == [6, 6, 6, 6]
+    assert sorted(index for part in parts for index in part) == list(range(24))
+    for part in parts:
+        assert all({2 * (index // 2), 2 * (index // 2) + 1} <= set(part) for index in part)
+    again = list(minibatches(batch, 4, np.random.default_rng(0)))
+    other = list(minibatches(batch, 4, np.random.default_rng(1)))
+    assert again == parts != other
+
+
+def test_rows_hold_to_the_budget_without_padding():
+    members = [experience(session_id=f"s{i}", tokens=[i, 50 + i, 60 + i]) for i in range(10)]
+    batch = build(members, [np.ones(1)] * 10, policy_version=0)
+    rows = pack(batch, range(10), row_tokens=7, packing="forest")
+    # The last sampled token needs no computation, so each takes 2 tokens, and 3 of them fit into 7.
+    assert [len(row.layout.tokens) for row in rows] == [6, 6, 6, 2]
+    assert sorted(np.concatenate([row.token for row in rows]).tolist()) == list(range(20))
+    assert len(pack(batch, range(10), row_tokens=7, packing="chain")) == 10
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    policy = Policy(PolicySpec(model=str(make_model(tmp_path_factory.mktemp("model"))), device="cpu"))
+    policy.load(0)
+    return policy
+
+
+def branching_session():
+    """Return turns t0 → t1 → t2 and a branch t0 → b1, with random tokens."""
+    rng = np.random.default_rng(0)
+
+    def turn(name, parent, prompt_length, fresh, sampled):
+        return Turn(
+            turn_id=name,
+            session_id="s",
+            parent_turn_id=parent,
+            chain_id="t0",
+            prompt_delta=rng.integers(1, 48, fresh).astype(np.int32),
+            prompt_length=prompt_length,
+            token_ids=rng.integers(1, 48, sampled).astype(np.int32),
+            logprobs=-rng.exponential(1.0, sampled).astype(np.float32),
+        )
+
+    return [
+        turn("t0", None, 7, 7, 5),
+        turn("t1", "t0", 15, 3, 4),
+        turn("b1", "t0", 14, 2, 6),
+        turn("t2", "t1", 21, 2, 3),
+    ]
+
+
+def as_experiences(sequences, session_id="s", group_id="g"):
+    return [
+        Experience(
+            eid=EID(),
+            session_id=session_id,
+            group_id=group_id,
+            turn_ids=tuple(turn.turn_id for turn in sequence.turns),
+            turn_steps=tuple(range(len(sequence.turns))),
+            tokens=sequence.tokens,
+            prompt_length=sequence.prompt_length,
+            loss_mask=sequence.loss_mask,
+            turn_index=sequence.turn_index,
+            logprobs=sequence.logprobs,
+            turn_rewards=np.zeros(len(sequence.turns)),
+            turn_returns=np.zeros(len(sequence.turns)),
+            reward=0.0,
+            policy_version_first=0,
+            policy_version_last=0,
+        )
+        for sequence in sequences
+    ]
+
+
+def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorithm):
+    agent = PolicyAgent(policy, AgentRule(loss=LossRule(algorithm=algorithm, entropy_coef=0.01)))
+    advantages = [np.array([credit[turn_id] for turn_id in e.turn_ids]) for e in experiences]
+    batch = build(experiences, advantages, policy_version=0)
+    weights = batch.weights(range(len(experiences)), "session_mean", 1)
+    policy.model.zero_grad()
+    total = 0.0
+    rows = pack(batch, range(len(experiences)), row_tokens, packing)
+    for row in rows:
+        loss = loss_of(agent._tokens(batch, row, weights, None), agent.rule.loss)
+        loss.backward()
+        total += loss.item()
+    gradient = torch.cat([p.grad.flatten().clone() for p in policy.parameters()])
+    return total, gradient, sum(len(row.layout.tokens) for row in rows)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce", "cispo", "masked_is"])
+@pytest.mark.parametrize("row_tokens", [16, 30, 1000])
+def test_packed_and_merged_training_equals_one_row_per_turn(policy, algorithm, row_tokens):
+    """The law of the batch: merging, branching and packing change what is computed, never the loss or the gradient."""
+    turns = branching_session()
+    credit = {"t0": 1.0, "t1": -0.5, "b1": 2.0, "t2": 0.7}
+    merged = as_experiences(merge_session(turns))
+    split = as_experiences(split_session(turns))
+    assert (len(merged), len(split)) == (2, 4)
+    expected = loss_and_gradient(policy, split, credit, 1, "chain", algorithm)
+    actual = loss_and_gradient(policy, merged, credit, row_tokens, "forest", algorithm)
+    assert actual[0] == pytest.approx(expected[0], abs=1e-5)
+    assert float((actual[1] - expected[1]).abs().max()) <= 1e-5
+    assert actual[2] < expected[2]
+
+
+def test_experiences_of_a_real_ledger_pack_to_the_same_logprobs(tmp_path, policy):
+    """What rollouts captured, the packed forward gives back: every chain sees its own prefix alone."""
+    db = new_ledger(tmp_path / "ledger.db")
+    model = load_model(policy.spec.model)
+    Rollouts(db, model, num_turns=3).play("a", num_groups=2)
+    with db.read() as conn:
+        found = list(queries.experiences(conn, queries.SessionFilter(), merge="chain"))
+    db.close()
+    batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
+    agent = PolicyAgent(policy, AgentRule(loss=LossRule(), proximal=True, row_tokens=90))
+    logprobs = agent.proximal_logprobs(batch)
+    np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=2e-5)
+
+
+def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax(monkeypatch):
+    """In chunks of two predictors, one of them shared, at several temperatures, with entropy in the loss."""
+    monkeypatch.setattr("trainer.policy.LOGITS_IN_CHUNK", 2 * 11)
+    torch.manual_seed(0)
+    logits = torch.randn(5, 11, requires_grad=True)
+    which, target = torch.tensor([0, 1, 1, 4, 3]), torch.tensor([2, 3, 9, 0, 10])
+    temperature = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0])
+    pull, push = torch.randn(5), torch.randn(5)
+
+    logprobs, entropy = selected_logprobs(logits, which, target, temperature)
+    (pull @ logprobs + push @ entropy).backward()
+
+    plain = logits.detach().double().requires_grad_()
+    log_p = torch.log_softmax(plain / temperature[:, None].double(), -1)
+    expected_entropy = -(log_p.exp() * log_p).sum(-1)[which]
+    (pull.double() @ log_p[which, target] + push.double() @ expected_entropy).backward()
+    torch.testing.assert_close(logprobs.double(), log_p[which, target], atol=1e-6, rtol=0)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-6, rtol=0)
+    torch.testing.assert_close(logits.grad.double(), plain.grad, atol=1e-6, rtol=0)

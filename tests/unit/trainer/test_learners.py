@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+
+from trainer.schedules import make_scheduler
+from trainer.settings import TrainerSettings
+from trainer.workflows import OnPolicyWorkflow
+from turnwise.errors import SettingsError
+from turnwise.store import queries
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def settings_for(tmp_path, model, **changes):
+    values = {
+        "database": f"sqlite:///{tmp_path / 'ledger.db'}",
+        "model": str(model),
+        "policies_dir": tmp_path / "policies",
+        "groups_per_batch": 8,
+        "num_minibatches": 2,
+        "total_batches": 1,
+        "learning_rate": 5e-3,
+        "wait_seconds": 0.0,
+        "poll_seconds": 0.05,
+        "progress": False,
+    }
+    return TrainerSettings(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory, model):
+    """A ledger with 8 finished groups, to be copied."""
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("played") / "ledger.db"
+    db = new_ledger(path)
+    Rollouts(db, load_model(model)).play("a", num_groups=8)
+    db.close()
+    return path
+
+
+def train(tmp_path, model, played, **changes):
+    with (
+        contextlib.closing(sqlite3.connect(played)) as source,
+        contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as copy,
+    ):
+        source.backup(copy)
+    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, **changes), enable_jit=False)
+    state = workflow.learn(workflow.setup(0))
+    workflow.close()
+    return state
+
+
+def preference(tmp_path, before, after):
+    """Return how much more probable the tokens of better sessions became than those of worse ones of their group."""
+    db = new_ledger(tmp_path / "ledger.db")
+    with db.read() as conn:
+        found = list(queries.experiences(conn, queries.SessionFilter(), merge="chain"))
+    db.close()
+    gained = 0.0
+    for group_id in {experience.group_id for experience in found}:
+        group = [experience for experience in found if experience.group_id == group_id]
+        mean = np.mean([experience.reward for experience in group])
+        gained += sum((e.reward - mean) * (logprob(after, e) - logprob(before, e)) for e in group)
+    return gained
+
+
+def logprob(policy_model, experience):
+    tokens = torch.from_numpy(experience.tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        log_p = torch.log_softmax(policy_model(tokens).logits[0, :-1], -1)
+    chosen = log_p.gather(1, tokens[0, 1:, None])[:, 0]
+    return float(chosen[torch.from_numpy(experience.loss_mask[1:])].sum())
+
+
+LEARNERS = [
+    {"estimator": "grpo"},
+    {"estimator": "rloo"},
+    {"estimator": "dr_grpo", "aggregation": "session_sum", "session_tokens": 8},
+    {"estimator": "reinforce_plus_plus", "algorithm": "reinforce"},
+    {"estimator": "grpo", "aggregation": "session_mean", "proximal": True, "tis_cap": 2.0},
+    {"algorithm": "gspo"},
+    {"algorithm": "cispo"},
+    {"algorithm": "masked_is"},
+    {"algorithm": "dppo"},
+    {"algorithm": "ppo", "group_by": "step"},
+    {"algorithm": "ppo", "kl_coef": 0.01, "entropy_coef": 0.001},
+    {"algorithm": "sft", "sft_min_reward": 0.6},
+    {"algorithm": "dpo"},
+]
+
+
+@pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: "-".join(map(str, learner.values())))
+def test_one_batch_moves_probability_to_the_better_sessions(tmp_path, model, played, learner):
+    """Whatever the loss and the estimator, the sign is right."""
+    state = train(tmp_path, model, played, **learner)
+    assert state.progress.num_updates == 2
+    assert preference(tmp_path, load_model(model), load_model(tmp_path / "policies" / "v000001")) > 0.5
+
+
+def test_lora_publishes_an_adapter_and_leaves_the_base_alone(tmp_path, model, played):
+    """The adapter on the base gives the logprobs that the probe says, and resumes from its state."""
+    from peft import PeftModel
+
+    train(tmp_path, model, played, kind="lora", lora_rank=4, kl_coef=0.01)
+    directory = tmp_path / "policies" / "v000001"
+    names = set(load_file(directory / "adapter_model.safetensors"))
+    assert names
+    assert all("lora_" in name for name in names)
+    assert preference(tmp_path, load_model(model), PeftModel.from_pretrained(load_model(model), directory)) > 0.1
+    workflow = OnPolicyWorkflow.build_from_config(
+        settings_for(tmp_path, model, kind="lora", lora_rank=4), enable_jit=False
+    )
+    resumed = workflow.setup(0)
+    workflow.close()
+    assert resumed.progress.policy_version == 1
+    saved = {name: value for name, value in resumed.policy.trained_state().items() if "lora_B" in name}
+    assert all(value.abs().sum() > 0 for value in saved.values())
+
+
+def test_an_optimizer_instance_gives_its_class_and_defaults(tmp_path, model):
+    """The constructor takes a torch optimizer; `setup` loads the weights afresh and binds one like it to them."""
+    settings = settings_for(tmp_path, model)
+    new_ledger(tmp_path / "ledger.db").close()
+    built = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    given = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.5, betas=(0.1, 0.2), weight_decay=0.3)
+    state = OnPolicyWorkflow(built.env, built.agent, given, None, settings.model_dump()).setup(0)
+    built.close()
+    group = state.optimizer.param_groups[0]
+    assert (type(state.optimizer), group["lr"], group["betas"]) == (torch.optim.AdamW, 0.5, (0.1, 0.2))
+    assert group["params"] == state.policy.parameters()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # 2 warm-up steps from 1/3 up, then 4 of 6 steps: constant; down to 0 in a line; half a cosine.
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4]),
+        ("cosine", [1 / 3, 2 / 3, 1, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_schedules_by_hand(schedule, expected):
+    settings = TrainerSettings(
+        model="m", schedule=schedule, num_warmup_updates=2, total_batches=3, num_minibatches=2, learning_rate=1.0
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make_scheduler(optimizer, settings)
+    rates = []
+    for _ in expected:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_schedule_that_ends_needs_an_end():
+    settings = TrainerSettings(model="m", schedule="cosine")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(SettingsError, match="total_batches"):
+        make_scheduler(optimizer, settings)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import tensor
+
+from trainer import losses
+from trainer.losses import LossRule, TrainedTokens, loss_of
+
+LN2 = math.log(2.0)
+
+
+def close(actual, expected, tolerance=1e-6):
+    np.testing.assert_allclose(np.asarray(actual), expected, atol=tolerance, rtol=0)
+
+
+def test_reinforce_by_hand():
+    """-A log p: -2 * -1 = 2, and 3 * -0.5 = -1.5."""
+    close(losses.reinforce(tensor([-1.0, -0.5]), tensor([2.0, -3.0])), [2.0, -1.5])
+
+
+def test_ppo_clips_higher_than_lower_by_hand():
+    """Bounds 0.8 and 1.28.
+
+    r = 1.5, A = 1: min(1.5, 1.28) = 1.28.  r = 1.5, A = -1: min(-1.5, -1.28) = -1.5, not clipped.
+    r = 0.5, A = 1: min(0.5, 0.8) = 0.5.    r = 0.5, A = -1: min(-0.5, -0.8) = -0.8.
+    """
+    ratio, advantages = tensor([1.5, 1.5, 0.5, 0.5]), tensor([1.0, -1.0, 1.0, -1.0])
+    close(losses.ppo_clip(ratio, advantages, 0.2, 0.28), [-1.28, 1.5, -0.5, 0.8])
+
+
+def test_gspo_uses_the_geometric_mean_of_each_sequence_by_hand():
+    """Sequence 0 has log ratios ln 2 and 0, mean ln 2 / 2, ratio 2 ** 0.5; sequence 1 has ratio 1 / 2."""
+    logprobs = tensor([-1.0 + LN2, -1.0, -2.0 - LN2], requires_grad=True)
+    ratio = losses.gspo_ratio(logprobs, tensor([-1.0, -1.0, -2.0]), tensor([0, 0, 1]))
+    close(ratio.detach(), [2**0.5, 2**0.5, 0.5])
+    ratio.sum().backward()
+    # The gradient of a token's ratio by its own logprob is the ratio itself.
+    close(logprobs.grad, [2**0.5, 2**0.5, 0.5])
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient_by_hand():
+    """A ratio of 2 is cut to 1.28: loss -1.28 * 1 * -0.5 = 0.64, gradient -1.28."""
+    logprobs = tensor([-0.5], requires_grad=True)
+    loss = losses.cispo(logprobs, tensor([2.0]), tensor([1.0]), 0.2, 0.28)
+    close(loss.detach(), [0.64])
+    loss.sum().backward()
+    close(logprobs.grad, [-1.28])
+
+
+def test_masked_importance_sampling_leaves_tokens_out_of_bounds_out_by_hand():
+    """Ratios 2 and 0.5 are outside of [0.8, 1.28]; ratio 1.1 gives -1.1 * 2 * -1 = 2.2."""
+    loss = losses.masked_importance(tensor([-1.0] * 3), tensor([2.0, 0.5, 1.1]), tensor([1.0, 1.0, 2.0]), 0.2, 0.28)
+    close(loss, [0.0, 0.0, 2.2])
+
+
+def test_dppo_masks_by_the_probability_that_moved_by_hand():
+    """From 0.01 to 0.04 the ratio is 4 and only 0.03 of probability moved: kept. From 0.4 to 0.8, 0.4 moved: masked."""
+    new, old = tensor([0.04, 0.8, 0.8]).log(), tensor([0.01, 0.4, 0.4]).log()
+    close(losses.dppo(new, old, tensor([1.0, 1.0, -1.0]), 0.2, 0.2), [-4.0, 0.0, 2.0])
+
+
+def test_kl_estimates_by_hand():
+    """Log ratio to the reference d = ln 2: k1 = -ln 2, k2 = ln² 2 / 2, k3 = 2 - 1 - ln 2."""
+    logprobs, reference = tensor([-1.0]), tensor([-1.0 + LN2])
+    close(losses.kl(logprobs, reference, "k1"), [-LN2])
+    close(losses.kl(logprobs, reference, "k2"), [LN2**2 / 2])
+    close(losses.kl(logprobs, reference, "k3"), [1 - LN2])
+
+
+def test_the_kl_estimates_agree_with_the_kl_in_expectation():
+    """Over all outcomes of p = (0.7, 0.3) against q = (0.5, 0.5), k1 and k3 average to the KL itself."""
+    p, q = tensor([0.7, 0.3]), tensor([0.5, 0.5])
+    exact = float((p * (p / q).log()).sum())
+    for estimate in ("k1", "k3"):
+        close((p * losses.kl(p.log(), q.log(), estimate)).sum(), exact)
+
+
+def test_truncated_importance_sampling_by_hand():
+    """exp(ln 2) = 2 stays under a cap of 3 and is cut by one of 1.5."""
+    assert losses.truncated_importance(tensor([LN2]), tensor([0.0]), 3.0).item() == pytest.approx(2.0)
+    assert losses.truncated_importance(tensor([LN2]), tensor([0.0]), 1.5).item() == 1.5
+
+
+def test_dpo_by_hand():
+    """Beta 0.5 and margin 2 - (-2) = 4: -log sigmoid(2) = 0.126928."""
+    close(losses.dpo(tensor([2.0]), tensor([-2.0]), 0.5), [0.126928])
+
+
+def random_tokens(seed=0, count=40):
+    rng = np.random.default_rng(seed)
+    logprobs = -rng.exponential(1.0, count)
+    columns = {
+        "logprobs": logprobs,
+        "entropy": rng.uniform(0, 3, count),
+        "behaviour": logprobs + rng.normal(0, 0.4, count),
+        "proximal": logprobs + rng.normal(0, 0.2, count),
+        "reference": logprobs + rng.normal(0, 0.3, count),
+        "advantages": rng.normal(0, 1, count),
+        "weights": rng.dirichlet(np.ones(count)),
+    }
+    sequence = np.sort(rng.integers(0, 5, count))
+    sequence = np.unique(sequence, return_inverse=True)[1]
+    return columns, sequence
+
+
+def numpy_loss(rule, c, sequence):
+    """The same losses written once more, in float64 and with loops, straight from the papers."""
+    total = 0.0
+    for i in range(len(sequence)):
+        lp, old, a = c["logprobs"][i], c["behaviour"][i], c["advantages"][i]
+        r = math.exp(lp - old)
+        low, high = 1 - rule.clip_low, 1 + rule.clip_high
+        if rule.algorithm == "reinforce":
+            loss = -a * lp
+        elif rule.algorithm == "ppo":
+            loss = -min(r * a, min(max(r, low), high) * a)
+        elif rule.algorithm == "gspo":
+            own = [j for j in range(len(sequence)) if sequence[j] == sequence[i]]
+            s = math.exp(sum(c["logprobs"][j] - c["behaviour"][j] for j in own) / len(own))
+            loss = -min(s * a, min(max(s, low), high) * a)
+        elif rule.algorithm == "cispo":
+            loss = -min(max(r, low), high) * a * lp
+        elif rule.algorithm == "masked_is":
+            loss = -r * a * lp if low <= r <= high else 0.0
+        elif rule.algorithm == "dppo":
+            moved = math.exp(lp) - math.exp(old)
+            blocked = (a > 0 and moved > rule.clip_high) or (a < 0 and moved < -rule.clip_low)
+            loss = 0.0 if blocked else -r * a
+        else:
+            loss = -lp
+        if rule.tis_cap is not None:
+            loss *= min(math.exp(lp - old), rule.tis_cap)
+        d = c["reference"][i] - lp
+        k = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[rule.kl_estimate]
+        total += c["weights"][i] * (loss - rule.entropy_coef * c["entropy"][i] + rule.kl_coef * k)
+    return total
+
+
+@pytest.mark.parametrize("algorithm", sorted(losses.POLICY_LOSSES))
+@pytest.mark.parametrize("extra", [{}, {"tis_cap": 1.1}, {"entropy_coef": 0.1, "kl_coef": 0.3, "kl_estimate": "k3"}])
+def test_each_loss_equals_an_independent_float64_version(algorithm, extra):
+    columns, sequence = random_tokens()
+    rule = LossRule(algorithm=algorithm, **extra)
+    tensors = {name: torch.tensor(values) for name, values in columns.items()} | {"proximal": None}
+    actual = loss_of(TrainedTokens(**tensors, sequence=torch.tensor(sequence)), rule)
+    assert float(actual) == pytest.approx(numpy_loss(rule, columns, sequence), abs=1e-6)
+
+
+def test_ratios_are_taken_to_the_proximal_weights_where_there_are_some():
+    columns, sequence = random_tokens()
+    tensors = {name: torch.tensor(values) for name, values in columns.items()}
+    rule = LossRule(algorithm="ppo")
+    swapped = columns | {"behaviour": columns["proximal"]}
+    actual = loss_of(TrainedTokens(**tensors, sequence=torch.tensor(sequence)), rule)
+    assert float(actual) == pytest.approx(numpy_loss(rule, swapped, sequence), abs=1e-6)
+
+
+def test_dpo_sums_the_chains_of_a_session_and_weighs_each_pair_once():
+    """Pair 0: chosen margins 1 + 1 over two chains, rejected 0 - 1; beta 1: -log sigmoid(3) = 0.048587."""
+    tokens = TrainedTokens(
+        logprobs=tensor([-1.0, -1.0, -2.0]),
+        entropy=torch.zeros(3),
+        behaviour=tensor([-2.0, -2.0, -1.0]),
+        advantages=torch.ones(3),
+        weights=tensor([0.25, 0.25, 0.5]),
+        sequence=tensor([0, 1, 2]),
+        pair=tensor([0, 0, 0]),
+        chosen=tensor([True, True, False]),
+    )
+    close(loss_of(tokens, LossRule(algorithm="dpo", dpo_beta=1.0)), 0.048587)
+
+
+def test_one_broken_token_cannot_make_a_ratio_infinite():
+    assert torch.isfinite(losses.ratio_of(tensor([0.0]), tensor([-1000.0]))).all()

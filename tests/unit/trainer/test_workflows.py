@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+
+from trainer.checkpoint import read_manifest
+from trainer.main import run
+from trainer.settings import TrainerSettings
+from trainer.workflows import OnPolicyWorkflow
+from turnwise.errors import BadCheckpoint
+from turnwise.store import queries
+
+
+class Killed(BaseException):
+    """Raised where a process would have died; nothing may catch it."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    db = new_ledger(tmp_path / "ledger.db")
+    yield db
+    db.close()
+
+
+def settings_for(tmp_path, model, **changes):
+    values = {
+        "database": f"sqlite:///{tmp_path / 'ledger.db'}",
+        "model": str(model),
+        "policies_dir": tmp_path / "policies",
+        "groups_per_batch": 3,
+        "num_minibatches": 2,
+        "total_batches": 2,
+        "max_staleness": 10,
+        "learning_rate": 3e-3,
+        "wait_seconds": 0.0,
+        "poll_seconds": 0.05,
+        "row_tokens": 64,
+        "progress": False,
+    }
+    return TrainerSettings(**(values | changes))
+
+
+def train(settings):
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.learn(workflow.setup(settings.seed))
+    workflow.close()
+    return state
+
+
+def weights(tmp_path, version):
+    return load_file(tmp_path / "policies" / f"v{version:06d}" / "model.safetensors")
+
+
+def groups_by_status(db):
+    with db.read() as conn:
+        return queries.counts(conn).groups
+
+
+def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledger):
+    """The whole loop over a real store: claim, credit, updates, checkpoint, ack, publish."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    state = train(settings_for(tmp_path, model))
+    assert (state.progress.num_batches, state.progress.num_updates, state.progress.policy_version) == (2, 4, 2)
+    assert groups_by_status(ledger) == {"trained": 6}
+    with ledger.read() as conn:
+        published, _ = queries.policies(conn)
+        record = queries.last_update(conn)
+    assert [policy.version for policy in published] == [2, 1, 0]
+    assert published[-1].path == str(model)
+    assert published[0].path == str(tmp_path / "policies" / "v000002")
+    assert (record.update_id, record.policy_version, record.num_groups, record.num_sessions) == (2, 2, 3, 12)
+    assert record.num_tokens == 12 * 2 * 4
+
+
+def test_the_engines_directory_holds_model_files_and_a_manifest_alone(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    train(settings_for(tmp_path, model, total_batches=1))
+    directory = tmp_path / "policies" / "v000001"
+    assert {path.name for path in directory.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "turnwise.json",
+    }
+    manifest = read_manifest(directory)
+    assert (manifest["version"], manifest["parent"], manifest["kind"]) == (1, 0, "full")
+    ids = torch.tensor([manifest["probe"]["token_ids"]])
+    with torch.no_grad():
+        log_p = torch.log_softmax(load_model(directory)(ids).logits[0], -1)
+    expected = log_p[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(manifest["probe"]["logprobs"], expected.numpy(), atol=1e-5)
+    assert (tmp_path / "policies" / "latest").read_text() == "v000001\n"
+
+
+def test_a_changed_weight_file_is_told_by_its_digest(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    train(settings_for(tmp_path, model, total_batches=1))
+    directory = tmp_path / "policies" / "v000001"
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    with pytest.raises(BadCheckpoint, match="was changed after version 1"):
+        read_manifest(directory)
+
+
+STAGES = ["after_claim", "after_optimizer_step:1", "after_optimizer_step:4", "after_policy_directory:2"]
+STAGES += ["after_checkpoint:2", "after_commit:1", "after_commit:2"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_for_bit(
+    tmp_path, model, ledger, stage, monkeypatch
+):
+    """The law of the resume: state, claims and random numbers are those of the last commit."""
+    rollouts = Rollouts(ledger, load_model(model))
+    rollouts.play("a", num_groups=6)
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    straight = new_ledger(twin / "ledger.db")
+    Rollouts(straight, rollouts.model).play("a", num_groups=6)
+    train(settings_for(twin, model))
+    straight.close()
+
+    def die():
+        raise Killed
+
+    monkeypatch.setattr("trainer.fault._exit", die)
+    with pytest.raises(Killed):
+        train(settings_for(tmp_path, model, fault=stage))
+    assert train(settings_for(tmp_path, model)).progress.num_batches == 2
+
+    for version in (1, 2):
+        expected, resumed = weights(twin, version), weights(tmp_path, version)
+        assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert groups_by_status(ledger) == {"trained": 6}
+    with ledger.read() as conn:
+        assert [record.update_id for record in queries.updates(conn)[0]] == [2, 1]
+
+
+def test_a_batch_from_a_mismatched_engine_is_refused_before_any_weight_moves(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model), gap=0.5).play("a", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=1))
+    assert state.progress.policy_version == 0
+    assert state.metrics["refused"].startswith("trainer and engine differ by 0.5 nats")
+    assert state.progress.num_refused_groups == 3
+    assert groups_by_status(ledger) == {"dropped": 3}
+    assert not (tmp_path / "policies" / "v000001").exists()
+    base = load_model(model).state_dict()
+    assert all(torch.equal(base[name], value) for name, value in state.policy.model.state_dict().items())
+
+
+def test_a_run_goes_on_after_a_refused_batch_and_a_restart(tmp_path, model, ledger):
+    """A refused batch leaves no checkpoint, and its number is not used again."""
+    policy = load_model(model)
+    Rollouts(ledger, policy, gap=0.5).play("a", num_groups=3)
+    train(settings_for(tmp_path, model, total_batches=1))
+    Rollouts(ledger, policy).play("b", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=2))
+    assert (state.progress.num_batches, state.progress.policy_version) == (2, 1)
+
+
+def test_uniform_groups_are_skipped_and_counted(tmp_path, model, ledger):
+    policy = load_model(model)
+    Rollouts(ledger, policy, sampled=1, num_turns=1).play("a", num_groups=3, group_size=1)
+    state = train(settings_for(tmp_path, model, total_batches=1))
+    assert state.metrics["num_uniform_groups"] == 3
+    assert state.progress.policy_version == 0
+    assert groups_by_status(ledger) == {"dropped": 3}
+
+
+def test_behaviour_at_another_temperature_is_reproduced(tmp_path, model, ledger):
+    """On-policy tokens sampled at temperature 0.7 show no gap, because the trainer scales its logits alike."""
+    Rollouts(ledger, load_model(model), sampling={"temperature": 0.7}).play("a", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=1))
+    assert state.metrics["logprob_gap_max"] < 1e-5
+
+
+def test_turns_under_a_sampler_mask_carry_no_loss(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model), sampling={"top_p": 0.9}).play("a", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=1))
+    assert state.progress.policy_version == 0
+    assert state.metrics["num_refused_groups"] == 3
+
+
+def test_groups_that_are_too_old_are_dropped(tmp_path, model, ledger):
+    """With max_staleness 0, nothing sampled by version 0 is trained once version 1 is there."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=4)
+    settings = settings_for(tmp_path, model, max_staleness=0, total_batches=1)
+    train(settings)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.setup(0)
+    timer = threading.Timer(0.5, workflow.env.stop)
+    timer.start()
+    metrics, _ = workflow.step(state)
+    timer.join()
+    workflow.close()
+    assert metrics == {}
+    assert groups_by_status(ledger) == {"trained": 3, "dropped": 1}
+
+
+def test_a_signal_ends_the_run_and_gives_the_ledger_back_clean(tmp_path, model, ledger):
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert run(settings_for(tmp_path, model)) == 0
+    assert groups_by_status(ledger) == {}
+
+
+def test_a_missing_trainer_state_is_refused_with_a_sentence(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    settings = settings_for(tmp_path, model, total_batches=1)
+    train(settings)
+    (tmp_path / "policies" / "v000001.trainer" / "state.pt").unlink()
+    with pytest.raises(BadCheckpoint, match="version 1 has no trainer state"):
+        train(settings)
+
+
+def test_old_versions_go_but_never_one_in_use(tmp_path, model, ledger):
+    """Version 4 is the newest, and engines may still be on its parent 3."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=4)
+    train(settings_for(tmp_path, model, groups_per_batch=1, total_batches=4, keep_versions=1))
+    left = {path.name for path in (tmp_path / "policies").glob("v*")}
+    assert left == {"v000003", "v000003.trainer", "v000004", "v000004.trainer"}
+
+
+def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    train(settings_for(tmp_path, model, total_batches=1))
+    lines = [json.loads(line) for line in (tmp_path / "policies" / "trainer.jsonl").read_text().splitlines()]
+    assert [line.get("update") for line in lines] == [1, 2, None]
+    expected = {"entropy", "kl", "ratio_mean", "ratio_max", "clip_fraction", "effective_sample_size", "grad_norm"}
+    expected |= {"staleness_mean", "reward_mean", "reward_std", "num_uniform_groups", "tokens", "seconds"}
+    assert expected <= set(lines[-1])

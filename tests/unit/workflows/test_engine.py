@@ -1,0 +1,448 @@
+"""rLLM's `AgentWorkflowEngine`, rule by rule, over sessions of the stand-in proxy."""
+
+import asyncio
+import sys
+import threading
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from stand_in_proxy import StandIn, encode, serving
+
+from turnwise import wire
+from turnwise.client import AsyncClient
+from turnwise.errors import InvalidRequest, RolloutFailed
+from turnwise.workflows import (
+    AgentWorkflowEngine,
+    BaseEnv,
+    ModelOutput,
+    RolloutEngine,
+    SessionRolloutEngine,
+    Step,
+    TerminationEvent,
+    TerminationReason,
+    Trajectory,
+    Workflow,
+)
+from turnwise.workflows.engine import Progress
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(StandIn()) as state:
+        yield state
+
+
+@pytest.fixture
+def proxy(served, monkeypatch):
+    monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
+    for kept in (served.sessions, served.turns, served.rewards, served.requests):
+        kept.clear()
+    served.answers_by_key.clear()
+    return served
+
+
+class Chat(Workflow):
+    """Asks as many times as the task says; each reply is a step worth what the task says."""
+
+    attempts: ClassVar[dict[str, int]] = {}
+    lock = threading.Lock()
+
+    async def run(self, task, uid, **kwargs):
+        self.reset(task, uid)
+        with self.lock:
+            self.attempts[uid] = self.attempts.get(uid, 0) + 1
+        trajectory = Trajectory(name="solver")
+        messages = []
+        for reward in task.get("rewards", [1.0]):
+            messages.append({"role": "user", "content": str(task["q"])})
+            output = await self.rollout_engine.get_model_response(list(messages))
+            messages.append({"role": "assistant", "content": output.content})
+            trajectory.steps.append(Step(chat_completions=list(messages), model_output=output, reward=reward))
+        self.commit(trajectory=trajectory)
+        if self.attempts[uid] <= task.get("crashes", 0):
+            raise RuntimeError("the tool crashed")
+        raise TerminationEvent(task.get("reason", TerminationReason.ENV_DONE))
+
+
+@pytest.fixture(autouse=True)
+def no_attempts_yet():
+    Chat.attempts = {}
+
+
+def config(*, stepwise=False, filtering=None):
+    return SimpleNamespace(
+        data=SimpleNamespace(max_prompt_length=8, max_response_length=8),
+        rllm=SimpleNamespace(
+            stepwise_advantage=SimpleNamespace(enable=stepwise), compact_filtering=filtering or {"enable": False}
+        ),
+    )
+
+
+def execute(proxy, tasks, task_ids=None, *, engine_args=None, validate=False):
+    async def go():
+        async with AsyncClient(proxy.base_url) as client:
+            rollouts = SessionRolloutEngine(client)
+            rollouts.validate = validate
+            engine = AgentWorkflowEngine(Chat, {}, rollouts, **{"n_parallel_tasks": 4, **(engine_args or {})})
+            try:
+                return await engine.execute_tasks(tasks, task_ids)
+            finally:
+                engine.shutdown()
+
+    return asyncio.run(go())
+
+
+def test_defaults_are_those_of_the_original():
+    """128 at a time, 3 attempts, a run that fails on all of them ends the batch."""
+    engine = AgentWorkflowEngine(Chat, None, RolloutEngine())
+    assert (engine.n_parallel_tasks, engine.retry_limit, engine.raise_on_error) == (128, 3, True)
+    assert (engine.workflow_args, engine.config) == ({}, None)
+    engine.shutdown()
+    assert engine.executor is None
+
+
+def test_the_pool_holds_one_workflow_object_for_each_parallel_run_and_is_made_once():
+    """All objects share the engine and one executor of as many threads; a second call changes nothing."""
+
+    async def go():
+        engine = AgentWorkflowEngine(Chat, {"gamma": 0.5}, RolloutEngine(), n_parallel_tasks=3)
+        await engine.initialize_pool()
+        queue = engine.workflow_queue
+        await engine.initialize_pool()
+        assert engine.workflow_queue is queue
+        pool = [queue.get_nowait() for _ in range(queue.qsize())]
+        assert len({id(workflow) for workflow in pool}) == 3
+        assert {id(workflow.executor) for workflow in pool} == {id(engine.executor)}
+        assert {workflow.gamma for workflow in pool} == {0.5}
+        assert engine.executor._max_workers == 3
+        engine.shutdown()
+
+    asyncio.run(go())
+
+
+def test_a_workflow_that_is_not_multithread_safe_is_refused():
+    """An environment that says so cannot live in a pool."""
+
+    class Unsafe(BaseEnv):
+        def reset(self, task=None):
+            return None, {}
+
+        def step(self, action):
+            return None, 0.0, True, {}
+
+        @staticmethod
+        def is_multithread_safe():
+            return False
+
+    class Holder(Chat):
+        env = Unsafe()
+
+    engine = AgentWorkflowEngine(Holder, {}, RolloutEngine(), n_parallel_tasks=1)
+    with pytest.raises(InvalidRequest, match="multithread-safe"):
+        asyncio.run(engine.initialize_pool())
+    engine.shutdown()
+
+
+def test_episodes_come_back_by_first_appearance_of_their_task(proxy):
+    """Ids a, b, a: both of a's rollouts first, numbered 0 and 1 by occurrence, then b's."""
+    episodes = execute(proxy, [{"q": 1}, {"q": 2}, {"q": 1}], ["a", "b", "a"])
+    assert sorted(episode.id for episode in episodes[:2]) == ["a:0", "a:1"]
+    assert episodes[2].id == "b:0"
+
+
+def test_inside_a_task_episodes_come_back_by_completion(proxy):
+    """The first rollout needs three calls, the second one: the second comes first."""
+    tasks = [{"q": 1, "rewards": [0.0] * 20}, {"q": 1, "rewards": [1.0]}]
+    assert [episode.id for episode in execute(proxy, tasks, ["a", "a"])] == ["a:1", "a:0"]
+
+
+def test_without_ids_each_task_is_its_own(proxy):
+    """Every task gets a fresh id."""
+    episodes = execute(proxy, [{"q": 1}, {"q": 1}])
+    assert len({episode.id.rpartition(":")[0] for episode in episodes}) == 2
+
+
+def test_tasks_and_ids_must_be_as_many(proxy):
+    """A list that is too short is an error, not a truncated batch."""
+    with pytest.raises(ValueError, match="zip"):
+        execute(proxy, [{"q": 1}], ["a", "b"])
+
+
+def test_an_error_is_retried_up_to_the_limit_under_the_same_id(proxy):
+    """Two crashes, then success: three attempts, one id."""
+    (episode,) = execute(proxy, [{"q": 1, "crashes": 2}], ["a"])
+    assert (episode.id, episode.termination_reason) == ("a:0", TerminationReason.ENV_DONE)
+    assert Chat.attempts == {"a:0": 3}
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        TerminationReason.TIMEOUT,
+        TerminationReason.UNKNOWN,
+        TerminationReason.MAX_TURNS_EXCEEDED,
+        TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED,
+        TerminationReason.MAX_RESPONSE_LENGTH_EXCEEDED,
+    ],
+)
+def test_any_other_reason_is_final(proxy, reason):
+    """Only an error is tried again."""
+    (episode,) = execute(proxy, [{"q": 1, "reason": reason}], ["a"])
+    assert episode.termination_reason is reason
+    assert Chat.attempts == {"a:0": 1}
+
+
+def test_a_run_that_fails_on_every_attempt_ends_the_batch(proxy):
+    """With `raise_on_error`, the default."""
+    with pytest.raises(RolloutFailed, match=r"a:0.*3 attempts.*the tool crashed"):
+        execute(proxy, [{"q": 1, "crashes": 9}], ["a"])
+
+
+def test_or_its_last_error_is_returned_and_the_others_are_intact(proxy):
+    """Without `raise_on_error` the failed episode stands among the good ones."""
+    tasks = [{"q": 1}, {"q": 2, "crashes": 9}, {"q": 3}]
+    episodes = execute(proxy, tasks, ["a", "b", "c"], engine_args={"raise_on_error": False})
+    reasons = [episode.termination_reason for episode in episodes]
+    assert reasons == [TerminationReason.ENV_DONE, TerminationReason.ERROR, TerminationReason.ENV_DONE]
+    assert Chat.attempts["b:0"] == 3
+
+
+def test_the_workflow_object_returns_to_the_pool_whatever_happens(proxy):
+    """One object serves five runs, one of which fails for good."""
+    tasks = [{"q": k, "crashes": 9 if k == 2 else 0} for k in range(5)]
+    episodes = execute(proxy, tasks, engine_args={"n_parallel_tasks": 1, "raise_on_error": False})
+    assert len(episodes) == 5
+
+
+def test_the_engine_leaves_reset_to_the_workflow(proxy):
+    """A workflow that never calls `reset` is not reset: rLLM's seed does the same."""
+
+    class Forgetful(Chat):
+        async def run(self, task, uid, **kwargs):
+            return None
+
+    async def go():
+        engine = AgentWorkflowEngine(Forgetful, {}, RolloutEngine(), n_parallel_tasks=1)
+        try:
+            await engine.execute_tasks([{"q": 1}])
+        finally:
+            engine.shutdown()
+
+    with pytest.raises(AttributeError, match="uid"):
+        asyncio.run(go())
+
+
+def test_each_run_is_a_session_and_equal_ids_are_a_group(proxy):
+    """The ledger knows task, run, group and size, and ends each session with the episode's reason and reward."""
+    execute(proxy, [{"q": 1}, {"q": 1}, {"q": 2}], ["a", "a", "b"])
+    sessions = sorted(proxy.sessions.values(), key=lambda session: (session["task_id"], session["run"]))
+    assert [(s["task_id"], s["run"], s["group_size"], s["split"]) for s in sessions] == [
+        ("a", 0, 2, "train"),
+        ("a", 1, 2, "train"),
+        ("b", 0, 1, "train"),
+    ]
+    assert sessions[0]["group_id"] == sessions[1]["group_id"] != sessions[2]["group_id"]
+    assert {(s["status"], s["termination_reason"]) for s in sessions} == {("ended", "env_done")}
+    assert [proxy.rewards_of(s["session_id"]) for s in sessions] == [
+        [{"session_id": s["session_id"], "value": 1.0}] for s in sessions
+    ]
+
+
+def test_the_ledger_holds_exactly_the_turns_of_the_episodes(proxy):
+    """What an episode's steps hold is what was captured, token by token, with the version that sampled it."""
+    episodes = execute(proxy, [{"q": k, "rewards": [0.0, 1.0]} for k in range(6)])
+    outputs = [step.model_output for episode in episodes for t in episode.trajectories for step in t.steps]
+    captured = {turn["turn_id"]: turn for turn in proxy.turns}
+    assert {output.turn_id for output in outputs} == set(captured)
+    for output in outputs:
+        turn = captured[output.turn_id]
+        assert (output.prompt_ids, output.completion_ids, output.logprobs) == (
+            turn["prompt_token_ids"],
+            turn["token_ids"],
+            turn["logprobs"],
+        )
+        assert output.weight_version == 3
+
+
+def test_a_failed_attempt_is_a_session_of_its_own_without_a_reward(proxy):
+    """Without a reward it is never trained; the group waits for the attempt that counts."""
+    execute(proxy, [{"q": 1, "crashes": 1}], ["a"])
+    first, second = proxy.sessions.values()
+    assert (first["termination_reason"], second["termination_reason"]) == ("retried", "env_done")
+    assert proxy.rewards_of(first["session_id"]) == []
+    assert len(proxy.turns_of(first["session_id"])) == len(proxy.turns_of(second["session_id"])) == 1
+
+
+def test_step_rewards_go_to_the_turns_they_belong_to(proxy):
+    """With stepwise advantage each turn gets its step's own reward, already shaped; the session discounts nothing."""
+    args = {"config": config(stepwise=True), "workflow_args": {}}
+    execute(proxy, [{"q": 1, "rewards": [0.5, 2.0]}], ["a"], engine_args={"config": args["config"]})
+    (session,) = proxy.sessions.values()
+    assert session["credit"] == "step_wise"
+    assert "gamma" not in session
+    assert [(line["turn_id"], line["value"]) for line in proxy.rewards] == [("chatcmpl-0", 0.5), ("chatcmpl-1", 2.0)]
+
+
+def test_validation_runs_are_never_trained_on(proxy):
+    """`validate` makes the sessions evaluations."""
+    execute(proxy, [{"q": 1}], validate=True)
+    assert [session["split"] for session in proxy.sessions.values()] == ["eval"]
+
+
+def test_refusals_of_a_busy_proxy_are_outwaited(proxy):
+    """Twenty 429s among thirty runs: every episode comes back whole."""
+    proxy.refusals += [(429, {"retry-after": "0"})] * 20
+    episodes = execute(proxy, [{"q": k} for k in range(30)], engine_args={"n_parallel_tasks": 8})
+    assert {episode.termination_reason for episode in episodes} == {TerminationReason.ENV_DONE}
+
+
+def test_a_batch_that_fails_leaves_nothing_running(proxy):
+    """rLLM lets the other runs go on unseen; here they are over before the caller hears of it."""
+
+    class Slow(Chat):
+        running = 0
+
+        async def run(self, task, uid, **kwargs):
+            self.reset(task, uid)
+            if task["q"] == 0:
+                raise RuntimeError("the tool crashed")
+            Slow.running += 1
+            try:
+                await asyncio.sleep(60)
+            finally:
+                Slow.running -= 1
+
+    async def go():
+        engine = AgentWorkflowEngine(Slow, {}, RolloutEngine(), n_parallel_tasks=3)
+        with pytest.raises(RolloutFailed):
+            await engine.execute_tasks([{"q": 0}, {"q": 1}, {"q": 2}])
+        assert Slow.running == 0
+        engine.shutdown()
+
+    asyncio.run(go())
+
+
+def test_a_reply_is_stamped_with_the_version_before_the_await():
+    """Weights that change while a reply is sampled do not make the reply theirs."""
+
+    class Reloading(RolloutEngine):
+        weight_version = 4
+
+        async def _get_model_response(self, messages, **kwargs):
+            self.weight_version = 5
+            return ModelOutput()
+
+    engine = Reloading()
+    assert asyncio.run(engine.get_model_response([])).weight_version == 4
+
+
+def test_sampling_outside_a_run_needs_a_name_for_its_session(proxy):
+    """Without an engine's session, rLLM's `application_id` names one."""
+
+    async def go():
+        async with AsyncClient(proxy.base_url) as client:
+            engine = SessionRolloutEngine(client, sampling_params={"temperature": 0.5})
+            with pytest.raises(InvalidRequest, match="application_id"):
+                await engine.get_model_response([{"role": "user", "content": "x"}])
+            return await engine.get_model_response([{"role": "user", "content": "x"}], application_id="mine")
+
+    output = asyncio.run(go())
+    assert (output.completion_ids, output.completion_length) == (encode("re:x"), 4)
+    assert [turn["session_id"] for turn in proxy.turns] == ["mine"]
+
+
+def test_a_prompt_over_the_models_length_ends_the_episode_by_name(proxy, monkeypatch):
+    """The engine's refusal becomes the termination reason that rLLM has for it, and is not tried again."""
+
+    class Long(Chat):
+        async def run(self, task, uid, **kwargs):
+            self.reset(task, uid)
+            proxy.refusals.append((400, {}))
+            await self.rollout_engine.get_model_response([{"role": "user", "content": "x"}])
+
+    async def go():
+        async with AsyncClient(proxy.base_url) as client:
+            engine = AgentWorkflowEngine(Long, {}, SessionRolloutEngine(client, model="m"), n_parallel_tasks=1)
+            try:
+                return await engine.execute_tasks([{"q": 1}])
+            finally:
+                engine.shutdown()
+
+    monkeypatch.setattr(proxy, "refusal", "this model's maximum context length is 8 tokens")
+    (episode,) = asyncio.run(go())
+    assert episode.termination_reason is TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED
+
+
+def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(monkeypatch, capsys):
+    """Counts and failures, written over one another; a log file is not filled with them."""
+    silent = Progress(2)
+    silent.advance(failed=False)
+    silent.close()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = Progress(2)
+    shown.advance(failed=False)
+    shown.advance(failed=True)
+    shown.close()
+    lines = capsys.readouterr().err.split("\r")
+    assert [line.split(" failed")[0] for line in lines[1:]] == ["1/2 rollouts, 0", "2/2 rollouts, 1"]
+
+
+def test_a_single_run_may_be_processed_by_itself(proxy):
+    """Without a batch it is a session without a group."""
+
+    async def go():
+        async with AsyncClient(proxy.base_url) as client:
+            engine = AgentWorkflowEngine(Chat, {}, SessionRolloutEngine(client, model="m"), n_parallel_tasks=1)
+            try:
+                return await engine.process_task_with_retry({"q": 1}, "a", 3)
+            finally:
+                engine.shutdown()
+                engine.shutdown()
+
+    task_id, rollout_idx, episode = asyncio.run(go())
+    assert (task_id, rollout_idx, episode.id) == ("a", 3, "a:3")
+    (session,) = proxy.sessions.values()
+    assert (session["run"], "group_id" in session) == (3, False)
+
+
+def test_an_engine_that_defines_nothing_says_what_to_define():
+    with pytest.raises(NotImplementedError, match="RolloutEngine must define get_model_response"):
+        asyncio.run(RolloutEngine().get_model_response([]))
+
+
+class Memory(RolloutEngine):
+    """Notes whether it is awake."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def wake_up(self):
+        self.seen.append("awake")
+
+    async def sleep(self):
+        self.seen.append(("asleep", self.validate))
+
+
+def verl_batch(*, validate=False):
+    import numpy as np
+
+    columns = {"extra_info": np.array([{"q": 1, "crashes": 9}], object), "task_ids": np.array(["a"], object)}
+    return SimpleNamespace(non_tensor_batch=columns, meta_info={"validate": validate})
+
+
+def test_the_engine_sleeps_again_also_after_a_failed_batch():
+    """rLLM leaves it awake, and in validation, when a task raises; the next batch here finds it as it should be."""
+
+    class Crash(Chat):
+        async def run(self, task, uid, **kwargs):
+            self.reset(task, uid)
+            raise RuntimeError("the tool crashed")
+
+    rollouts = Memory()
+    engine = AgentWorkflowEngine(Crash, {}, rollouts, config=config(), n_parallel_tasks=1)
+    with pytest.raises(RolloutFailed):
+        asyncio.run(engine.execute_tasks_verl(verl_batch(validate=True)))
+    engine.shutdown()
+    assert rollouts.seen == ["awake", ("asleep", False)]

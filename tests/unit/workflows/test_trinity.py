@@ -1,0 +1,508 @@
+"""Trinity-RFT's workflows, rule by rule, over sessions of the stand-in proxy."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import openai
+import pytest
+from stand_in_proxy import StandIn, encode, render, serving
+
+from turnwise.errors import InvalidRequest
+from turnwise.workflows import trinity
+from turnwise.workflows.trinity import (
+    EID,
+    AsyncRewardPropagationWorkflow,
+    AsyncStepWiseRewardWorkflow,
+    Experience,
+    ModelWrapper,
+    RewardPropagationWorkflow,
+    StepWiseRewardWorkflow,
+    Task,
+    WorkflowRunner,
+)
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(StandIn()) as state:
+        yield state
+
+
+@pytest.fixture
+def proxy(served):
+    for kept in (served.sessions, served.turns, served.rewards):
+        kept.clear()
+    served.answers_by_key.clear()
+    return served
+
+
+@pytest.fixture
+def model(proxy):
+    wrapper = ModelWrapper(proxy.base_url)
+    yield wrapper
+    wrapper.client.close()
+
+
+def ask(client, text="x", **kwargs):
+    return client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], **kwargs)
+
+
+@dataclasses.dataclass
+class Plan:
+    """What a run does: calls per step, its reward or rewards, when it stops, when it breaks."""
+
+    calls: tuple[int, ...] = (1, 2, 1)
+    rewards: tuple[float, ...] = (0.5, 1.0, 2.0)
+    steps: int = 3
+    stop_after: int | None = None
+    break_in_step: int | None = None
+    break_in_reward: int | None = None
+
+
+class Planned:
+    @property
+    def plan(self):
+        return self.task.workflow_args["plan"]
+
+    @property
+    def max_step_num(self):
+        return self.plan.steps
+
+    def check(self, step_num):
+        if step_num == self.plan.break_in_step:
+            raise RuntimeError("the tool crashed")
+        return step_num != self.plan.stop_after
+
+    def judge(self, exps, step_num):
+        self.seen = [*getattr(self, "seen", []), len(exps)]
+        if step_num == self.plan.break_in_reward:
+            raise RuntimeError("the judge crashed")
+        return self.plan.rewards[step_num]
+
+
+class Stepped(Planned, StepWiseRewardWorkflow):
+    def step(self, step_num):
+        for _ in range(self.plan.calls[step_num]):
+            ask(self.client, str(step_num))
+        return self.check(step_num)
+
+    def reward(self, exps, step_num):
+        return self.judge(exps, step_num)
+
+
+class AsyncStepped(Planned, AsyncStepWiseRewardWorkflow):
+    async def step_async(self, step_num):
+        for _ in range(self.plan.calls[step_num]):
+            await ask(self.client, str(step_num))
+        return self.check(step_num)
+
+    async def reward_async(self, exps, step_num):
+        return self.judge(exps, step_num)
+
+
+class Propagated(Planned, RewardPropagationWorkflow):
+    step = Stepped.step
+
+    def reward(self, exps):
+        return self.judge(exps, 0)
+
+
+class AsyncPropagated(Planned, AsyncRewardPropagationWorkflow):
+    step_async = AsyncStepped.step_async
+
+    async def reward_async(self, exps):
+        return self.judge(exps, 0)
+
+
+STEPPED = [Stepped, AsyncStepped]
+PROPAGATED = [Propagated, AsyncPropagated]
+
+
+def make(kind, model, **plan):
+    return kind(task=Task(workflow=kind, workflow_args={"plan": Plan(**plan)}, task_id="t"), model=model)
+
+
+def run(workflow):
+    async def go():
+        try:
+            return await workflow.run_async()
+        finally:
+            await workflow.model.async_client.aclose()
+
+    return asyncio.run(go()) if workflow.is_async else workflow.run()
+
+
+def run_task(model, task, *, mode="sequential", **kwargs):
+    async def go():
+        try:
+            return await WorkflowRunner(model, concurrent_mode=mode).run_task(task, **kwargs)
+        finally:
+            await model.async_client.aclose()
+
+    return asyncio.run(go())
+
+
+def last_session(proxy):
+    return list(proxy.sessions.values())[-1]
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+def test_every_experience_of_a_step_gets_its_reward_and_number(model, kind):
+    """One, two and one calls: steps 0, 1, 1, 2 and rewards 0.5, 1, 1, 2; each reward sees its own step's calls."""
+    workflow = make(kind, model)
+    made = run(workflow)
+    assert [(exp.eid.step, exp.reward) for exp in made] == [(0, 0.5), (1, 1.0), (1, 1.0), (2, 2.0)]
+    assert workflow.seen == [1, 2, 1]
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+def test_step_rewards_land_in_the_ledger_as_lines_of_their_steps(proxy, model, kind):
+    """What a plain client writes with `X-Step` and `POST /v1/rewards`: the same lines, the same steps of turns."""
+    run(make(kind, model))
+    session = last_session(proxy)
+    assert [(line["step"], line["value"]) for line in proxy.rewards] == [(0, 0.5), (1, 1.0), (2, 2.0)]
+    assert {line["session_id"] for line in proxy.rewards} == {session["session_id"]}
+    assert [turn["step"] for turn in proxy.turns] == [0, 1, 1, 2]
+    assert (session["credit"], session["task_id"], session["termination_reason"]) == (
+        "step_wise",
+        "t",
+        "max_turns_exceeded",
+    )
+
+
+@pytest.mark.parametrize("kind", [*STEPPED, *PROPAGATED])
+def test_a_step_that_says_no_is_the_last(proxy, model, kind):
+    """The step itself still counts."""
+    made = run(make(kind, model, stop_after=1))
+    assert [exp.eid.step for exp in made] == [0, 1, 1]
+    assert last_session(proxy)["termination_reason"] == "env_done"
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+def test_a_step_without_calls_is_judged_and_leaves_nothing(proxy, model, kind):
+    """`reward` is called with an empty list; there is no experience to put it on."""
+    workflow = make(kind, model, calls=(1, 0, 1))
+    assert [exp.eid.step for exp in run(workflow)] == [0, 2]
+    assert workflow.seen == [1, 0, 1]
+    assert [line["step"] for line in proxy.rewards] == [0, 2]
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+def test_an_exception_loses_nothing(proxy, model, kind):
+    """Trinity loses all of the run. Here turns and earlier rewards are in the ledger, and on the object."""
+    workflow = make(kind, model, break_in_step=1)
+    with pytest.raises(RuntimeError, match="tool crashed"):
+        run(workflow)
+    assert [(turn["step"], turn["outcome"]) for turn in proxy.turns] == [(0, "exact"), (1, "exact"), (1, "exact")]
+    assert [(line["step"], line["value"]) for line in proxy.rewards] == [(0, 0.5)]
+    assert (last_session(proxy)["status"], last_session(proxy)["termination_reason"]) == ("ended", "error")
+    assert [exp.reward for exp in workflow.experiences] == [0.5, None, None]
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+def test_a_judge_that_breaks_loses_nothing_either(proxy, model, kind):
+    """The step's experiences are there without a reward, which may still be given later."""
+    workflow = make(kind, model, break_in_reward=1)
+    with pytest.raises(RuntimeError, match="judge crashed"):
+        run(workflow)
+    assert [exp.reward for exp in workflow.experiences] == [0.5, None, None]
+    assert len(proxy.turns) == 3
+
+
+@pytest.mark.parametrize("kind", PROPAGATED)
+def test_a_run_has_one_reward_and_counts_its_steps(proxy, model, kind):
+    """All experiences get it, and `actual_env_steps`; the ledger gets one line for the session."""
+    workflow = make(kind, model)
+    made = run(workflow)
+    assert [(exp.eid.step, exp.reward, exp.metrics) for exp in made] == [
+        (step, 0.5, {"actual_env_steps": 3}) for step in (0, 1, 1, 2)
+    ]
+    assert workflow.seen == [4]
+    session = last_session(proxy)
+    assert proxy.rewards == [{"session_id": session["session_id"], "value": 0.5}]
+    assert session["credit"] == "propagate"
+
+
+@pytest.mark.parametrize("kind", PROPAGATED)
+def test_the_steps_of_a_run_are_counted_to_the_one_that_stopped(model, kind):
+    """Step 1 says no: two environment steps, whatever `max_step_num` allows."""
+    made = run(make(kind, model, stop_after=1))
+    assert [exp.metrics for exp in made] == [{"actual_env_steps": 2}] * 3
+
+
+@pytest.mark.parametrize("kind", PROPAGATED)
+def test_a_run_without_any_call_is_judged_too(proxy, model, kind):
+    """`reward` is called with an empty list; the session's line finishes it, so that its group need not wait."""
+    workflow = make(kind, model, calls=(0, 0, 0))
+    assert run(workflow) == []
+    assert workflow.seen == [0]
+    assert [line["value"] for line in proxy.rewards] == [0.5]
+
+
+@pytest.mark.parametrize("kind", PROPAGATED)
+def test_an_exception_leaves_a_run_that_a_reward_may_still_come_for(proxy, model, kind):
+    """No reward, hence never trained; all turns are there."""
+    with pytest.raises(RuntimeError):
+        run(make(kind, model, break_in_step=1))
+    assert (len(proxy.turns), proxy.rewards, last_session(proxy)["termination_reason"]) == (3, [], "error")
+
+
+@pytest.mark.parametrize("kind", [Stepped, Propagated])
+def test_history_is_required(proxy, kind):
+    """A model without history cannot be judged step by step."""
+    model = ModelWrapper(proxy.base_url, enable_history=False)
+    with pytest.raises(InvalidRequest, match="enable_history=True"):
+        make(kind, model)
+    with pytest.raises(InvalidRequest, match="enable_history=True"):
+        model.extract_experience_from_history()
+
+
+def test_the_client_is_synchronous_or_asynchronous_as_the_workflow_is(model):
+    """Trinity hands asynchronous workflows the synchronous client; here each gets its own, or none."""
+    assert type(make(Stepped, model).client) is openai.OpenAI
+    assert type(make(AsyncStepped, model).client) is openai.AsyncOpenAI
+    task = Task(workflow_args={"plan": Plan()})
+    assert Stepped(task=task, model=model, use_openai_client=False).client is None
+
+
+def test_what_a_subclass_leaves_out_is_named(model):
+    """`step`, `reward` and `max_step_num` are the subclass's to define."""
+    for kind in (StepWiseRewardWorkflow, RewardPropagationWorkflow):
+        workflow = kind(task=Task(), model=model)
+        with pytest.raises(NotImplementedError, match="must define step"):
+            workflow.step(0)
+        with pytest.raises(NotImplementedError, match="must define max_step_num"):
+            _ = workflow.max_step_num
+        with pytest.raises(NotImplementedError, match="must define reward"):
+            workflow.reward([], **({"step_num": 0} if kind is StepWiseRewardWorkflow else {}))
+
+
+def test_what_an_asynchronous_subclass_leaves_out_is_named(model):
+    """`step_async` and `reward_async` are the subclass's to define."""
+    for kind, arguments in [(AsyncStepWiseRewardWorkflow, {"step_num": 0}), (AsyncRewardPropagationWorkflow, {})]:
+        workflow = kind(task=Task(), model=model)
+        with pytest.raises(NotImplementedError, match="must define step_async"):
+            asyncio.run(workflow.step_async(0))
+        with pytest.raises(NotImplementedError, match="must define reward_async"):
+            asyncio.run(workflow.reward_async([], **arguments))
+
+
+def test_flags_and_their_old_names(model):
+    """Neither is repeatable or resettable; only the asynchronous variants are asynchronous."""
+    for kind, is_async in [(Stepped, False), (AsyncStepped, True), (Propagated, False), (AsyncPropagated, True)]:
+        workflow = make(kind, model)
+        assert (workflow.repeatable, workflow.resettable, workflow.asynchronous) == (False, False, is_async)
+        assert (kind.can_repeat, kind.can_reset, kind.is_async) == (False, False, is_async)
+
+
+def test_a_second_run_of_one_object_is_a_second_session(proxy, model):
+    """The client that the agent keeps follows the run."""
+    workflow = make(Stepped, model)
+    run(workflow)
+    run(workflow)
+    assert len(proxy.sessions) == 2
+    assert [len(proxy.turns_of(session_id)) for session_id in proxy.sessions] == [4, 4]
+
+
+def test_history_is_what_the_session_captured_whatever_call_made_it(model):
+    """Plain, n = 2, streams, raw replies: Trinity records `create` alone, the ledger all of them."""
+    client = model.get_openai_client()
+    ask(client)
+    ask(client, n=2)
+    assert "".join(chunk.choices[0].delta.content for chunk in ask(client, stream=True)) == "re:x"
+    client.chat.completions.with_raw_response.create(model="m", messages=[{"role": "user", "content": "x"}])
+    made = model.extract_experience_from_history()
+    assert len(made) == 5
+    assert {exp.prompt_length for exp in made} == {len(render([{"role": "user", "content": "x"}]))}
+    assert all(exp.tokens[exp.prompt_length :].tolist() == encode("re:x") for exp in made)
+    assert made[0].logprobs.tolist() == [-0.125, -0.25, -0.375, -0.5]
+    assert (made[0].response_text, made[0].action_mask.tolist()) == ("re:x", [True] * 4)
+    assert client.model_path == model.model_name == "served"
+
+
+def test_an_abandoned_stream_is_in_the_ledger_but_no_experience(proxy, model):
+    """Trinity never hears of it; here it is kept as aborted and left out of what is judged."""
+    ask(model.get_openai_client())
+    proxy.turns[0]["outcome"] = "aborted"
+    assert model.extract_experience_from_history() == []
+    assert len(proxy.turns) == 1
+
+
+def test_extracting_clears_unless_told_not_to(model):
+    """The second extraction has what came after the first."""
+    client = model.get_openai_client()
+    ask(client, "1")
+    assert len(model.extract_experience_from_history(clear_history=False)) == 1
+    ask(client, "2")
+    assert len(model.extract_experience_from_history()) == 2
+    ask(client, "3")
+    assert [exp.response_text for exp in model.extract_experience_from_history()] == ["re:3"]
+
+
+def test_clones_share_connections_and_not_history(model):
+    """Each clone has a session of its own, and what it samples is its own."""
+    one, two = model.clone_with_isolated_history(), model.clone_with_isolated_history(run=3)
+    ask(one.get_openai_client())
+    assert one.client is two.client is model.client
+    assert len(one.extract_experience_from_history()) == 1
+    assert two.extract_experience_from_history() == []
+    assert len({model.session_id, one.session_id, two.session_id}) == 3
+
+
+def test_chat_returns_experiences(model):
+    """One for each choice, and they are history too."""
+    made = model.chat([{"role": "user", "content": "x"}], n=2)
+    assert [exp.response_text for exp in made] == ["re:x", "re:x"]
+    assert [exp.turn_id for exp in model.extract_experience_from_history()] == [exp.turn_id for exp in made]
+
+
+def test_the_asynchronous_methods_do_the_same(model):
+    """Replies and history without blocking the event loop."""
+
+    async def go():
+        made = await model.chat_async([{"role": "user", "content": "x"}])
+        assert [exp.turn_id for exp in await model.extract_experience_from_history_async()] == [made[0].turn_id]
+        assert await model.extract_experience_from_history_async() == []
+        await model.async_client.aclose()
+
+    asyncio.run(go())
+
+
+def test_ids_of_an_experience():
+    """Group, run and step ids leave out what does not count for them; the suffix is six hex digits."""
+    eid = EID(batch=1, task=2, run=3, step=4, suffix="abc")
+    assert (eid.uid, eid.tid, eid.rid, eid.sid, str(eid)) == ("1/2/3/4/abc", "1/2", "1/2/3", "1/2/4", "1/2/3/4/abc")
+    assert len(EID().suffix) == 6
+    assert EID(**eid.to_dict()) == eid
+
+
+def test_kinds_of_experience():
+    """A mask makes it multi-turn, a pair makes it dpo, else it is a single turn that must have a response."""
+    assert Experience(tokens=[1, 2, 3], action_mask=[True, False]).experience_type == "multi_turn"
+    pair = Experience(tokens=[1, 2], chosen=[3], rejected=[4])
+    assert (pair.experience_type, pair.prompt_length) == ("dpo", 2)
+    single = Experience(tokens=[1, 2, 3], prompt_length=1)
+    assert (single.experience_type, single.action_mask.tolist(), single.tokens.dtype) == (
+        "single_turn",
+        [True, True],
+        np.int32,
+    )
+    with pytest.raises(InvalidRequest, match="needs a response"):
+        Experience(tokens=[1, 2], prompt_length=2)
+    with pytest.raises(InvalidRequest, match="above 0"):
+        Experience(tokens=[1, 2], prompt_length=0)
+    cut = Experience(tokens=[1], prompt_length=1, truncate_status="prompt_truncated", logprobs=[-1.0])
+    assert cut.action_mask.tolist() == [False]
+    assert Experience(eid={"task": "t"}, tokens=[1, 2]).eid.task == "t"
+
+
+def test_a_task_makes_its_workflow_and_reads_its_sample(model):
+    """Prompt and answer come from the raw sample by the names in `format_args`."""
+    task = Task(workflow=Stepped, raw_task={"prompt": "q", "response": "a"}, workflow_args={"plan": Plan()})
+    workflow = task.to_workflow(model, auxiliary_models=[model])
+    assert (type(workflow), workflow.task) == (Stepped, task)
+    assert (task.task_desc, task.truth, task.to_dict()) == ("q", "a", {"prompt": "q", "response": "a"})
+    assert type(workflow.auxiliary_models[0]) is openai.OpenAI
+    assert workflow.auxiliary_model_wrappers == [model]
+    with pytest.raises(ValueError, match="names no workflow"):
+        Task().to_workflow(model)
+
+
+FIELDS = {
+    Experience: "eid tokens prompt_length logprobs reward token_level_reward advantages returns truncate_status info "
+    "metrics response_text prompt_text action_mask messages tools chosen rejected chosen_messages rejected_messages "
+    "multi_modal_inputs teacher_logprobs routed_experts custom_fields experience_type",
+    Task: "workflow repeat_times format_args rollout_args workflow_args reward_fn_args is_eval reward_fn raw_task "
+    "batch_id task_id index",
+    EID: "batch task run step suffix",
+}
+
+
+@pytest.mark.parametrize("record", FIELDS)
+def test_records_have_the_fields_of_the_original(record):
+    """By the same names, so that a workflow's own code reads and writes what it always did."""
+    assert set(FIELDS[record].split()) <= {field.name for field in dataclasses.fields(record)}
+
+
+def test_ids_are_empty_until_somebody_knows_them():
+    """Batch and task have no name yet; run and step are the first."""
+    eid = EID()
+    assert (eid.batch, eid.task, eid.run, eid.step) == ("", "", 0, 0)
+
+
+def task_of(kind, **fields):
+    plan = fields.pop("plan", Plan())
+    return Task(**{"workflow": kind, "workflow_args": {"plan": plan}, "batch_id": "b", "task_id": "t", **fields})
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [(Stepped, "sequential"), (AsyncStepped, "asynchronous"), (Propagated, "multi-threading")]
+)
+def test_the_runner_numbers_runs_and_fills_in_the_rest(proxy, model, kind, mode):
+    """Runs count from the base on; batch and task are filled in; each run is a session of the task's group."""
+    task = task_of(kind, repeat_times=3, index={"i": 1})
+    status, made = run_task(model, task, mode=mode, repeat_times=3, run_id_base=5)
+    assert (status.ok, status.completed_runs, status.message) == (True, 3, None)
+    assert [exp.eid.rid for exp in made] == [f"b/t/{run}" for run in (5, 6, 7) for _ in range(4)]
+    assert made[0].info["use_count"] == 0
+    assert made[0].info["task_index"] == {"i": 1}
+    assert (made[0].info["model_version"], made[0].info["model_version_drift"]) == (3, 0)
+    assert {(s["group_id"], s["group_size"]) for s in proxy.sessions.values()} == {("b/t", 3)}
+    assert sorted(session["run"] for session in proxy.sessions.values()) == [5, 6, 7]
+    assert "time/run_execution" in status.metrics[0]
+
+
+def test_the_runner_leaves_a_task_that_the_workflow_set_and_means_metrics(proxy, model):
+    """`eid.task` is filled in only where it is unset; a run's metrics are means over its experiences.
+
+    Four experiences with 1, 1, 1 and 3 make 1.5.
+    """
+
+    class Naming(Stepped):
+        def run(self):
+            made = super().run()
+            for exp in made:
+                exp.metrics["tries"] = 3.0 if exp is made[-1] else 1.0
+            made[0].eid.task = "mine"
+            return made
+
+    status, made = run_task(model, task_of(Naming))
+    assert [exp.eid.task for exp in made] == ["mine", "t", "t", "t"]
+    assert status.metrics[0]["tries"] == 1.5
+
+
+def test_a_failed_run_is_left_out_and_the_others_are_kept(proxy, model):
+    """Two of three come back; the first traceback is the message; the ledger has the third as well."""
+    broken = iter([False, True, False])
+
+    class Fragile(Stepped):
+        def check(self, step_num):
+            if step_num == 0 and next(broken):
+                raise RuntimeError("the tool crashed")
+            return False
+
+    status, made = run_task(model, task_of(Fragile), repeat_times=3)
+    assert (status.ok, status.completed_runs, status.total_runs) == (False, 2, 3)
+    assert "the tool crashed" in status.message
+    assert [exp.eid.run for exp in made] == [0, 2]
+    assert len(proxy.turns) == 3
+
+
+def test_without_partial_runs_the_first_failure_is_the_last_run(proxy, model):
+    """Later runs are not begun."""
+    task = task_of(Stepped, plan=Plan(break_in_step=0))
+    status, _ = run_task(model, task, repeat_times=3, collect_partial_runs=False)
+    assert (status.completed_runs, len(proxy.sessions)) == (0, 1)
+
+
+def test_experiences_of_an_evaluation_are_not_returned(proxy, model):
+    """The status says how it went; the sessions are evaluations."""
+    status, made = run_task(model, task_of(Stepped, is_eval=True))
+    assert (status.ok, made) == (True, [])
+    assert last_session(proxy)["split"] == "eval"
+
+
+def test_the_originals_names_are_in_one_module():
+    """Changing the import is the port."""
+    assert set(trinity.__all__) >= {"Workflow", "Task", "Experience", "EID", "ModelWrapper", "StepWiseRewardWorkflow"}
