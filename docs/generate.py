@@ -1,0 +1,95 @@
+"""Writes docs/reference.md from the code: commands, settings and metrics. A test holds the file to it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from prometheus_client.metrics import MetricWrapperBase
+
+from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
+from trainer.settings import TrainerSettings
+from turnwise.cli import main as command
+from turnwise.engine import EngineSettings
+from turnwise.settings import Settings
+from turnwise.stack import UpSettings
+
+TARGET = Path(__file__).parent / "reference.md"
+SECTIONS: dict[str, type[Settings]] = {
+    "proxy": ProxySettings,
+    "trainer": TrainerSettings,
+    "engine": EngineSettings,
+    "up": UpSettings,
+}
+
+
+def reference() -> str:
+    """Return the whole page."""
+    parts = [
+        "# Reference",
+        "",
+        "Made from the code by `make docs`.",
+        "",
+        "## Commands",
+        "",
+        "| command | does |",
+        "|---|---|",
+        *(f"| `turnwise {name}` | {text} |" for name, text in commands(command)),
+    ]
+    for section, settings in SECTIONS.items():
+        parts += [
+            "",
+            f"## Settings: `[{section}]`",
+            "",
+            "| setting | default | means |",
+            "|---|---|---|",
+            *rows(settings),
+        ]
+    parts += ["", "## Metrics", "", "| metric | labels | counts |", "|---|---|---|", *metrics()]
+    return "\n".join(parts) + "\n"
+
+
+def commands(group: click.Group, before: str = "") -> list[tuple[str, str]]:
+    """Return every command with the first sentence of its help."""
+    found: list[tuple[str, str]] = []
+    for name, each in sorted(group.commands.items()):
+        if isinstance(each, click.Group):
+            found += commands(each, f"{before}{name} ")
+        else:
+            found.append((before + name, first_sentence(each.help or "")))
+    return found
+
+
+def rows(settings: type[Settings]) -> list[str]:
+    """Return one line a setting."""
+    lines = []
+    for name, field in settings.model_fields.items():
+        default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+        means = " ".join((field.description or "").split()).replace("|", "\\|")
+        lines.append(f"| `{name}` | {default} | {means} |")
+    return lines
+
+
+def metrics() -> list[str]:
+    """Return one line a metric, as Prometheus names it."""
+    lines = []
+    for metric in vars(Metrics()).values():
+        if not isinstance(metric, MetricWrapperBase):
+            continue
+        described = metric.describe()[0]
+        suffix = "_total" if described.type == "counter" else ""
+        labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # noqa: SLF001  the library tells them nowhere else
+        lines.append(f"| `{described.name}{suffix}` | {labels} | {described.documentation} |")
+    return sorted(lines)
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence on one line."""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference())
+    sys.stdout.write(f"wrote {TARGET}\n")
