@@ -46,9 +46,10 @@ def streamed_reply() -> bytes:
         "index": 0,
         "delta": {"content": " word" * each},
         "logprobs": {"content": entries},
+        "finish_reason": None,
         "token_ids": [1234] * each,
     }
-    events = [first, *[{**head, "choices": [{**choice, "finish_reason": None}]}] * (NUM_CHUNKS - 2)]
+    events = [first, *[{**head, "choices": [choice]}] * (NUM_CHUNKS - 2)]
     events.append({**head, "choices": [{**choice, "finish_reason": "stop"}]})
     return b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 

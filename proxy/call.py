@@ -17,8 +17,8 @@ NOT_SAMPLING = frozenset({"messages", "tools", "metadata", "kv_transfer_params",
 class Encoder(Protocol):
     """Writes the events of one streamed reply; a dialect that is the engine's own needs none of its own."""
 
-    def chunk(self, chunk: Json) -> bytes:
-        """Return the events that tell what a chunk of the engine tells; there may be none."""
+    def chunks(self, chunks: list[bytes]) -> bytes:
+        """Return the events that tell what chunks of the engine, stripped, tell; there may be none."""
 
     def done(self) -> bytes:
         """Return the events that end the stream."""
@@ -95,7 +95,7 @@ class Choice:
 
     message: Json = dataclasses.field(default_factory=lambda: {"role": "assistant", "content": None})
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
+    logprobs: list[float | None] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
     """Where choices of one call have different prompts; otherwise empty."""
@@ -145,13 +145,21 @@ class Dialect(Protocol):
     def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:
         """Return what the engine is asked, so that it tells everything that capture needs."""
 
-    def take_reply(self, reply: Json, call: Call) -> Captured:
-        """Capture a whole reply and strip from it, in place, what the client did not ask for."""
+    def take_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
+        """Capture a whole reply, and return it without what the client did not ask for.
 
-    def take_chunk(self, chunk: Json, captured: Captured, call: Call) -> bool:
-        """Capture one chunk of a stream, strip it in place, and say whether the client would have got it."""
+        Raises:
+            msgspec.DecodeError: it is not what the engine's route answers.
+        """
 
-    def encode_reply(self, reply: Json, call: Call) -> Json:
+    def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+        """Capture chunks of a stream, and return those that the client would have got, stripped.
+
+        Raises:
+            msgspec.DecodeError: one is not what the engine's route streams.
+        """
+
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:
         """Return a captured and stripped reply in the client's words."""
 
     def encode_error(self, status: int, body: bytes) -> bytes:

@@ -147,11 +147,12 @@ class Canary:
 
     def show(self, policy: PolicyVersion | None) -> None:
         """Let the pool know of the trial that the store tells of."""
-        if policy is None or policy.activated_at is None:
-            self._pool.trial = None
-        else:
-            settling = datetime.timedelta(seconds=POLLS_UNTIL_KNOWN * self._settings.policies_poll_seconds)
-            self._pool.trial = Trial(policy.version, self._settings.canary_share, policy.activated_at + settling)
+        self._pool.trial = None if policy is None else self._trial(policy)
+
+    def _trial(self, policy: PolicyVersion) -> Trial:
+        assert policy.activated_at is not None
+        settling = datetime.timedelta(seconds=POLLS_UNTIL_KNOWN * self._settings.policies_poll_seconds)
+        return Trial(policy.version, self._settings.canary_share, policy.activated_at + settling)
 
     @property
     def is_due(self) -> bool:
@@ -207,10 +208,8 @@ class Canary:
         self._metrics.canaries.labels("called_off").inc()
 
     def _arms(self, policy: PolicyVersion, active: PolicyVersion) -> tuple[Arm, Arm]:
-        trial = self._pool.trial
-        assert trial is not None
         with self._database.read() as connection:
-            return arms_since(connection, trial.since, (policy.version, active.version))
+            return arms_since(connection, self._trial(policy).since, (policy.version, active.version))
 
     async def _place(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """See to it that the version is loaded: an adapter on each engine, whole weights on one."""

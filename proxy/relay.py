@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from proxy import capture, sse
@@ -30,10 +31,12 @@ from proxy.writer import Writer
 from turnwise.errors import EngineRefused, EngineUnavailable
 from turnwise.store import queries
 from turnwise.store.database import Database
-from turnwise.types import Json, Turn, utc_now
+from turnwise.types import Turn, utc_now
 
 log = logging.getLogger(__name__)
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
+CHOICES = b'"choices"'
+"""What every chunk of a completion has; an event without it tells of an error."""
 
 
 class ClientLeft(Exception):
@@ -134,15 +137,16 @@ class Relay:
             ClientLeft: the client went first.
             EngineError, StoreError, Overloaded: no reply, or none that could be stored.
         """
+        call = running.call
         async with self._accounted(running), self._pool.admitted(running.live.session) as running.lane:
             running.version_first = running.lane.version
-            raw = await unless_left(self._read_whole(running), left)
+            with stopped_by(left):
+                raw = await self._read_whole(running)
             running.version_last = running.lane.version
-            reply, dialect = _decoded(raw, running.lane.engine.url), running.call.dialect
-            _hide_adapter(reply, running.lane)
-            running.captured = dialect.take_reply(reply, running.call)
+            with readable(running.lane):
+                running.captured, reply = call.dialect.take_reply(own_name(raw, running.lane), call)
             await self._commit(running)
-            return orjson.dumps(dialect.encode_reply(reply, running.call))
+            return call.dialect.encode_reply(reply, call)
 
     async def _read_whole(self, running: Running) -> bytes:
         async with running.lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as response:
@@ -161,71 +165,50 @@ class Relay:
             EngineError, StoreError, Overloaded: as `whole`; events may have been sent by then.
         """
         async with self._accounted(running), self._pool.admitted(running.live.session) as running.lane:
-            held: list[bytes] = []
-            async for event, finishing in self._events(running, left):
-                if finishing or held:
-                    held.append(event)
-                else:
-                    await send(event)
-                    self._faults.point("mid_stream")
+            held = b""
+            with stopped_by(left):
+                async for events in self._events(running):
+                    shown = self._take_events(events, running)
+                    if running.captured.is_finished(running.call.num_choices):
+                        held += shown
+                    elif shown:
+                        await send(shown)
+                        self._faults.point("mid_stream")
             await self._commit(running)
-            await send(b"".join(held))
+            await send(held)
 
-    async def _events(self, running: Running, left: asyncio.Future[None]) -> AsyncIterator[tuple[bytes, bool]]:
-        """Yield runs of events to pass on, and whether they are part of the stream's end."""
-        running.version_first = running.lane.version
-        async with running.lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as response:
-            left.add_done_callback(lambda _: response.close())
-            buffer = sse.EventBuffer()
-            async for data in self._chunks(response, running, left):
-                passed = b""
-                for event in buffer.feed(data):
-                    shown, finishing = self._take_event(event, running)
-                    if finishing and passed:
-                        yield passed, False
-                        passed = b""
-                    passed += shown
-                    if finishing:
-                        yield passed, True
-                        passed = b""
-                if passed:
-                    yield passed, False
+    async def _events(self, running: Running) -> AsyncIterator[list[bytes]]:
+        """Yield the engine's events as they come, those of one read together, to the end of a whole stream."""
+        lane = running.lane
+        running.version_first = lane.version
+        buffer = sse.EventBuffer()
+        async with lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as response:
+            try:
+                async for data in response.content.iter_any():
+                    running.version_last = lane.version
+                    yield buffer.feed(data)
+            except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
+                raise EngineUnavailable(f"the engine at {lane.engine.url} broke off its stream; retry") from error
         if buffer.pending or not running.captured.is_finished(running.call.num_choices):
             raise EngineUnavailable(
-                f"the engine at {running.lane.engine.url} broke off its stream; what came of it is stored, retry"
+                f"the engine at {lane.engine.url} broke off its stream; what came of it is stored, retry"
             )
 
-    async def _chunks(
-        self, response: aiohttp.ClientResponse, running: Running, left: asyncio.Future[None]
-    ) -> AsyncIterator[bytes]:
-        try:
-            async for data in response.content.iter_any():
-                running.version_last = running.lane.version
-                if left.done():
-                    break
-                yield data
-        except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
-            if not left.done():
-                raise EngineUnavailable(
-                    f"the engine at {running.lane.engine.url} broke off its stream; retry"
-                ) from error
-        if left.done():
-            raise ClientLeft
-
-    def _take_event(self, event: bytes, running: Running) -> tuple[bytes, bool]:
-        """Capture one event; return what to pass on and whether it tells the client that a choice is complete."""
-        captured, encoder = running.captured, running.call.encoder
-        if event == sse.DONE:
-            return encoder.done(), True
-        chunk = _decoded(event, running.lane.engine.url)
-        if "choices" not in chunk:
-            return encoder.error(event), False
-        _hide_adapter(chunk, running.lane)
-        shown = running.call.dialect.take_chunk(chunk, captured, running.call)
+    def _take_events(self, events: list[bytes], running: Running) -> bytes:
+        """Capture events that came together; return what to tell the client."""
+        call, captured, lane = running.call, running.captured, running.lane
+        is_over = events[-1:] == [sse.DONE]
+        chunks = events[:-1] if is_over else events
+        failures = [event for event in chunks if CHOICES not in event]
+        if failures:
+            chunks = [event for event in chunks if CHOICES in event]
+        with readable(lane):
+            shown = call.dialect.take_chunks([own_name(chunk, lane) for chunk in chunks], captured, call)
         if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
             running.first_token_at = time.perf_counter()
-            running.version_first = running.lane.version
-        return encoder.chunk(chunk) if shown else b"", captured.is_finished(running.call.num_choices)
+            running.version_first = lane.version
+        told = call.encoder.chunks(shown) + b"".join(map(call.encoder.error, failures))
+        return told + call.encoder.done() if is_over else told
 
     def _request(self, running: Running) -> tuple[bytes, dict[str, str]]:
         self._faults.point("before_engine")
@@ -299,38 +282,50 @@ class Relay:
         self._metrics.turns.labels("error", reason).inc()
 
 
-def _hide_adapter(reply: Json, lane: Lane) -> None:
-    """Let a reply or chunk name the model that the client asked for: which adapter served it is the proxy's affair."""
-    if lane.adapter is not None and reply.get("model") == lane.adapter:
-        reply["model"] = lane.engine.model
+def own_name(said: bytes, lane: Lane) -> bytes:
+    """Return a reply or chunk naming the model that the client asked for: which adapter served it is our affair."""
+    if lane.adapter is None:
+        return said
+    return said.replace(f'"model":"{lane.adapter}"'.encode(), b'"model":' + orjson.dumps(lane.engine.model), 1)
 
 
-def _decoded(raw: bytes, engine_url: str) -> Any:
-    """Decode what an engine said.
+@contextlib.contextmanager
+def readable(lane: Lane) -> Iterator[None]:
+    """Read what an engine said.
 
     Raises:
-        EngineUnavailable: it is not JSON, so the engine is not what it was.
+        EngineUnavailable: it is no completion, so the engine is not what it was.
     """
     try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise EngineUnavailable(f"the engine at {engine_url} answered what is not JSON ({error}); retry") from error
+        yield
+    except (msgspec.DecodeError, LookupError, TypeError) as error:
+        raise EngineUnavailable(f"the engine at {lane.engine.url} answered no completion ({error}); retry") from error
 
 
-async def unless_left(work: Coroutine[Any, Any, bytes], left: asyncio.Future[None]) -> bytes:
-    """Run `work` to its end, or cancel it when the client leaves first.
+class stopped_by:  # noqa: N801  used like a function
+    """Cancel the block when the client leaves, so that the engine stops its work too.
 
     Raises:
         ClientLeft: it left.
     """
-    task = asyncio.ensure_future(work)
-    stop = lambda _: task.cancel()  # noqa: E731  a callback that is taken off again below
-    left.add_done_callback(stop)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if left.done():
+
+    __slots__ = ("_is_inside", "_left", "_task")
+
+    def __init__(self, left: asyncio.Future[None]) -> None:
+        self._left = left
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._is_inside = True
+        self._left.add_done_callback(self._stop)
+
+    def _stop(self, _: asyncio.Future[None]) -> None:
+        if self._is_inside and self._task is not None:
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_inside = False
+        self._left.remove_done_callback(self._stop)
+        if kind is asyncio.CancelledError and self._task is not None and self._left.done():
+            self._task.uncancel()
             raise ClientLeft from None
-        raise
-    finally:
-        left.remove_done_callback(stop)

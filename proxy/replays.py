@@ -98,14 +98,14 @@ def rebuilt_answer(call: Call, turns: list[Turn]) -> bytes:
     if not call.stream:
         choices = [_choice(turn, index, "message") for index, turn in enumerate(turns)]
         reply = {**head, "object": kind, "choices": choices, "usage": usage}
-        return orjson.dumps(call.dialect.encode_reply(reply, call))
+        return call.dialect.encode_reply(orjson.dumps(reply), call)
     head["object"] = kind if kind == "text_completion" else f"{kind}.chunk"
     options = call.body.get("stream_options") or {}
     counted = {"usage": usage} if options.get("continuous_usage_stats") else {}
     chunks = [{**head, **counted, "choices": [_choice(turn, index, "delta")]} for index, turn in enumerate(turns)]
     if options.get("include_usage"):
         chunks.append({**head, "choices": [], "usage": usage})
-    return b"".join(map(call.encoder.chunk, chunks)) + call.encoder.done()
+    return call.encoder.chunks(list(map(orjson.dumps, chunks))) + call.encoder.done()
 
 
 def _choice(turn: Turn, index: int, field: str) -> Json:

@@ -48,9 +48,9 @@ class Verbatim:
 
     __slots__ = ()
 
-    def chunk(self, chunk: dict[str, Any]) -> bytes:
-        """Frame a chunk."""
-        return event(orjson.dumps(chunk))
+    def chunks(self, chunks: list[bytes]) -> bytes:
+        """Frame chunks."""
+        return b"".join([PREFIX + chunk + SEPARATOR for chunk in chunks])
 
     def done(self) -> bytes:
         """Frame the end."""

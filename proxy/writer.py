@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+BUSY_BATCH = 4
+"""Jobs in the last transaction from which on more are expected at once."""
+GATHER_SECONDS = 0.002
+"""How long a busy writer lets jobs gather, as PostgreSQL's `commit_delay` does: few large transactions cost less."""
 RETRY_SECONDS = 0.05
 """Pause before a transaction is tried again while the store is locked or away."""
 
@@ -63,6 +67,7 @@ class Writer:
         self._max_batch = max_batch
         self._faults = faults or FaultPoints()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._last_batch = 0
         self._thread = threading.Thread(target=self._run, name="turnwise-writer", daemon=True)
         self._loop = asyncio.get_running_loop()
         self._thread.start()
@@ -102,6 +107,8 @@ class Writer:
         first = self._jobs.get()
         if first is None:
             return None
+        if self._last_batch >= BUSY_BATCH:
+            time.sleep(GATHER_SECONDS)
         batch = [first]
         while len(batch) < self._max_batch:
             try:
@@ -112,6 +119,7 @@ class Writer:
                 self._jobs.put(None)
                 break
             batch.append(job)
+        self._last_batch = len(batch)
         return batch
 
     def _write(self, batch: list[Job]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
+from proxy import extract
 from proxy.dialects.chat import ChatCompletions
 from turnwise.types import Json
 
@@ -66,8 +67,11 @@ class BlockEncoder(abc.ABC):
         self.usage: Json = {}
         self._started = False
 
-    def chunk(self, chunk: Json) -> bytes:
-        """Return the events that tell what a chunk of the engine tells; there may be none."""
+    def chunks(self, chunks: list[bytes]) -> bytes:
+        """Return the events that tell what chunks of the engine, stripped, tell; there may be none."""
+        return b"".join([self._tell(extract.decoded(chunk)) for chunk in chunks])
+
+    def _tell(self, chunk: Json) -> bytes:
         self.usage = chunk.get("usage") or self.usage
         events = []
         if not self._started:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
+from proxy import extract
 from proxy.call import Call, Captured, Choice
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, TokenIds
@@ -62,38 +65,42 @@ class ChatCompletions:
             }
         return body
 
-    def take_reply(self, reply: Json, call: Call) -> Captured:
-        """Capture a whole reply and strip from it, in place, what the client did not ask for."""
-        captured = Captured(reply.get("prompt_token_ids") or [], model=reply.get("model") or "")
-        hides_thinking = _hides_thinking(call.body)
-        for raw in reply["choices"]:
-            logprobs = (raw.get("logprobs") or {}).get("content") or []
-            captured.choices[raw["index"]] = Choice(
-                dict(raw["message"]),
-                raw.get("token_ids") or [],
-                [entry["logprob"] for entry in logprobs],
-                raw.get("finish_reason"),
-            )
-            _strip(raw, call, hides_thinking=hides_thinking)
-            if hides_thinking:
-                raw["message"]["reasoning"] = None
-        if not call.wants_token_ids:
-            reply["prompt_token_ids"] = None
-        return captured
+    def take_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
+        """Capture a whole reply, and return it without what the client did not ask for.
 
-    def take_chunk(self, chunk: Json, captured: Captured, call: Call) -> bool:
-        """Capture one chunk of a stream, strip it in place, and say whether the client would have got it."""
-        if ids := chunk.get("prompt_token_ids"):
-            captured.prompt_token_ids = ids
-            captured.model = chunk.get("model") or ""
-        if not call.wants_token_ids and "prompt_token_ids" in chunk:
-            chunk["prompt_token_ids"] = None
-        shown = not chunk["choices"]
-        for raw in chunk["choices"]:
-            shown = _take_delta(raw, captured.choice(raw["index"]), call) or shown
+        Raises:
+            msgspec.DecodeError: it is no chat completion.
+        """
+        reply = extract.read_reply(raw)
+        captured = Captured(extract.token_ids(reply.prompt_token_ids), model=reply.model or "")
+        for said in reply.choices:
+            captured.choices[said.index] = Choice(
+                said.message or {},
+                extract.token_ids(said.token_ids),
+                extract.logprobs(said.logprobs),
+                said.finish_reason,
+            )
+        return captured, _stripped(raw, reply, call, "message")
+
+    def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+        """Capture chunks of a stream, and return those that the client would have got, stripped.
+
+        Raises:
+            msgspec.DecodeError: one is no chunk of a chat completion.
+        """
+        shown = []
+        for raw, chunk in zip(events, extract.read_chunks(events), strict=True):
+            if chunk.prompt_token_ids is not extract.ABSENT and (ids := extract.token_ids(chunk.prompt_token_ids)):
+                captured.prompt_token_ids, captured.model = ids, chunk.model or ""
+            is_shown = not chunk.choices or call.wants_logprobs or call.wants_token_ids
+            for said in chunk.choices:
+                _take_delta(said, captured.choice(said.index))
+                is_shown = is_shown or bool(said.delta) or said.finish_reason is not None
+            if is_shown:
+                shown.append(_stripped(raw, chunk, call, "delta"))
         return shown
 
-    def encode_reply(self, reply: Json, call: Call) -> Json:  # noqa: ARG002  the engine's words are the client's
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's words are the client's
         """Return the reply as it is."""
         return reply
 
@@ -137,28 +144,33 @@ def _is_refused(body: Json) -> bool:
     return not body.get("messages") or (bool(body.get("top_logprobs")) and not body.get("logprobs"))
 
 
-def _strip(choice: Json, call: Call, *, hides_thinking: bool) -> None:
-    if (hides_thinking or not call.wants_token_ids) and "token_ids" in choice:
-        choice["token_ids"] = None
-    if not call.wants_logprobs and "logprobs" in choice:
-        choice["logprobs"] = None
+def _stripped(raw: bytes, reply: extract.EngineReply, call: Call, field: str) -> bytes:
+    """Return a reply or chunk without what the client did not ask for; `field` holds what its choices say."""
+    left = extract.without(raw, reply, keep_logprobs=call.wants_logprobs, keep_token_ids=call.wants_token_ids)
+    return _without_thinking(left, field) if _hides_thinking(call.body) else left
 
 
-def _take_delta(raw: Json, choice: Choice, call: Call) -> bool:
-    delta = raw["delta"]
-    if ids := raw.get("token_ids"):
-        choice.token_ids += ids
-    if logprobs := raw.get("logprobs"):
-        choice.logprobs += [entry["logprob"] for entry in logprobs["content"] or ()]
-    if raw.get("finish_reason") is not None:
-        choice.finish_reason = raw["finish_reason"]
-    for field, value in delta.items():
+def _without_thinking(raw: bytes, field: str) -> bytes:
+    """Take the thinking out, and the token ids that would tell it, as vLLM does for who does not want it."""
+    reply = extract.decoded(raw)
+    for choice in reply["choices"]:
+        said = choice[field]
+        if "token_ids" in choice:
+            choice["token_ids"] = None
+        if field == "message" or (said and "role" not in said):
+            said["reasoning"] = None
+    return orjson.dumps(reply)
+
+
+def _take_delta(said: extract.EngineChoice, choice: Choice) -> None:
+    if said.token_ids is not extract.ABSENT:
+        choice.token_ids += extract.token_ids(said.token_ids)
+    if said.logprobs is not extract.ABSENT:
+        choice.logprobs += extract.logprobs(said.logprobs)
+    if said.finish_reason is not None:
+        choice.finish_reason = said.finish_reason
+    for field, value in (said.delta or {}).items():
         _join(choice.message, field, value)
-    hides_thinking = _hides_thinking(call.body)
-    _strip(raw, call, hides_thinking=hides_thinking)
-    if hides_thinking and delta and "role" not in delta:
-        delta["reasoning"] = None
-    return bool(delta) or raw.get("finish_reason") is not None or call.wants_logprobs or call.wants_token_ids
 
 
 def _join(message: Json, field: str, value: Any) -> None:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
+from proxy import extract
 from proxy.call import Call, Captured, Choice
 from proxy.dialects.chat import check_kinds, number_of_choices
 from turnwise.errors import InvalidRequest
@@ -48,24 +51,24 @@ class TextCompletions:
         logprobs = call.body.get("logprobs")
         return {**call.body, **pinned, "return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
 
-    def take_reply(self, reply: Json, call: Call) -> Captured:
-        """Capture a whole reply and strip from it, in place, what the client did not ask for."""
-        captured = Captured(model=reply.get("model") or "")
-        for raw in reply["choices"]:
-            self._take(raw, captured, call)
-        return captured
+    def take_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
+        """Capture a whole reply, and return it without what the client did not ask for.
 
-    def take_chunk(self, chunk: Json, captured: Captured, call: Call) -> bool:
-        """Capture one chunk of a stream, strip it in place, and say whether the client would have got it."""
-        captured.model = chunk.get("model") or captured.model
-        shown = not chunk["choices"]
-        for raw in chunk["choices"]:
-            said = bool(raw.get("text")) or raw.get("finish_reason") is not None or bool(raw.get("token_ids"))
-            self._take(raw, captured, call)
-            shown = shown or said
-        return shown
+        Raises:
+            msgspec.DecodeError: it is no completion.
+        """
+        captured = Captured()
+        return captured, self._take(raw, captured, call)
 
-    def encode_reply(self, reply: Json, call: Call) -> Json:  # noqa: ARG002  the engine's words are the client's
+    def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+        """Capture chunks of a stream, and return those that the client would have got, stripped.
+
+        Raises:
+            msgspec.DecodeError: one is no chunk of a completion.
+        """
+        return [shown for raw in events if (shown := self._take(raw, captured, call))]
+
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's words are the client's
         """Return the reply as it is."""
         return reply
 
@@ -73,7 +76,16 @@ class TextCompletions:
         """Return the error as it is."""
         return body
 
-    def _take(self, raw: Json, captured: Captured, call: Call) -> None:
+    def _take(self, raw: bytes, captured: Captured, call: Call) -> bytes:
+        reply = extract.decoded(raw)
+        captured.model = reply.get("model") or captured.model
+        shown = not reply["choices"]
+        for said in reply["choices"]:
+            shown = shown or bool(said.get("text") or said.get("token_ids")) or said.get("finish_reason") is not None
+            self._take_choice(said, captured, call)
+        return orjson.dumps(reply) if shown else b""
+
+    def _take_choice(self, raw: Json, captured: Captured, call: Call) -> None:
         choice = captured.choice(raw["index"])
         take_text(raw, choice)
         if not captured.prompt_token_ids:

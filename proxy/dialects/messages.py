@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from proxy import extract
 from proxy.call import Call
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments
 from proxy.dialects.chat import ChatCompletions, check_kinds
@@ -70,17 +71,19 @@ class Messages(ChatCompletions):
         call.encoder = MessageEncoder(self.id_prefix)
         return call
 
-    def encode_reply(self, reply: Json, call: Call) -> Json:  # noqa: ARG002  the reply says it all
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the reply says it all
         """Return a chat reply as a message of blocks."""
-        choice = reply["choices"][0]
+        said = extract.decoded(reply)
+        choice = said["choices"][0]
         blocks = list(blocks_of(choice["message"]))
-        message = _head(reply, self.id_prefix)
-        return message | {
+        message = _head(said, self.id_prefix)
+        message |= {
             "content": [_whole(block, message["id"]) for block in blocks],
             "stop_reason": stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), blocks),
             "stop_sequence": _stop_sequence(choice.get("stop_reason")),
-            "usage": _usage(reply.get("usage") or {}),
+            "usage": _usage(said.get("usage") or {}),
         }
+        return orjson.dumps(message)
 
     def encode_error(self, status: int, body: bytes) -> bytes:
         """Return an error in Anthropic's shape."""

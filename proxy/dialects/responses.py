@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
+from proxy import extract
 from proxy.call import Call
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
 from proxy.dialects.chat import ChatCompletions, check_kinds
@@ -54,14 +57,16 @@ class Responses(ChatCompletions):
         call.encoder = ResponseEncoder(self.id_prefix, body)
         return call
 
-    def encode_reply(self, reply: Json, call: Call) -> Json:
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:
         """Return a chat reply as a response of items."""
-        choice = reply["choices"][0]
-        response = _head(reply, self.id_prefix, call.asked)
+        said = extract.decoded(reply)
+        choice = said["choices"][0]
+        response = _head(said, self.id_prefix, call.asked)
         blocks = list(blocks_of(choice["message"])) or [Block("text", "")]
         logprobs = shown_logprobs(choice.get("logprobs"))
         output = [output_item(block, index, response["id"], logprobs) for index, block in enumerate(blocks)]
-        return response | _ended(choice.get("finish_reason"), reply.get("usage") or {}) | {"output": output}
+        response |= _ended(choice.get("finish_reason"), said.get("usage") or {}) | {"output": output}
+        return orjson.dumps(response)
 
 
 class ResponseEncoder(BlockEncoder):

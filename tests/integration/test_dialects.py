@@ -309,13 +309,16 @@ def test_an_answer_that_is_no_longer_in_memory_is_told_from_the_store_in_each_di
 def test_on_a_real_engine_each_dialect_s_second_turn_extends_its_first(
     engine: RunningEngine, start_proxy: StartProxy
 ) -> None:
-    """The words are drawn, so that re-tokenising them would show."""
+    """The words are drawn, so that re-tokenising them would show.
+
+    Claude gets no tools: a call whose arguments are drawn as broken JSON cannot be told in its format, nor repeated.
+    """
     proxy = start_proxy(engine.url)
     claude, client = messages_client(proxy, "claude"), responses_client(proxy, "gpt")
     asked: list[Any] = [{"role": "user", "content": "Who leads kim?"}]
     given: list[Any] = [{"role": "user", "content": "Who leads kim?"}]
     for stream in (False, True, False):
-        said = message(claude, stream=stream, model="small", max_tokens=24, messages=asked, tools=[MESSAGES_TOOL])
+        said = message(claude, stream=stream, model="small", max_tokens=24, messages=asked)
         asked += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "And then?"}]
         made = response(client, stream=stream, model="small", max_output_tokens=24, input=given, tools=[RESPONSES_TOOL])
         given += [*(item.model_dump(exclude={"parsed_arguments"}) for item in made.output)]

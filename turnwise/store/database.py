@@ -220,7 +220,7 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
 
     @sa.event.listens_for(engine, "begin")
     def _begin(conn: sa.Connection) -> None:
-        conn.exec_driver_sql(conn.get_execution_options().get("begin", "BEGIN"))
+        _execute(conn, conn.get_execution_options().get("begin", "BEGIN"), ())
 
     return engine
 
@@ -249,18 +249,55 @@ def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]
     return inserted.one_or_none() is not None
 
 
+def _execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
+    """Run a statement of the hot path past SQLAlchemy, which would take longer than the database does.
+
+    Returns:
+        The driver's cursor.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: as SQLAlchemy itself would raise it.
+    """
+    driver = conn.dialect.dbapi
+    assert driver is not None
+    try:
+        return conn.connection.driver_connection.execute(sql, values)  # type: ignore[union-attr]
+    except driver.Error as error:
+        raise sa.exc.DBAPIError.instance(sql, values, error, driver.Error, dialect=conn.dialect) from error
+
+
+def fetch_at_once(conn: sa.Connection, query: sa.Select[*tuple[Any, ...]], parameters: Mapping[str, Any]) -> list[Any]:
+    """Return a query's rows, of numbers and texts, as sequences; SQLite gives them as one row of JSON.
+
+    This is the hot path: the driver gives the interpreter away before every row, and waits to get it back.
+    """
+    if conn.dialect.name == "postgresql":
+        return list(conn.execute(query, parameters))
+    sql, names = _json_sql(query)
+    found: list[Any] = json.loads(_execute(conn, sql, tuple(parameters[name] for name in names)).fetchone()[0])
+    return found
+
+
+@functools.lru_cache
+def _json_sql(query: sa.Select[*tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
+    """Return the statement that gives a query's rows as JSON, and the names of its parameters in order."""
+    rows = query.subquery()
+    compiled = sa.select(sa.func.json_group_array(sa.func.json_array(*rows.c))).compile(dialect=sqlite.dialect())
+    return str(compiled), tuple(compiled.positiontup or ())
+
+
 def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows, which must hold what the driver takes as it is: no enum, no datetime.
 
-    This is the hot path: SQLAlchemy's conversion of each value would cost as much as SQLite's insert. One statement
-    takes many rows, because between two of them the driver gives the interpreter away and waits to get it back.
+    One statement takes many rows, because between two of them the driver gives the interpreter away and waits to get it
+    back.
     """
     columns = tuple(batch[0])
     start = 0
     for size in _ROWS_PER_STATEMENT:
         while len(batch) - start >= size:
             values = tuple(row[column] for row in batch[start : start + size] for column in columns)
-            conn.exec_driver_sql(_insert_sql(table, columns, size, conn.dialect.name), values)
+            _execute(conn, _insert_sql(table, columns, size, conn.dialect.name), values)
             start += size
 
 
@@ -286,7 +323,7 @@ def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) ->
     for size in _ROWS_PER_STATEMENT:
         while len(batch) - start >= size:
             values = tuple(value for row in batch[start : start + size] for value in row)
-            conn.exec_driver_sql(_count_sql(size, conn.dialect.name), values)
+            _execute(conn, _count_sql(size, conn.dialect.name), values)
             start += size
 
 

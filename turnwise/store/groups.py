@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Protocol
 
 import sqlalchemy as sa
 
@@ -102,14 +102,26 @@ def leave(conn: sa.Connection, group_pk: int | None) -> None:
     conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(num_sessions=groups.c.num_sessions - 1))
 
 
-def finish(conn: sa.Connection, finished: Iterable[StoredRow]) -> None:
+class Member(Protocol):
+    """A session's row, as far as its group goes."""
+
+    @property
+    def session_pk(self) -> int:
+        """The session."""
+
+    @property
+    def group_pk(self) -> int | None:
+        """Its group, None for a session that is not trained on."""
+
+
+def finish(conn: sa.Connection, finished: Iterable[Member]) -> None:
     """Count sessions as finished in their groups, and make complete groups ready."""
     instant = to_micros(utc_now())
-    for row in sorted((row for row in finished if row.group_pk is not None), key=lambda row: int(row.group_pk)):
+    for group_pk, session_pk in sorted((row.group_pk, row.session_pk) for row in finished if row.group_pk is not None):
         complete = sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.num_finished + 1 >= groups.c.group_size)
         conn.execute(
             sa.update(groups)
-            .where(groups.c.group_pk == row.group_pk)
+            .where(groups.c.group_pk == group_pk)
             .values(
                 num_finished=groups.c.num_finished + 1,
                 status=sa.case((complete, GroupStatus.READY.value), else_=groups.c.status),
@@ -117,20 +129,20 @@ def finish(conn: sa.Connection, finished: Iterable[StoredRow]) -> None:
                 last_active_at=instant,
             )
         )
-        _note_oldest_version(conn, row)
+        _note_oldest_version(conn, group_pk, session_pk)
 
 
-def _note_oldest_version(conn: sa.Connection, session: StoredRow) -> None:
+def _note_oldest_version(conn: sa.Connection, group_pk: int, session_pk: int) -> None:
     """Lower the group's oldest policy version to that of the session's trainable turns, if it has any."""
     oldest = conn.execute(
         sa.select(sa.func.min(turns.c.policy_version_first)).where(
-            turns.c.session_pk == session.session_pk, turns.c.outcome.in_([o.value for o in TRAINABLE_OUTCOMES])
+            turns.c.session_pk == session_pk, turns.c.outcome.in_([o.value for o in TRAINABLE_OUTCOMES])
         )
     ).scalar_one()
     if oldest is not None:
         known = groups.c.policy_version_first
         conn.execute(
             sa.update(groups)
-            .where(groups.c.group_pk == session.group_pk, sa.or_(known.is_(None), known > oldest))
+            .where(groups.c.group_pk == group_pk, sa.or_(known.is_(None), known > oldest))
             .values(policy_version_first=oldest)
         )

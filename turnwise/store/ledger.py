@@ -13,14 +13,15 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import groups, queries, rows
-from turnwise.store.database import count_up, insert_ignoring, insert_rows, is_among, members, to_micros
+from turnwise.store.database import count_up, fetch_at_once, insert_ignoring, insert_rows, is_among, members, to_micros
 from turnwise.store.groups import close_stalled_groups
 from turnwise.store.policies import activate_policy, fail_policy, pin_policy, publish_policy
 from turnwise.store.tables import idempotency, rewards, sessions, turns
@@ -230,7 +231,19 @@ def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: boo
     return conn.execute(found.with_for_update() if lock else found).one_or_none()
 
 
-def _lock_rows(conn: sa.Connection, wanted: set[tuple[str, str]]) -> list[rows.StoredRow]:
+class _LockedSession(NamedTuple):
+    """What of a session's row a writer needs."""
+
+    session_pk: int
+    tenant: str
+    session_id: str
+    status: str
+    num_turns: int
+    num_rewards: int
+    group_pk: int | None
+
+
+def _lock_rows(conn: sa.Connection, wanted: set[tuple[str, str]]) -> list[_LockedSession]:
     """Lock these sessions, always in the same order, so that two writers cannot deadlock.
 
     Raises:
@@ -241,7 +254,7 @@ def _lock_rows(conn: sa.Connection, wanted: set[tuple[str, str]]) -> list[rows.S
         "tenants": members(dialect, {tenant for tenant, _ in wanted}),
         "session_ids": members(dialect, {session_id for _, session_id in wanted}),
     }
-    found = conn.execute(_select_sessions(dialect), names).all()
+    found = starmap(_LockedSession, fetch_at_once(conn, _select_sessions(dialect), names))
     locked = [row for row in found if (row.tenant, row.session_id) in wanted]
     if len(locked) < len(wanted):
         missing = min(wanted - {(row.tenant, row.session_id) for row in locked})
@@ -252,15 +265,7 @@ def _lock_rows(conn: sa.Connection, wanted: set[tuple[str, str]]) -> list[rows.S
 @functools.cache
 def _select_sessions(dialect: str) -> sa.Select[*tuple[Any, ...]]:
     return (
-        sa.select(
-            sessions.c.session_pk,
-            sessions.c.tenant,
-            sessions.c.session_id,
-            sessions.c.status,
-            sessions.c.num_turns,
-            sessions.c.num_rewards,
-            sessions.c.group_pk,
-        )
+        sa.select(*(sessions.c[field] for field in _LockedSession._fields))
         .where(is_among(dialect, sessions.c.tenant, "tenants"), is_among(dialect, sessions.c.session_id, "session_ids"))
         .order_by(sessions.c.session_pk)
         .with_for_update()
@@ -295,16 +300,12 @@ def _already_stored(
     """Return which of the batch's turns and parents are stored, with their session, and which request keys."""
     dialect = conn.dialect.name
     ids = {turn.turn_id for turn in batch} | {turn.parent_turn_id for turn in batch if turn.parent_turn_id}
-    by_id = conn.execute(_select_by_id(dialect), {"turn_ids": members(dialect, ids)})
-    session_of_turn = {row.turn_id: row.session_pk for row in by_id}
+    session_of_turn = dict(fetch_at_once(conn, _select_by_id(dialect), {"turn_ids": members(dialect, ids)}))
     keys = {turn.request_key for turn in batch if turn.request_key is not None}
     if not keys:
         return session_of_turn, set()
-    by_key = conn.execute(
-        _select_by_key(dialect),
-        {"session_pks": members(dialect, pks.values()), "request_keys": members(dialect, keys)},
-    )
-    return session_of_turn, {(row.session_pk, row.request_key) for row in by_key}
+    names = {"session_pks": members(dialect, pks.values()), "request_keys": members(dialect, keys)}
+    return session_of_turn, set(map(tuple, fetch_at_once(conn, _select_by_key(dialect), names)))
 
 
 def _is_replay(
@@ -342,7 +343,7 @@ def _checked_target(conn: sa.Connection, line: Reward) -> str:
     return session_id
 
 
-def _reach(conn: sa.Connection, line: Reward, row: rows.StoredRow) -> int:
+def _reach(conn: sa.Connection, line: Reward, row: _LockedSession) -> int:
     """Return how many turns the line is for."""
     if line.turn_id is not None:
         return 1
@@ -355,7 +356,7 @@ def _reach(conn: sa.Connection, line: Reward, row: rows.StoredRow) -> int:
     return int(reached)
 
 
-def _count_rewards(conn: sa.Connection, locked: Iterable[rows.StoredRow], pks: Sequence[int], instant: int) -> None:
+def _count_rewards(conn: sa.Connection, locked: Iterable[_LockedSession], pks: Sequence[int], instant: int) -> None:
     """Count new lines in their sessions, and finish those that are over and had none."""
     for row in locked:
         conn.execute(
