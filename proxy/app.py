@@ -80,7 +80,8 @@ def create_app(settings: ProxySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with running_services(settings) as services:
             app.state.services = services
-            app.router.routes[:0] = data.routes(services)
+            app.state.endpoints = data.endpoints(services)
+            app.router.routes[:0] = data.routes(app.state.endpoints)
             yield
 
     app = FastAPI(
@@ -93,6 +94,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
     )
+    app.add_middleware(data.Shortcut)
     for router in (sessions.router, rewards.router, policies.router, operations.router):
         app.include_router(router)
     app.add_exception_handler(TurnwiseError, _answer_error)

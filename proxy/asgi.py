@@ -1,14 +1,13 @@
 """The few things that the data plane needs of ASGI, without a framework in between.
 
-Reading a body under limits, watching for a client that leaves, and sending whole or streamed replies.
+Reading a body under limits, and sending whole or streamed replies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import orjson
@@ -20,6 +19,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON_HEADER = (b"content-type", b"application/json")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -101,21 +101,6 @@ def check_depth(raw: bytes, max_depth: int) -> None:
         depth += 1 if bracket in b"[{" else -1
         if depth > max_depth:
             raise TooLarge(f"the request body is nested deeper than {max_depth} levels, which is the limit")
-
-
-@contextlib.asynccontextmanager
-async def watching(receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
-    """Give a future that is done once the client has left."""
-    left = asyncio.get_running_loop().create_task(_disconnected(receive))
-    try:
-        yield left
-    finally:
-        left.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def send_whole(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from typing import Any
 
 import numpy as np
 
@@ -26,31 +27,10 @@ class Timing:
     policy_version_last: int
 
 
-def asked_turn(call: Call, timing: Timing, *, turn_id: str, session: Session) -> Turn:
-    """Return the turn of a call before anything is known of its reply."""
-    return Turn(
-        turn_id=turn_id,
-        session_id=session.session_id,
-        tenant=session.tenant,
-        chain_id=turn_id,
-        step=call.step,
-        dialect=call.dialect.name,
-        model=call.model,
-        messages=call.messages,
-        tools=call.tools,
-        sampling=call.sampling,
-        policy_version_first=timing.policy_version_first,
-        policy_version_last=timing.policy_version_last,
-        created_at=timing.created_at,
-        ttft_seconds=timing.ttft_seconds,
-        duration_seconds=timing.duration_seconds,
-    )
-
-
 def failed_turn(call: Call, timing: Timing, reason: str, *, turn_id: str, session: Session) -> Turn:
     """Return the turn of a call that brought no completion: what was asked is kept, nothing was sampled."""
-    asked = asked_turn(call, timing, turn_id=turn_id, session=session)
-    return dataclasses.replace(asked, outcome=Outcome.ERROR, reason=reason)
+    asked = {"chain_id": turn_id, "model": call.model, "messages": call.messages, "tools": call.tools}
+    return _turn(call, timing, session, turn_id=turn_id, outcome=Outcome.ERROR, reason=reason, **asked)
 
 
 def build_turns(
@@ -60,25 +40,27 @@ def build_turns(
 
     `aborted` says what cut the reply off, None for a whole one.
     """
-    asked = asked_turn(call, timing, turn_id=turn_id, session=session)
-    echo = np.asarray(captured.prompt_token_ids, np.int32)
+    echo = np.array(captured.prompt_token_ids, np.int32)
     echoed = plan.prompt_token_ids is None or np.array_equal(echo, plan.prompt_token_ids)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
-        prompt = np.asarray(choice.prompt_token_ids, np.int32) if choice.prompt_token_ids else echo
+        prompt = np.array(choice.prompt_token_ids, np.int32) if choice.prompt_token_ids else echo
         outcome, reason = _outcome(prompt, choice, echoed=echoed, reason=plan.reason, aborted=aborted)
         # A repetition of a call that was cut off samples again; only a whole reply may be found by the key.
         keyed = call.idempotency_key is not None and aborted is None
         history_digest, messages_digest, dialogue_digest = plan.history.extended(choice.message)
-        turn = dataclasses.replace(
-            asked,
-            turn_id=turn_id if index == 0 else f"{turn_id}#{index}",
+        own_id = turn_id if index == 0 else f"{turn_id}#{index}"
+        turn = _turn(
+            call,
+            timing,
+            session,
+            turn_id=own_id,
             model=captured.model or call.model,
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
             prompt_length=len(prompt),
-            token_ids=np.asarray(choice.token_ids, np.int32),
-            logprobs=np.asarray(choice.logprobs, np.float32),
+            token_ids=np.array(choice.token_ids, np.int32),
+            logprobs=np.array(choice.logprobs, np.float32),
             finish_reason=choice.finish_reason,
             outcome=outcome,
             reason=reason,
@@ -86,27 +68,45 @@ def build_turns(
             history_digest=history_digest,
             messages_digest=messages_digest,
             dialogue_digest=dialogue_digest,
+            **_place(call, plan, prompt, own_id, plan.parent if echoed else None, is_first=index == 0),
         )
-        turns.append(_placed(turn, plan, prompt, plan.parent if echoed else None, is_first=index == 0))
+        turns.append(turn)
     return turns
 
 
-def _placed(turn: Turn, plan: Plan, prompt: TokenIds, parent: KnownTurn | None, *, is_first: bool) -> Turn:
-    """Put a turn behind its parent, or at the root of a chain.
+def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:
+    """Return a turn of what was asked, when, and what else is known."""
+    return Turn(
+        session_id=session.session_id,
+        tenant=session.tenant,
+        step=call.step,
+        dialect=call.dialect.name,
+        sampling=call.sampling,
+        policy_version_first=timing.policy_version_first,
+        policy_version_last=timing.policy_version_last,
+        created_at=timing.created_at,
+        ttft_seconds=timing.ttft_seconds,
+        duration_seconds=timing.duration_seconds,
+        **known,
+    )
+
+
+def _place(
+    call: Call, plan: Plan, prompt: TokenIds, turn_id: str, parent: KnownTurn | None, *, is_first: bool
+) -> dict[str, Any]:
+    """Return the fields that put a turn behind its parent, or at the root of a chain.
 
     The first choice goes on with the parent's chain if the parent has no child yet; every other one opens a chain.
     """
     if parent is None:
-        return dataclasses.replace(turn, chain_id=turn.turn_id, prompt_delta=prompt)
+        return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools, "prompt_delta": prompt}
     goes_on = is_first and not parent.has_child
-    return dataclasses.replace(
-        turn,
-        parent_turn_id=parent.turn_id,
-        chain_id=parent.chain_id if goes_on else turn.turn_id,
-        messages=plan.new_messages(turn.messages),
-        tools=None,
-        prompt_delta=prompt[plan.parent_length :],
-    )
+    return {
+        "parent_turn_id": parent.turn_id,
+        "chain_id": parent.chain_id if goes_on else turn_id,
+        "messages": plan.new_messages(call.messages),
+        "prompt_delta": prompt[plan.parent_length :],
+    }
 
 
 def request_key(idempotency_key: str, index: int) -> str:
@@ -150,5 +150,5 @@ def known_turn(turn: Turn, plan: Plan) -> KnownTurn:
         messages_digest=turn.messages_digest,
         dialogue_digest=turn.dialogue_digest,
         reasoning=turn.response.get("reasoning") or "",
-        tokens=np.concatenate(parts).astype(np.int32).tobytes(),
+        tokens=b"".join([part.astype(np.int32, copy=False).tobytes() for part in parts]),
     )

@@ -1,4 +1,4 @@
-"""A client's connection, with the limits that uvicorn lacks: how long a request may take, how long its head may be.
+"""A client's connection, with what uvicorn lacks: limits of time and size for a request, and word of who has left.
 
 One decision: one timer per connection, armed while a request is awaited whole and at no other time, so that a client
 which sends half a line, half its headers or half its body is closed by the same rule, and a reply may take for ever.
@@ -15,6 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy import problems
 
+LEFT = "turnwise.left"
+"""Name of the scope's extension that holds a future, done once the client has closed its connection."""
 LINE_BYTES = 4
 """What a header has besides its name and its value."""
 
@@ -33,6 +35,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         """Of a head that is not whole yet, without the data that it began in."""
+        self._left = self.loop.create_future()
         self._refusal = (HTTPStatus.BAD_REQUEST, "invalid_http", "this is no HTTP/1.1 request; send one")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -41,8 +44,9 @@ class LimitedHttp(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a connection."""
+        """Forget a connection, and tell the call that runs on it."""
         self._disarm()
+        self._left.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -57,6 +61,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start to wait for the request that now begins."""
         super().on_message_begin()
+        self.scope["extensions"] = {LEFT: self._left}  # type: ignore[dict-item]  # in the process, it may be any object
         self._in_head, self._head_bytes = True, 0
         self._arm()
 

@@ -318,9 +318,10 @@ class EnginePool:
             return lanes[0]
         return max(lanes, key=lambda lane: blake2b(f"{lane.engine.url} {key}".encode(), digest_size=8).digest())
 
-    @contextlib.asynccontextmanager
-    async def admitted(self, session: Session) -> AsyncIterator[Lane]:
-        """Hold a place among the concurrent calls, wait out a reload, and give the lane that the call takes.
+    async def admit(self, session: Session) -> Lane:
+        """Take a place among the concurrent calls, wait out a reload, and return the lane that the call takes.
+
+        Who was admitted gives the lane to `release`, once.
 
         Raises:
             Overloaded: when there is no place.
@@ -328,25 +329,30 @@ class EnginePool:
         """
         if self._in_flight >= self._max_concurrent_calls:
             raise Overloaded(f"{self._in_flight} calls are in flight, which is the limit; retry after a second")
-        self._in_flight += 1
-        self._metrics.in_flight.set(self._in_flight)
+        self._count(1)
         try:
             lane = self.lane(session)
             while not lane.engine.gate.is_set():
                 await lane.engine.gate.wait()
                 # While it waited, its engine may have gone, or its version have been withdrawn.
                 lane = self.lane(session)
-            lane.num_calls += 1
-            if self.trial is not None:
-                arm = "canary" if lane.version == self.trial.version else "control"
-                self._metrics.canary_calls.labels(arm).inc()
-            try:
-                yield lane
-            finally:
-                lane.num_calls -= 1
-        finally:
-            self._in_flight -= 1
-            self._metrics.in_flight.set(self._in_flight)
+        except BaseException:
+            self._count(-1)
+            raise
+        lane.num_calls += 1
+        if self.trial is not None:
+            arm = "canary" if lane.version == self.trial.version else "control"
+            self._metrics.canary_calls.labels(arm).inc()
+        return lane
+
+    def release(self, lane: Lane) -> None:
+        """Give the place of a call back."""
+        lane.num_calls -= 1
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._in_flight += change
+        self._metrics.in_flight.set(self._in_flight)
 
     async def close(self) -> None:
         """Drop all connections."""

@@ -15,8 +15,18 @@ import orjson
 from turnwise.types import Json
 
 NULL = b"null"
-IDS = ("token_ids", "prompt_token_ids")
-ABSENT = msgspec.Raw(NULL)
+
+
+class Sampled(msgspec.Struct, gc=False):
+    """What is read of a sampled token: vLLM tells its text and its bytes too."""
+
+    logprob: float | None
+
+
+class Logprobs(msgspec.Struct, gc=False):
+    """Of one choice."""
+
+    content: list[Sampled] | None = None
 
 
 class EngineChoice(msgspec.Struct):
@@ -28,8 +38,13 @@ class EngineChoice(msgspec.Struct):
     delta: Json | None = None
     """Of a chunk."""
     finish_reason: str | None = None
-    logprobs: msgspec.Raw = ABSENT
-    token_ids: msgspec.Raw = ABSENT
+    logprobs: Logprobs | None = None
+    token_ids: list[int] | None = None
+
+    def sampled_logprobs(self) -> list[float | None]:
+        """Return the logprobs of the sampled tokens, none where the engine gave none."""
+        found = self.logprobs
+        return [] if found is None or found.content is None else [sampled.logprob for sampled in found.content]
 
 
 class EngineReply(msgspec.Struct):
@@ -37,20 +52,10 @@ class EngineReply(msgspec.Struct):
 
     choices: list[EngineChoice]
     model: str | None = None
-    prompt_token_ids: msgspec.Raw = ABSENT
-
-
-class _Sampled(msgspec.Struct, gc=False):
-    logprob: float | None
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Sampled] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 _replies = msgspec.json.Decoder(EngineReply)
-_logprobs = msgspec.json.Decoder(_Logprobs | None)
-_ids = msgspec.json.Decoder(list[int] | None)
 
 
 def read_reply(raw: bytes) -> EngineReply:
@@ -71,52 +76,53 @@ def read_chunks(events: list[bytes]) -> list[EngineReply]:
     return _replies.decode_lines(b"\n".join(events))
 
 
-def token_ids(value: msgspec.Raw) -> list[int]:
-    """Return token ids, none where the engine gave none."""
-    return _ids.decode(value) or []
-
-
-def logprobs(value: msgspec.Raw) -> list[float | None]:
-    """Return the logprobs of the sampled tokens, none where the engine gave none."""
-    found = _logprobs.decode(value)
-    return [sampled.logprob for sampled in found.content or ()] if found is not None else []
-
-
 def without(raw: bytes, reply: EngineReply, *, keep_logprobs: bool, keep_token_ids: bool) -> bytes:
     """Return `raw`, which `reply` was read from, with `null` for what is not to be kept.
 
-    A key with its quotes is never part of a JSON string, which would have to escape them.
+    The values are found by the text around them, which no JSON string can hold: it would have to escape the quotes.
     """
-    parts, at = [], 0
-    for key, value in _unwanted(reply, keep_logprobs, keep_token_ids):
-        begin = raw.find(key, at) + len(key)
-        text = bytes(value)
-        if begin < len(key) or not raw.startswith(text, begin):
-            return _without(decoded(raw), keep_logprobs, keep_token_ids)
-        parts.append(raw[at:begin])
-        at = begin + len(text)
-    parts.append(raw[at:])
-    return NULL.join(parts)
+    left, is_compact = raw, True
+    if not keep_logprobs:
+        left, num_cut = _cut(left, b'"logprobs":', b"{", b'},"finish_reason":')
+        is_compact = num_cut == sum([choice.logprobs is not None for choice in reply.choices])
+    if not keep_token_ids:
+        left, num_cut = _cut(left, b'"token_ids":', b"[", b"]")
+        is_compact = is_compact and num_cut == sum([choice.token_ids is not None for choice in reply.choices])
+        left, num_cut = _cut(left, b'"prompt_token_ids":', b"[", b"]")
+        is_compact = is_compact and num_cut == (reply.prompt_token_ids is not None)
+    return left if is_compact else _without(decoded(raw), keep_logprobs=keep_logprobs, keep_token_ids=keep_token_ids)
 
 
-def _unwanted(reply: EngineReply, keep_logprobs: bool, keep_token_ids: bool) -> list[tuple[bytes, msgspec.Raw]]:
-    """Return keys and values in the order in which vLLM writes them."""
-    found = []
-    for choice in reply.choices:
-        if not keep_logprobs and choice.logprobs is not ABSENT:
-            found.append((b'"logprobs":', choice.logprobs))
-        if not keep_token_ids and choice.token_ids is not ABSENT:
-            found.append((b'"token_ids":', choice.token_ids))
-    if not keep_token_ids and reply.prompt_token_ids is not ABSENT:
-        found.append((b'"prompt_token_ids":', reply.prompt_token_ids))
-    return found
+def _cut(raw: bytes, key: bytes, opening: bytes, end: bytes) -> tuple[bytes, int]:
+    """Put `null` in place of a key's values; return how many there were.
+
+    Args:
+        raw: JSON without spaces between its tokens.
+        key: what stands before a value.
+        opening: what a value begins with.
+        end: begins with a value's last byte, goes on with what follows it, and is nowhere within a value.
+    """
+    parts, at, num_cut = [], 0, 0
+    begin = raw.find(key + opening)
+    while begin >= 0:
+        begin += len(key)
+        last = raw.find(end, begin)
+        if last < 0:
+            break
+        parts += [raw[at:begin], NULL]
+        at = last + 1
+        num_cut += 1
+        begin = raw.find(key + opening, at)
+    return (b"".join([*parts, raw[at:]]), num_cut) if parts else (raw, 0)
 
 
-def _without(reply: Json, keep_logprobs: bool, keep_token_ids: bool) -> bytes:
-    """Do the same for an engine that writes in another order, or with spaces."""
+def _without(reply: Json, *, keep_logprobs: bool, keep_token_ids: bool) -> bytes:
+    """Do the same for an engine that writes its JSON in another way."""
+    unwanted = [] if keep_logprobs else ["logprobs"]
+    unwanted += [] if keep_token_ids else ["token_ids", "prompt_token_ids"]
     for part in (reply, *reply["choices"]):
-        for field, is_kept in (("logprobs", keep_logprobs), *((each, keep_token_ids) for each in IDS)):
-            if field in part and not is_kept:
+        for field in unwanted:
+            if field in part:
                 part[field] = None
     return orjson.dumps(reply)
 

@@ -19,6 +19,8 @@ from turnwise.types import Json
 
 DIGEST_BYTES = 8
 """Digests are compared within one session, or one API key's sessions, so 64 bits are plenty."""
+MESSAGE_BYTES = 16
+"""Of one message's own digest, which goes into all digests of the conversations that it is part of."""
 SYSTEM_ROLES = frozenset({"system", "developer"})
 MEDIA_PARTS = frozenset(
     {"image_url", "input_audio", "audio_url", "video_url", "file", "image", "image_pil", "image_embeds"}
@@ -42,10 +44,10 @@ class History:
 
     def extended(self, message: Json) -> tuple[bytes, bytes, bytes]:
         """Return the three digests after one more message, the reply."""
-        canonical = canonical_message(message)
+        digest = message_digest(message)
         states = [state.copy() for state in self.states]
         for state in states:
-            state.update(canonical)
+            state.update(digest)
         return states[0].digest(), states[1].digest(), states[2].digest()
 
 
@@ -54,11 +56,11 @@ def digest_history(messages: Sequence[Json], context: bytes) -> History:
     full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
     history = History([], [], [], (full, plain, dialogue))
     for message in messages:
-        canonical = canonical_message(message)
-        full.update(canonical)
-        plain.update(canonical)
+        digest = message_digest(message)
+        full.update(digest)
+        plain.update(digest)
         if message.get("role") not in SYSTEM_ROLES:
-            dialogue.update(canonical)
+            dialogue.update(digest)
         history.full.append(full.digest())
         history.messages.append(plain.digest())
         history.dialogue.append(dialogue.digest())
@@ -76,14 +78,14 @@ def context_digest(tools: Any, template: Json) -> bytes:
     return blake2b(orjson.dumps([tools, template], option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES).digest()
 
 
-def canonical_message(message: Json) -> bytes:
-    """Return the bytes that stand for a message."""
+def message_digest(message: Json) -> bytes:
+    """Return what stands for a message."""
     canonical: Json = {"r": message.get("role"), "c": canonical_content(message.get("content"))}
     if calls := message.get("tool_calls"):
         canonical["t"] = [_canonical_call(call) for call in calls]
     if others := {key: value for key, value in message.items() if key not in FORGOTTEN and value not in (None, [], "")}:
         canonical["o"] = others
-    return orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS)
+    return blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=MESSAGE_BYTES).digest()
 
 
 def canonical_content(content: Any) -> Any:

@@ -34,6 +34,7 @@ def run(settings: ProxySettings) -> int:
             loop="uvloop",
             http=limited_http(whole_seconds=settings.header_timeout_seconds, max_head_bytes=settings.max_header_bytes),
             ws="none",
+            proxy_headers=False,  # nobody asks where a client is
             access_log=False,
             log_level=settings.log_level,
             log_config=None,

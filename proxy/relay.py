@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -34,6 +34,7 @@ from turnwise.store.database import Database
 from turnwise.types import Turn, utc_now
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
 CHOICES = b'"choices"'
 """What every chunk of a completion has; an event without it tells of an error."""
@@ -137,16 +138,18 @@ class Relay:
             ClientLeft: the client went first.
             EngineError, StoreError, Overloaded: no reply, or none that could be stored.
         """
-        call = running.call
-        async with self._accounted(running), self._pool.admitted(running.live.session) as running.lane:
-            running.version_first = running.lane.version
-            with stopped_by(left):
-                raw = await self._read_whole(running)
-            running.version_last = running.lane.version
-            with readable(running.lane):
-                running.captured, reply = call.dialect.take_reply(own_name(raw, running.lane), call)
-            await self._commit(running)
-            return call.dialect.encode_reply(reply, call)
+        return await self._accounted(running, self._whole(running, left))
+
+    async def _whole(self, running: Running, left: asyncio.Future[None]) -> bytes:
+        call, lane = running.call, running.lane
+        running.version_first = lane.version
+        with stopped_by(left):
+            raw = await self._read_whole(running)
+        running.version_last = lane.version
+        with readable(lane):
+            running.captured, reply = call.dialect.take_reply(own_name(raw, lane), call)
+        await self._commit(running)
+        return call.dialect.encode_reply(reply, call)
 
     async def _read_whole(self, running: Running) -> bytes:
         async with running.lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as response:
@@ -164,18 +167,20 @@ class Relay:
             ClientLeft: the client went first; what was sampled until then is stored.
             EngineError, StoreError, Overloaded: as `whole`; events may have been sent by then.
         """
-        async with self._accounted(running), self._pool.admitted(running.live.session) as running.lane:
-            held = b""
-            with stopped_by(left):
-                async for events in self._events(running):
-                    shown = self._take_events(events, running)
-                    if running.captured.is_finished(running.call.num_choices):
-                        held += shown
-                    elif shown:
-                        await send(shown)
-                        self._faults.point("mid_stream")
-            await self._commit(running)
-            await send(held)
+        await self._accounted(running, self._stream(running, send, left))
+
+    async def _stream(self, running: Running, send: Send, left: asyncio.Future[None]) -> None:
+        held = b""
+        with stopped_by(left):
+            async for events in self._events(running):
+                shown = self._take_events(events, running)
+                if running.captured.is_finished(running.call.num_choices):
+                    held += shown
+                elif shown:
+                    await send(shown)
+                    self._faults.point("mid_stream")
+        await self._commit(running)
+        await send(held)
 
     async def _events(self, running: Running) -> AsyncIterator[list[bytes]]:
         """Yield the engine's events as they come, those of one read together, to the end of a whole stream."""
@@ -252,11 +257,14 @@ class Relay:
         if running.first_token_at is not None:
             metrics.ttft_seconds.observe(running.first_token_at - running.started)
 
-    @contextlib.asynccontextmanager
-    async def _accounted(self, running: Running) -> AsyncIterator[None]:
-        """See to it that a call which came to no end is stored and counted as what it was, once."""
+    async def _accounted(self, running: Running, work: Coroutine[Any, Any, T]) -> T:
+        """Do the work in a lane; what comes to no end is stored and counted as what it was, once."""
         try:
-            yield
+            running.lane = await self._pool.admit(running.live.session)
+            try:
+                return await work
+            finally:
+                self._pool.release(running.lane)
         except ClientLeft:
             await self._commit(running, aborted="client_left")
             raise
@@ -270,6 +278,7 @@ class Relay:
                 await self._commit_error(running, "engine_unavailable")
             raise
         finally:
+            work.close()
             mode = "stream" if running.call.stream else "whole"
             self._metrics.call_seconds.labels(mode).observe(time.perf_counter() - running.started)
 

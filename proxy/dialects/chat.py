@@ -72,13 +72,10 @@ class ChatCompletions:
             msgspec.DecodeError: it is no chat completion.
         """
         reply = extract.read_reply(raw)
-        captured = Captured(extract.token_ids(reply.prompt_token_ids), model=reply.model or "")
+        captured = Captured(reply.prompt_token_ids or [], model=reply.model or "")
         for said in reply.choices:
             captured.choices[said.index] = Choice(
-                said.message or {},
-                extract.token_ids(said.token_ids),
-                extract.logprobs(said.logprobs),
-                said.finish_reason,
+                said.message or {}, said.token_ids or [], said.sampled_logprobs(), said.finish_reason
             )
         return captured, _stripped(raw, reply, call, "message")
 
@@ -90,8 +87,8 @@ class ChatCompletions:
         """
         shown = []
         for raw, chunk in zip(events, extract.read_chunks(events), strict=True):
-            if chunk.prompt_token_ids is not extract.ABSENT and (ids := extract.token_ids(chunk.prompt_token_ids)):
-                captured.prompt_token_ids, captured.model = ids, chunk.model or ""
+            if chunk.prompt_token_ids:
+                captured.prompt_token_ids, captured.model = chunk.prompt_token_ids, chunk.model or ""
             is_shown = not chunk.choices or call.wants_logprobs or call.wants_token_ids
             for said in chunk.choices:
                 _take_delta(said, captured.choice(said.index))
@@ -163,10 +160,10 @@ def _without_thinking(raw: bytes, field: str) -> bytes:
 
 
 def _take_delta(said: extract.EngineChoice, choice: Choice) -> None:
-    if said.token_ids is not extract.ABSENT:
-        choice.token_ids += extract.token_ids(said.token_ids)
-    if said.logprobs is not extract.ABSENT:
-        choice.logprobs += extract.logprobs(said.logprobs)
+    if said.token_ids:
+        choice.token_ids += said.token_ids
+    if said.logprobs is not None:
+        choice.logprobs += said.sampled_logprobs()
     if said.finish_reason is not None:
         choice.finish_reason = said.finish_reason
     for field, value in (said.delta or {}).items():

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import os
 from typing import TYPE_CHECKING
 
 import orjson
 from starlette.routing import Route
 
 from proxy import problems
-from proxy.asgi import STREAM_HEADERS, Receive, Scope, Send, parse_object, read_body, send_whole, watching
+from proxy.asgi import STREAM_HEADERS, App, Receive, Scope, Send, parse_object, read_body, send_whole
 from proxy.auth import Principal
 from proxy.call import Call, Dialect, Encoder
+from proxy.connections import LEFT
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.completions import TextCompletions
 from proxy.dialects.messages import Messages, chat_body
@@ -86,8 +87,7 @@ class Completions:
             await self._resume(call, principal.tenant)
         if call.session_id is not None:
             principal.require_session(call.session_id)
-        async with watching(receive) as left:
-            await self._answer(call, principal, replay_key(call, principal, raw), reply, left)
+        await self._answer(call, principal, replay_key(call, principal, raw), reply, scope["extensions"][LEFT])
 
     async def _answer(
         self, call: Call, principal: Principal, key: Key, reply: Reply, left: asyncio.Future[None]
@@ -101,7 +101,7 @@ class Completions:
                 services.metrics.coalesced.inc()
                 await reply.again(earlier.answer, stream=call.stream)
                 return
-        attempt = services.replays.begin(key, uuid.uuid4().hex)
+        attempt = services.replays.begin(key, os.urandom(16).hex())
         answer = None
         try:
             answer = await self._sample(call, principal, attempt.call_id, reply, left)
@@ -281,15 +281,42 @@ class TokenCount:
         return int(answer["count"])
 
 
-def routes(services: Services) -> list[Route]:
-    """Return the data plane's routes, each also under `/sessions/{session_id}`."""
+def endpoints(services: Services) -> dict[tuple[str, str], App]:
+    """Return what serves the data plane, by method and path."""
     dialects: tuple[Dialect, ...] = (ChatCompletions(), TextCompletions(), Messages(), Responses())
-    models, counting = Models(services), TokenCount(services)
-    found = []
-    for prefix in ("", "/sessions/{session_id}"):
-        found += [
-            Route(prefix + dialect.route, Completions(services, dialect), methods=["POST"]) for dialect in dialects
-        ]
-        found.append(Route(f"{prefix}/v1/models", models, methods=["GET"]))
-        found.append(Route(f"{prefix}/v1/messages/count_tokens", counting, methods=["POST"]))
-    return found
+    found: dict[tuple[str, str], App] = {("POST", each.route): Completions(services, each) for each in dialects}
+    return found | {
+        ("GET", "/v1/models"): Models(services),
+        ("POST", "/v1/messages/count_tokens"): TokenCount(services),
+    }
+
+
+def routes(served: dict[tuple[str, str], App]) -> list[Route]:
+    """Return the endpoints as routes, each also under `/sessions/{session_id}`, for all that is asked of a router."""
+    return [
+        Route(prefix + path, endpoint, methods=[method])
+        for prefix in ("", "/sessions/{session_id}")
+        for (method, path), endpoint in served.items()
+    ]
+
+
+class Shortcut:
+    """Middleware that finds the data plane's endpoints by their path alone: a router tries its routes one by one."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request here, or pass it on to the framework."""
+        endpoint = _shortcut(scope) if scope["type"] == "http" else None
+        await (endpoint or self._app)(scope, receive, send)
+
+
+def _shortcut(scope: Scope) -> App | None:
+    path: str = scope["path"]
+    served: dict[tuple[str, str], App] = scope["app"].state.endpoints
+    if not path.startswith("/sessions/"):
+        return served.get((scope["method"], path))
+    session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
+    scope["path_params"] = {"session_id": session_id}
+    return served.get((scope["method"], slash + rest))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.history import canonical_message, context_digest, digest_history, has_media
+from proxy.history import context_digest, digest_history, has_media, message_digest
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"name": "Kim", "n": 1}'}}
 
@@ -33,7 +33,7 @@ def assistant(**fields: object) -> dict:
 )
 def test_spelling_does_not_count(one, other):
     """Ids, spacing, key order, null, parts and dropped thinking are forgotten."""
-    assert canonical_message(one) == canonical_message(other)
+    assert message_digest(one) == message_digest(other)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_spelling_does_not_count(one, other):
 )
 def test_meaning_counts(one, other):
     """Text, role, arguments, number of calls and names are kept, unparsable arguments as they are."""
-    assert canonical_message(one) != canonical_message(other)
+    assert message_digest(one) != message_digest(other)
 
 
 def test_each_prefix_has_its_digest_and_the_reply_extends_the_last():
