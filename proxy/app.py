@@ -115,13 +115,12 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
     """
     url = settings.database.get_secret_value()
     database = Database(url, pool_size=NUM_READERS)
-    # A writer's own connection: however many readers there are, a commit never waits for one of them.
-    ledger_database = Database(url, pool_size=1)
     exports = Database(url, pool_size=NUM_EXPORTS)
     await asyncio.to_thread(database.check_schema)
     secret = await asyncio.to_thread(_read_secret, database, settings)
     metrics, faults = Metrics(), FaultPoints(settings.fault)
-    writer = Writer(ledger_database, metrics, timeout_seconds=settings.commit_timeout_seconds, faults=faults)
+    writer = Writer(url, metrics, timeout_seconds=settings.commit_timeout_seconds, fault=settings.fault)
+    await writer.start()
     pool = EnginePool(
         settings.engine,
         metrics,
@@ -162,7 +161,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         await asyncio.gather(*tasks, return_exceptions=True)
         await pool.close()
         await writer.close()
-        for opened in (database, ledger_database, exports):
+        for opened in (database, exports):
             opened.close()
 
 
@@ -211,9 +210,7 @@ async def _sweep(services: Services) -> None:
     idle = datetime.timedelta(seconds=services.settings.session_idle_seconds)
     while True:
         try:
-            expired = await services.writer.do(
-                lambda connection: ledger.expire_idle_sessions(connection, utc_now() - idle)
-            )
+            expired = await services.writer.do(ledger.expire_idle_sessions, utc_now() - idle)
             services.metrics.sessions.labels("expired").inc(expired)
         except TurnwiseError as error:
             services.metrics.background_errors.labels("sweep").inc()

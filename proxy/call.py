@@ -95,7 +95,8 @@ class Choice:
 
     message: Json = dataclasses.field(default_factory=lambda: {"role": "assistant", "content": None})
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float | None] = dataclasses.field(default_factory=list)
+    logprobs: list[bytes] = dataclasses.field(default_factory=list)
+    """JSON of the sampled tokens' logprobs, in pieces as the engine told them; read where they are stored."""
     finish_reason: str | None = None
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
     """Where choices of one call have different prompts; otherwise empty."""

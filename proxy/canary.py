@@ -176,7 +176,7 @@ class Canary:
         if reason is not None:
             await self._withdraw(policy, active, reason)
             return
-        tried = await self._writer.do(lambda connection: policies.try_policy(connection, policy.version))
+        tried = await self._writer.do(policies.try_policy, policy.version)
         self.show(tried)
         log.info(
             "policy version %d is tried by %.0f %% of new sessions", policy.version, 100 * self._settings.canary_share
@@ -203,7 +203,7 @@ class Canary:
 
     async def call_off(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
         """End a trial without a judgement, because a person pinned a version."""
-        await self._writer.do(lambda connection: policies.reconsider_policy(connection, policy.version))
+        await self._writer.do(policies.reconsider_policy, policy.version)
         await self._clear(policy, active)
         self._metrics.canaries.labels("called_off").inc()
 
@@ -253,9 +253,7 @@ class Canary:
     async def _withdraw(self, policy: PolicyVersion, active: PolicyVersion, reason: str) -> None:
         """Roll a version back: nobody samples with it any more, and it is marked failed."""
         log.error("policy version %d is rolled back: %s", policy.version, reason)
-        await self._writer.do(
-            lambda connection: policies.fail_policy(connection, policy.version, f"rolled back as a canary: {reason}")
-        )
+        await self._writer.do(policies.fail_policy, policy.version, f"rolled back as a canary: {reason}")
         await self._clear(policy, active)
         self._metrics.canaries.labels("rolled_back").inc()
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from proxy.call import Call, Captured, Choice
+from proxy.commits import Sampled
 from proxy.continuation import KnownTurn, Plan
 from turnwise.types import Outcome, Session, TokenIds, Turn
 
@@ -35,7 +36,7 @@ def failed_turn(call: Call, timing: Timing, reason: str, *, turn_id: str, sessio
 
 def build_turns(
     call: Call, plan: Plan, captured: Captured, timing: Timing, *, turn_id: str, session: Session, aborted: str | None
-) -> list[Turn]:
+) -> list[Sampled]:
     """Return one turn per choice; the later ones have `#1`, `#2` behind the call's id.
 
     `aborted` says what cut the reply off, None for a whole one.
@@ -60,7 +61,6 @@ def build_turns(
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
             prompt_length=len(prompt),
             token_ids=np.array(choice.token_ids, np.int32),
-            logprobs=np.array(choice.logprobs, np.float32),
             finish_reason=choice.finish_reason,
             outcome=outcome,
             reason=reason,
@@ -70,7 +70,7 @@ def build_turns(
             dialogue_digest=dialogue_digest,
             **_place(call, plan, prompt, own_id, plan.parent if echoed else None, is_first=index == 0),
         )
-        turns.append(turn)
+        turns.append(Sampled(turn, choice.logprobs))
     return turns
 
 
@@ -117,15 +117,13 @@ def request_key(idempotency_key: str, index: int) -> str:
 def _outcome(
     prompt: TokenIds, choice: Choice, *, echoed: bool, reason: str | None, aborted: str | None
 ) -> tuple[Outcome, str | None]:
-    """Name how a choice ended; the first thing that is wrong with it gives the reason."""
+    """Name how a choice ended, its logprobs apart; the first thing that is wrong with it gives the reason."""
     if aborted is not None:
         return Outcome.ABORTED, aborted
     if not len(prompt):
         return Outcome.UNTRAINABLE, "no_prompt_ids"
     if not choice.token_ids:
         return Outcome.UNTRAINABLE, "no_token_ids"
-    if len(choice.logprobs) != len(choice.token_ids):
-        return Outcome.UNTRAINABLE, "no_logprobs"
     if not echoed:
         return Outcome.RETOKENISED, "echo_differs"
     if reason is not None:

@@ -1,32 +1,24 @@
-"""What the engine tells beyond what the client asked for: decoded for the ledger, cut out of the bytes for the client.
+"""What the engine tells beyond what the client asked for: cut out of the bytes before the rest of a reply is decoded.
 
-One decision: a reply is never decoded whole and encoded again. Its logprobs alone are ten times as long as the rest, so
-a typed pass reads the few fields that capture needs, and what the client did not ask for is replaced by `null` where it
-stands; every other byte stays as the engine wrote it.
+One decision: a reply's logprobs, ten times as long as all the rest, are never decoded on a call's way. They are found
+by the text around them, taken out as they stand, and read where they are stored. What the client did not ask for
+becomes `null` in its reply; every other byte stays as the engine wrote it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 
 from turnwise.types import Json
 
+IDS = re.compile(rb'(token_ids":)\s*\[[^]]*\]')
+"""Token ids, of a prompt as well, and the end of their key."""
 NULL = b"null"
-
-
-class Sampled(msgspec.Struct, gc=False):
-    """What is read of a sampled token: vLLM tells its text and its bytes too."""
-
-    logprob: float | None
-
-
-class Logprobs(msgspec.Struct, gc=False):
-    """Of one choice."""
-
-    content: list[Sampled] | None = None
 
 
 class EngineChoice(msgspec.Struct):
@@ -38,93 +30,81 @@ class EngineChoice(msgspec.Struct):
     delta: Json | None = None
     """Of a chunk."""
     finish_reason: str | None = None
-    logprobs: Logprobs | None = None
+    logprobs: None = None
+    """They have been taken out."""
     token_ids: list[int] | None = None
-
-    def sampled_logprobs(self) -> list[float | None]:
-        """Return the logprobs of the sampled tokens, none where the engine gave none."""
-        found = self.logprobs
-        return [] if found is None or found.content is None else [sampled.logprob for sampled in found.content]
 
 
 class EngineReply(msgspec.Struct):
-    """A chat completion, or a chunk of one, as far as capture needs it."""
+    """A chat completion, or a chunk of one, as far as a call's way needs it."""
 
     choices: list[EngineChoice]
     model: str | None = None
     prompt_token_ids: list[int] | None = None
 
 
-_replies = msgspec.json.Decoder(EngineReply)
+class Extracted(NamedTuple):
+    """A reply or chunk taken apart."""
+
+    raw: bytes
+    rest: bytes
+    """The same without logprobs."""
+    reply: EngineReply
+    """What the rest says."""
+    logprobs: list[bytes]
+    """JSON of each choice's logprobs, as they are listed in the reply; empty where there are none."""
+
+    def shown(self, *, logprobs: bool, token_ids: bool) -> bytes:
+        """Return the reply with as much as the client asked for."""
+        left = self.raw if logprobs else self.rest
+        return left if token_ids else IDS.sub(rb"\1null", left)
 
 
-def read_reply(raw: bytes) -> EngineReply:
-    """Read a chat completion.
-
-    Raises:
-        msgspec.DecodeError: it is none.
-    """
-    return _replies.decode(raw)
+class _Sampled(msgspec.Struct, gc=False):
+    logprob: float | None
 
 
-def read_chunks(events: list[bytes]) -> list[EngineReply]:
-    """Read chunks of a chat completion, each one line of JSON.
-
-    Raises:
-        msgspec.DecodeError: one of them is none.
-    """
-    return _replies.decode_lines(b"\n".join(events))
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Sampled] | None = None
+    """On the chat route."""
+    token_logprobs: list[float | None] | None = None
+    """On the completions route."""
 
 
-def without(raw: bytes, reply: EngineReply, *, keep_logprobs: bool, keep_token_ids: bool) -> bytes:
-    """Return `raw`, which `reply` was read from, with `null` for what is not to be kept.
-
-    The values are found by the text around them, which no JSON string can hold: it would have to escape the quotes.
-    """
-    left, is_compact = raw, True
-    if not keep_logprobs:
-        left, num_cut = _cut(left, b'"logprobs":', b"{", b'},"finish_reason":')
-        is_compact = num_cut == sum([choice.logprobs is not None for choice in reply.choices])
-    if not keep_token_ids:
-        left, num_cut = _cut(left, b'"token_ids":', b"[", b"]")
-        is_compact = is_compact and num_cut == sum([choice.token_ids is not None for choice in reply.choices])
-        left, num_cut = _cut(left, b'"prompt_token_ids":', b"[", b"]")
-        is_compact = is_compact and num_cut == (reply.prompt_token_ids is not None)
-    return left if is_compact else _without(decoded(raw), keep_logprobs=keep_logprobs, keep_token_ids=keep_token_ids)
+_reply = msgspec.json.Decoder(EngineReply)
+_logprobs = msgspec.json.Decoder(_Logprobs | None)
 
 
-def _cut(raw: bytes, key: bytes, opening: bytes, end: bytes) -> tuple[bytes, int]:
-    """Put `null` in place of a key's values; return how many there were.
+def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
+    """Take a chat completion, or a chunk of one, apart.
 
     Args:
-        raw: JSON without spaces between its tokens.
-        key: what stands before a value.
-        opening: what a value begins with.
-        end: begins with a value's last byte, goes on with what follows it, and is nowhere within a value.
+        raw: what the engine said.
+        has_one_choice: no more than one; several are decoded whole, to tell whose logprobs are whose.
+
+    Raises:
+        msgspec.DecodeError: it is no chat completion.
     """
-    parts, at, num_cut = [], 0, 0
-    begin = raw.find(key + opening)
-    while begin >= 0:
-        begin += len(key)
-        last = raw.find(end, begin)
-        if last < 0:
-            break
-        parts += [raw[at:begin], NULL]
-        at = last + 1
-        num_cut += 1
-        begin = raw.find(key + opening, at)
-    return (b"".join([*parts, raw[at:]]), num_cut) if parts else (raw, 0)
+    if has_one_choice:
+        try:
+            rest, logprobs = _cut_logprobs(raw)
+            return Extracted(raw, rest, _reply.decode(rest), logprobs)
+        except msgspec.ValidationError:
+            pass  # the logprobs are still there, written in another way
+    rest, logprobs = _decode_logprobs(raw)
+    return Extracted(raw, rest, _reply.decode(rest), logprobs)
 
 
-def _without(reply: Json, *, keep_logprobs: bool, keep_token_ids: bool) -> bytes:
-    """Do the same for an engine that writes its JSON in another way."""
-    unwanted = [] if keep_logprobs else ["logprobs"]
-    unwanted += [] if keep_token_ids else ["token_ids", "prompt_token_ids"]
-    for part in (reply, *reply["choices"]):
-        for field in unwanted:
-            if field in part:
-                part[field] = None
-    return orjson.dumps(reply)
+def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
+    """Return the logprobs of the sampled tokens; none if what the engine said of them cannot be read."""
+    found: list[float | None] = []
+    try:
+        for told in map(_logprobs.decode, pieces):
+            if told is not None:
+                found += [sampled.logprob for sampled in told.content or ()] + (told.token_logprobs or [])
+    except msgspec.DecodeError:
+        return []
+    return found
 
 
 def decoded(raw: bytes) -> Any:
@@ -134,3 +114,29 @@ def decoded(raw: bytes) -> Any:
         msgspec.DecodeError: it is none.
     """
     return msgspec.json.decode(raw)
+
+
+def _cut_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:
+    """Return a reply of one choice without its logprobs, and these.
+
+    They stand between two texts, written as vLLM writes them, that no JSON string holds: it would have to escape the
+    quotes. Where they stand otherwise they are left in place.
+    """
+    begin = raw.find(b'"logprobs":{') + len(b'"logprobs":')
+    stop = raw.find(b'},"finish_reason":', begin) + 1
+    if begin < len(b'"logprobs":') or not stop:
+        return raw, []
+    return b"".join((raw[:begin], NULL, raw[stop:])), [raw[begin:stop]]
+
+
+def _decode_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:
+    """Do the same for any number of choices, however they are written."""
+    reply, found = decoded(raw), []
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise msgspec.ValidationError("a completion is an object with a list of choices")
+    for choice in choices:
+        found.append(orjson.dumps(choice.get("logprobs")))
+        if "logprobs" in choice:
+            choice["logprobs"] = None
+    return orjson.dumps(reply), found

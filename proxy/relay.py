@@ -21,6 +21,7 @@ import orjson
 from proxy import capture, sse
 from proxy.auth import Principal
 from proxy.call import Call, Captured
+from proxy.commits import Ending, Sampled
 from proxy.continuation import Plan
 from proxy.engines import EnginePool, Lane
 from proxy.fault import FaultPoints
@@ -227,7 +228,7 @@ class Relay:
 
     async def _commit(self, running: Running, *, aborted: str | None = None) -> None:
         """Store the call's turns, then let the session remember them."""
-        turns = capture.build_turns(
+        sampled = capture.build_turns(
             running.call,
             running.plan,
             running.captured,
@@ -237,20 +238,20 @@ class Relay:
             aborted=aborted,
         )
         self._faults.point("before_commit")
-        stored = await self._writer.append(turns)
+        endings = await self._writer.append(sampled)
         self._faults.point("after_commit_before_reply")
         self._sessions.remember(
             running.live,
-            [capture.known_turn(turn, running.plan) for turn in turns if len(turn.token_ids)],
+            [capture.known_turn(turn, running.plan) for turn, _ in sampled if len(turn.token_ids)],
             inferred_for=running.principal.key_id if running.inferred else None,
         )
-        self._count(running, stored)
+        self._count(running, endings)
 
-    def _count(self, running: Running, turns: list[Turn]) -> None:
+    def _count(self, running: Running, endings: list[Ending]) -> None:
         metrics = self._metrics
-        for turn in turns:
-            metrics.turns.labels(turn.outcome.value, turn.reason or "").inc()
-            metrics.tokens.labels("sampled").inc(len(turn.token_ids))
+        for ending in endings:
+            metrics.turns.labels(ending.outcome.value, ending.reason or "").inc()
+        metrics.tokens.labels("sampled").inc(sum(len(each.token_ids) for each in running.captured.choices.values()))
         metrics.tokens.labels("prompt").inc(len(running.captured.prompt_token_ids))
         if running.plan.reason is not None:
             metrics.breaks.labels(running.plan.reason).inc()
@@ -287,7 +288,7 @@ class Relay:
         turn = capture.failed_turn(
             running.call, running.timing(), reason, turn_id=running.turn_id, session=running.live.session
         )
-        await self._writer.append([turn])
+        await self._writer.append([Sampled(turn, [])])
         self._metrics.turns.labels("error", reason).inc()
 
 

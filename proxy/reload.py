@@ -26,7 +26,7 @@ from proxy.writer import Writer
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, LeaseLost, StoreError, TurnwiseError
 from turnwise.store import database as store_database
 from turnwise.store import policies, queries
-from turnwise.store.database import Connection, Database
+from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Reloader:
         self.last_error = reason = f"version {target.version} was not taken: {error}"
         self._metrics.reloads.labels("failed").inc()
         log.error("%s; the last good version is served", reason)
-        await self._write(lambda connection: policies.fail_policy(connection, target.version, reason))
+        await self._write(policies.fail_policy, target.version, reason)
 
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
         self.last_error = None
@@ -208,26 +208,19 @@ class Reloader:
         self._metrics.policy_version.set(target.version)
         self._metrics.reload_seconds.observe(seconds)
         log.info("policy version %d is served; engines paused for %.0f ms at most", target.version, seconds * 1000)
-        await self._write(lambda connection: policies.activate_policy(connection, target.version, seconds, utc_now()))
+        await self._write(policies.activate_policy, target.version, seconds, utc_now())
 
-    async def _write(self, change: Callable[[Connection], object]) -> None:
+    async def _write(self, change: Callable[..., object], *arguments: object) -> None:
         """Write what came of driving, unless somebody else drives since: this process was frozen for too long."""
-        token = self._token
-
-        def write(connection: Connection) -> None:
-            if token is None or not store_database.renew_lease(connection, LEASE, token, LEASE_SECONDS):
-                raise LeaseLost("another process has taken over the reload; this one follows it now")
-            change(connection)
-
-        await self._writer.do(write)
+        if self._token is None:
+            raise LeaseLost("this process no longer drives the reload")
+        await self._writer.do(store_database.under_lease, LEASE, self._token, LEASE_SECONDS, change, *arguments)
 
     @contextlib.asynccontextmanager
     async def _driving(self) -> AsyncIterator[bool]:
         """Hold the lease for as long as the block lasts; give False while another process holds it."""
         async with self._turn:
-            token = await self._writer.do(
-                lambda connection: store_database.acquire_lease(connection, LEASE, self._owner, LEASE_SECONDS)
-            )
+            token = await self._writer.do(store_database.acquire_lease, LEASE, self._owner, LEASE_SECONDS)
             if token is None:
                 yield False
                 return
@@ -238,15 +231,13 @@ class Reloader:
             finally:
                 renewing.cancel()
                 self._token = None
-                await self._writer.do(lambda connection: store_database.release_lease(connection, LEASE, token))
+                await self._writer.do(store_database.release_lease, LEASE, token)
 
     async def _renew(self, token: int) -> None:
         while True:
             await asyncio.sleep(LEASE_SECONDS / 3)
             with contextlib.suppress(StoreError):  # while the store is away, nobody else can take the lease either
-                await self._writer.do(
-                    lambda connection: store_database.renew_lease(connection, LEASE, token, LEASE_SECONDS)
-                )
+                await self._writer.do(store_database.renew_lease, LEASE, token, LEASE_SECONDS)
 
     async def _check_engines(self, engines: list[Engine]) -> None:
         """See which engines answer; one that comes back is brought to the active version before it gets calls."""

@@ -121,7 +121,7 @@ class Sessions:
         return await asyncio.shield(task)
 
     async def _load(self, session: Session) -> LiveSession:
-        stored, created = await self._writer.do(lambda connection: ledger.create_session(connection, session))
+        stored, created = await self._writer.do(ledger.create_session, session)
         if created:
             self._faults.point("after_session_open")
             self._metrics.sessions.labels("created").inc()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import operator
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,18 @@ class Turn:
     ttft_seconds: float | None = None
     """From the call to the first token; None when no token came, or none was seen apart from the others."""
     duration_seconds: float = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the values alone: a turn goes to the process that stores it, and its fields are known there."""
+        return _turn_of, _turn_values(self)
+
+
+_TURN_FIELDS = tuple(field.name for field in dataclasses.fields(Turn))
+_turn_values = operator.attrgetter(*_TURN_FIELDS)
+
+
+def _turn_of(*values: Any) -> Turn:
+    return Turn(**dict(zip(_TURN_FIELDS, values, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

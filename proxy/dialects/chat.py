@@ -71,13 +71,13 @@ class ChatCompletions:
         Raises:
             msgspec.DecodeError: it is no chat completion.
         """
-        reply = extract.read_reply(raw)
-        captured = Captured(reply.prompt_token_ids or [], model=reply.model or "")
-        for said in reply.choices:
-            captured.choices[said.index] = Choice(
-                said.message or {}, said.token_ids or [], said.sampled_logprobs(), said.finish_reason
+        said = extract.read_reply(raw, has_one_choice=call.num_choices == 1)
+        captured = Captured(said.reply.prompt_token_ids or [], model=said.reply.model or "")
+        for position, choice in enumerate(said.reply.choices):
+            captured.choices[choice.index] = Choice(
+                choice.message or {}, choice.token_ids or [], said.logprobs[position:][:1], choice.finish_reason
             )
-        return captured, _stripped(raw, reply, call, "message")
+        return captured, _shown(said, call, "message")
 
     def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
         """Capture chunks of a stream, and return those that the client would have got, stripped.
@@ -86,15 +86,17 @@ class ChatCompletions:
             msgspec.DecodeError: one is no chunk of a chat completion.
         """
         shown = []
-        for raw, chunk in zip(events, extract.read_chunks(events), strict=True):
+        for event in events:
+            said = extract.read_reply(event, has_one_choice=call.num_choices == 1)
+            chunk = said.reply
             if chunk.prompt_token_ids:
                 captured.prompt_token_ids, captured.model = chunk.prompt_token_ids, chunk.model or ""
             is_shown = not chunk.choices or call.wants_logprobs or call.wants_token_ids
-            for said in chunk.choices:
-                _take_delta(said, captured.choice(said.index))
-                is_shown = is_shown or bool(said.delta) or said.finish_reason is not None
+            for position, choice in enumerate(chunk.choices):
+                _take_delta(choice, said.logprobs[position:][:1], captured.choice(choice.index))
+                is_shown = is_shown or bool(choice.delta) or choice.finish_reason is not None
             if is_shown:
-                shown.append(_stripped(raw, chunk, call, "delta"))
+                shown.append(_shown(said, call, "delta"))
         return shown
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's words are the client's
@@ -141,10 +143,10 @@ def _is_refused(body: Json) -> bool:
     return not body.get("messages") or (bool(body.get("top_logprobs")) and not body.get("logprobs"))
 
 
-def _stripped(raw: bytes, reply: extract.EngineReply, call: Call, field: str) -> bytes:
-    """Return a reply or chunk without what the client did not ask for; `field` holds what its choices say."""
-    left = extract.without(raw, reply, keep_logprobs=call.wants_logprobs, keep_token_ids=call.wants_token_ids)
-    return _without_thinking(left, field) if _hides_thinking(call.body) else left
+def _shown(said: extract.Extracted, call: Call, field: str) -> bytes:
+    """Return what the client asked for of a reply or chunk; `field` holds what its choices say."""
+    shown = said.shown(logprobs=call.wants_logprobs, token_ids=call.wants_token_ids)
+    return _without_thinking(shown, field) if _hides_thinking(call.body) else shown
 
 
 def _without_thinking(raw: bytes, field: str) -> bytes:
@@ -159,11 +161,10 @@ def _without_thinking(raw: bytes, field: str) -> bytes:
     return orjson.dumps(reply)
 
 
-def _take_delta(said: extract.EngineChoice, choice: Choice) -> None:
+def _take_delta(said: extract.EngineChoice, logprobs: list[bytes], choice: Choice) -> None:
     if said.token_ids:
         choice.token_ids += said.token_ids
-    if said.logprobs is not None:
-        choice.logprobs += said.sampled_logprobs()
+    choice.logprobs += logprobs
     if said.finish_reason is not None:
         choice.finish_reason = said.finish_reason
     for field, value in (said.delta or {}).items():

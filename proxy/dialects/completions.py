@@ -104,7 +104,7 @@ def take_text(raw: Json, choice: Choice) -> None:
     choice.message["content"] = (choice.message["content"] or "") + (raw.get("text") or "")
     choice.prompt_token_ids = raw.get("prompt_token_ids") or choice.prompt_token_ids
     choice.token_ids += raw.get("token_ids") or []
-    choice.logprobs += (raw.get("logprobs") or {}).get("token_logprobs") or []
+    choice.logprobs.append(orjson.dumps(raw.get("logprobs")))
     choice.finish_reason = raw.get("finish_reason") or choice.finish_reason
 
 

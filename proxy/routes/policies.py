@@ -16,8 +16,7 @@ from proxy.routes.common import caller, page, policy_json
 from proxy.routes.limited import Count, LimitedRoute
 from turnwise.errors import BadCheckpoint
 from turnwise.store import policies, queries
-from turnwise.store.database import Connection
-from turnwise.types import Json, PolicyKind, PolicyVersion
+from turnwise.types import Json, PolicyKind
 
 router = APIRouter(prefix="/v1/policies", route_class=LimitedRoute, tags=["policies"])
 
@@ -76,15 +75,10 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     except OSError as error:
         raise BadCheckpoint(f"{wanted.path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
 
-    def publish(connection: Connection) -> PolicyVersion:
-        newest, _ = queries.policies(connection, limit=1)
-        version = wanted.version if wanted.version is not None else (newest[0].version + 1 if newest else 0)
-        policies.publish_policy(
-            connection, PolicyVersion(version=version, path=wanted.path, kind=wanted.kind, metrics=wanted.metrics)
-        )
-        return queries.policy(connection, version)
-
-    return answer(policy_json(await services.writer.do(publish)))
+    published = await services.writer.do(
+        policies.publish_next, wanted.path, wanted.kind, metrics=wanted.metrics, version=wanted.version
+    )
+    return answer(policy_json(published))
 
 
 @router.post("/{version}/activate", responses=says(PolicyAnswer))
@@ -95,8 +89,4 @@ async def activate_policy(
     principal.require("activate")
     pin = (how or Activation()).pin
 
-    def activate(connection: Connection) -> PolicyVersion:
-        policies.pin_policy(connection, version if pin else None)
-        return policies.reconsider_policy(connection, version) if pin else queries.policy(connection, version)
-
-    return answer(policy_json(await services.writer.do(activate)))
+    return answer(policy_json(await services.writer.do(policies.choose_policy, version, pin=pin)))

@@ -104,9 +104,7 @@ async def post_rewards(
         for line in wanted
     ]
     digest = hashlib.blake2b(await request.body(), digest_size=16).digest()
-    reached = await services.writer.do(
-        lambda connection: ledger.add_rewards(connection, rewards, idempotency_key=idempotency_key, body_digest=digest)
-    )
+    reached = await services.writer.do(ledger.add_rewards, rewards, idempotency_key=idempotency_key, body_digest=digest)
     for line in wanted:
         services.metrics.rewards.labels(
             "turn" if line.turn_id else "step" if line.step is not None else "session"

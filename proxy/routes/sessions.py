@@ -17,7 +17,6 @@ from proxy.routes.limited import Count, Id, LimitedRoute, Number, Text
 from proxy.sessions import SESSION_ID, check_id
 from turnwise.errors import NotFound
 from turnwise.store import ledger, queries
-from turnwise.store.database import Connection
 from turnwise.types import Credit, Json, Reward, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
@@ -150,15 +149,12 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     principal.require_session(session_id)
     said = ending or Ending()
 
-    def end(connection: Connection) -> Session:
-        if said.reward is not None:
-            line = Reward(
-                session_id=session_id, tenant=principal.tenant, value=said.reward, written_by=principal.key_id
-            )
-            ledger.add_rewards(connection, [line])
-        return ledger.end_session(connection, principal.tenant, session_id, said.termination_reason)
-
-    session = await services.writer.do(end)
+    reward = None
+    if said.reward is not None:
+        reward = Reward(session_id=session_id, tenant=principal.tenant, value=said.reward, written_by=principal.key_id)
+    session = await services.writer.do(
+        ledger.end_session, principal.tenant, session_id, said.termination_reason, reward=reward
+    )
     services.sessions.forget(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
     return answer(session_json(session))

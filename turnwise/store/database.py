@@ -14,7 +14,7 @@ import importlib.resources
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import sqlalchemy as sa
 from alembic import command
@@ -23,12 +23,13 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.dialects import postgresql, sqlite
 
-from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
+from turnwise.errors import InvalidRequest, LeaseLost, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import tables
 
 Connection: TypeAlias = sa.Connection
 """An open transaction; what callers outside of the store know of SQLAlchemy."""
 
+T = TypeVar("T")
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 _MIGRATION_LOCK = 0x7475726E
@@ -401,6 +402,19 @@ def renew_lease(
         .values(expires_at=clock(conn, now) + int(seconds * 1e6))
     )
     return renewed.rowcount == 1
+
+
+def under_lease(
+    conn: sa.Connection, name: str, fencing_token: int, seconds: float, change: Callable[..., T], *arguments: Any
+) -> T:
+    """Make a change, and hold the lease for longer.
+
+    Raises:
+        LeaseLost: somebody else took the lease since; nothing is changed.
+    """
+    if not renew_lease(conn, name, fencing_token, seconds):
+        raise LeaseLost(f"another process has taken over the lease {name!r}; this one follows it now")
+    return change(conn, *arguments)
 
 
 def release_lease(conn: sa.Connection, name: str, fencing_token: int) -> bool:

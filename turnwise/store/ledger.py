@@ -109,13 +109,17 @@ def end_session(
     session_id: str,
     reason: str | None = None,
     now: datetime.datetime | None = None,
+    *,
+    reward: Reward | None = None,
 ) -> Session:
-    """End a session; ending it again changes nothing.
+    """End a session, with a last reward; ending it again changes nothing but its rewards.
 
     Raises:
         NotFound: no such session.
         Conflict: it expired before.
     """
+    if reward is not None:
+        add_rewards(conn, [reward])
     row = _session_row(conn, tenant, session_id, lock=True)
     if row is None:
         raise _no_session(session_id)

@@ -15,7 +15,7 @@ from turnwise.store import rows
 from turnwise.store.database import insert_ignoring, to_micros
 from turnwise.store.tables import policies as table
 from turnwise.store.tables import serving
-from turnwise.types import PolicyStatus, PolicyVersion, utc_now
+from turnwise.types import Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
 _SERVING = 1
 """Key of the one row of `serving`."""
@@ -37,6 +37,21 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
             param="version",
         )
     return False
+
+
+def publish_next(
+    conn: sa.Connection, path: str, kind: PolicyKind, *, metrics: Json, version: int | None = None
+) -> PolicyVersion:
+    """Announce a version, by default the one after the newest, and return it.
+
+    Raises:
+        Conflict: the version is there with another path.
+    """
+    if version is None:
+        newest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
+        version = 0 if newest is None else newest + 1
+    publish_policy(conn, PolicyVersion(version=version, path=path, kind=kind, metrics=metrics))
+    return get_policy(conn, version)
 
 
 def activate_policy(
@@ -106,6 +121,16 @@ def pin_policy(conn: sa.Connection, version: int | None) -> None:
         get_policy(conn, version)
     if not insert_ignoring(conn, serving, {"serving_id": _SERVING, "pinned_version": version}):
         conn.execute(sa.update(serving).values(pinned_version=version))
+
+
+def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVersion:
+    """Pin a version, to be tried again if it failed, or follow the newest; return the version.
+
+    Raises:
+        NotFound: no such version.
+    """
+    pin_policy(conn, version if pin else None)
+    return reconsider_policy(conn, version) if pin else get_policy(conn, version)
 
 
 def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:

@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import sqlite3
 import threading
 import time
 
+import numpy as np
 import pytest
 
+from proxy.commits import Ending, Sampled
 from proxy.metrics import Metrics
 from proxy.writer import Writer
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import ledger, queries
-from turnwise.store.database import Database
-from turnwise.types import Session, Turn
+from turnwise.store.database import Connection, Database
+from turnwise.types import Outcome, Session, Turn
 
 
 @contextlib.asynccontextmanager
-async def writing(database: Database, *, seconds: float = 5.0):
-    writer = Writer(database, Metrics(), timeout_seconds=seconds)
+async def writing(url: str, *, seconds: float = 5.0, metrics: Metrics | None = None):
+    writer = Writer(url, metrics or Metrics(), timeout_seconds=seconds)
+    await writer.start()
     try:
         yield writer
     finally:
         await writer.close()
 
 
-def turn(turn_id: str, session_id: str = "s") -> Turn:
-    return Turn(turn_id=turn_id, session_id=session_id, chain_id=turn_id)
+def turn(turn_id: str, session_id: str = "s", **known) -> Sampled:
+    return Sampled(Turn(turn_id=turn_id, session_id=session_id, chain_id=turn_id, **known), [])
+
+
+def stopping(connection: Connection) -> None:
+    """Do what no function of the store should."""
+    del connection
+    raise ZeroDivisionError
+
+
+def pid_of_writer(connection: Connection) -> int:
+    del connection
+    return os.getpid()
 
 
 def stored(database: Database) -> list[str]:
@@ -36,31 +52,31 @@ def stored(database: Database) -> list[str]:
         return [view.turn.turn_id for view in queries.turns(connection, "default", "s")[0]]
 
 
-def test_one_refused_job_takes_nothing_with_it(database):
+def test_one_refused_job_takes_nothing_with_it(database, database_url):
     """All arrive at once; the turn of an unknown session fails alone, so does the job that raises."""
 
     async def run() -> list[object]:
-        async with writing(database) as writer:
-            await writer.do(lambda connection: ledger.create_session(connection, Session(session_id="s")))
+        async with writing(database_url) as writer:
+            await writer.do(ledger.create_session, Session(session_id="s"))
             return await asyncio.gather(
                 writer.append([turn("a")]),
                 writer.append([turn("b", session_id="nobody's")]),
-                writer.do(lambda _: 1 / 0),
-                writer.do(lambda connection: ledger.end_session(connection, "default", "none")),
+                writer.do(stopping),
+                writer.do(ledger.end_session, "default", "none"),
                 writer.append([turn("c")]),
                 return_exceptions=True,
             )
 
     a, b, raised, refused, c = asyncio.run(run())
     assert [type(b), type(raised), type(refused)] == [NotFound, StoreError, NotFound]
-    assert (a[0].turn_id, c[0].turn_id) == ("a", "c")
+    assert a == c == [Ending(Outcome.EXACT, None)]
     assert sorted(stored(database)) == ["a", "c"]
 
 
-def test_a_cancelled_caller_does_not_stop_the_others(database):
+def test_a_cancelled_caller_does_not_stop_the_others(database, database_url):
     async def run() -> None:
-        async with writing(database) as writer:
-            await writer.do(lambda connection: ledger.create_session(connection, Session(session_id="s")))
+        async with writing(database_url) as writer:
+            await writer.do(ledger.create_session, Session(session_id="s"))
             gone = asyncio.ensure_future(writer.append([turn("gone")]))
             await asyncio.sleep(0)
             gone.cancel()
@@ -80,15 +96,15 @@ def locked(tmp_path, sqlite_template):
         with database.write() as connection:
             ledger.create_session(connection, Session(session_id="s"))
         holder.execute("BEGIN IMMEDIATE")
-        yield database, holder
+        yield database, f"sqlite:///{path}", holder
     database.close()
 
 
 def test_a_locked_store_is_waited_for(locked):
-    database, holder = locked
+    database, url, holder = locked
 
-    async def run() -> list[list[Turn]]:
-        async with writing(database) as writer:
+    async def run() -> list[list[Ending]]:
+        async with writing(url) as writer:
             calls = [asyncio.ensure_future(writer.append([turn(f"t{number}")])) for number in range(3)]
             threading.Timer(0.3, holder.rollback).start()
             return await asyncio.gather(*calls)
@@ -99,10 +115,10 @@ def test_a_locked_store_is_waited_for(locked):
 
 def test_a_store_that_stays_locked_is_told_to_all_at_their_deadline_and_not_one_after_the_other(locked):
     """Twenty callers, half a second each: one waits no longer than the other. Nothing of theirs is stored later."""
-    database, holder = locked
+    database, url, holder = locked
 
     async def run() -> list[object]:
-        async with writing(database, seconds=0.5) as writer:
+        async with writing(url, seconds=0.5) as writer:
             calls = [writer.append([turn(f"t{number}")]) for number in range(20)]
             return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -112,3 +128,62 @@ def test_a_store_that_stays_locked_is_told_to_all_at_their_deadline_and_not_one_
     assert time.monotonic() - started < 3.0
     holder.rollback()
     assert stored(database) == []
+
+
+def test_a_turn_is_stored_with_the_logprobs_as_the_engine_wrote_them_and_one_that_lacks_some_is_untrainable(
+    database, database_url
+):
+    """The pieces are those of a stream; a turn without tokens needs none."""
+    two = np.array([5, 6], np.int32)
+    pieces = [b'{"content":[{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}]}', b"null"]
+    other = b'{"content":[{"token":"\\"b","logprob":-1.25}]}'
+
+    async def run() -> list[list[Ending]]:
+        async with writing(database_url) as writer:
+            await writer.do(ledger.create_session, Session(session_id="s"))
+            whole, short, broken = turn("whole", token_ids=two), turn("short", token_ids=two), turn("b", token_ids=two)
+            return [
+                await writer.append([whole._replace(logprobs=[*pieces, other])]),
+                await writer.append([short._replace(logprobs=pieces)]),
+                await writer.append([broken._replace(logprobs=[*pieces, b"{"])]),
+                await writer.append([turn("none", outcome=Outcome.ERROR, reason="engine_500")]),
+            ]
+
+    lacking = Ending(Outcome.UNTRAINABLE, "no_logprobs")
+    assert asyncio.run(run()) == [
+        [Ending(Outcome.EXACT, None)],
+        [lacking],
+        [lacking],
+        [Ending(Outcome.ERROR, "engine_500")],
+    ]
+    with database.read() as connection:
+        views, _ = queries.turns(connection, "default", "s")
+    assert [view.turn.logprobs.tolist() for view in views] == [[-0.5, -1.25], [-0.5], [], []]
+
+
+def test_a_writing_process_that_is_killed_is_replaced_and_what_it_had_is_told_to_have_failed(database, database_url):
+    """What comes after its end waits for nothing and loses nothing."""
+    metrics = Metrics()
+
+    async def run() -> object:
+        async with writing(database_url, metrics=metrics) as writer:
+            await writer.do(ledger.create_session, Session(session_id="s"))
+            pid = await writer.do(pid_of_writer)
+            os.kill(pid, signal.SIGSTOP)
+            lost = asyncio.ensure_future(writer.append([turn("lost")]))
+            await asyncio.sleep(0)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(StoreUnavailable, match="not known"):
+                await lost
+            with pytest.raises(StoreUnavailable, match="being restarted"):
+                await writer.append([turn("meanwhile")])
+            async with asyncio.timeout(20):
+                while True:
+                    with contextlib.suppress(StoreUnavailable):
+                        return pid, await writer.do(pid_of_writer)
+                    await asyncio.sleep(0.05)
+
+    old, new = asyncio.run(run())
+    assert old != new
+    assert stored(database) == []
+    assert metrics.registry.get_sample_value("turnwise_background_errors_total", {"task": "writer"}) == 1.0
