@@ -24,7 +24,7 @@ from proxy.auth import Authenticator
 from proxy.engines import Engine, EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.probe import check_capture, find_template
+from proxy.probe import check_capture, find_template, has_lora
 from proxy.relay import Relay
 from proxy.reload import Reloader
 from proxy.replays import Replays
@@ -196,6 +196,7 @@ async def _learn_engine(engine: Engine, relay: Relay, settings: ProxySettings) -
     """
     if settings.engine_check == "off":
         return
+    engine.has_lora = await has_lora(engine)
     try:
         await check_capture(engine)
     except EngineUnsuitable as unsuitable:

@@ -110,6 +110,8 @@ class Script(_Strict):
     """Delay before each token; 0 sends as fast as the socket takes it."""
     tokens_per_chunk: int = pydantic.Field(default=1, ge=1)
     max_model_len: int = 32768
+    lora: bool = False
+    """Whether it was started with LoRA: it has the routes that load adapters, and a metric of them."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """`raw_logprobs` ignores the temperature, as vLLM does by default."""
     honours_prompt_token_ids: bool = True

@@ -77,6 +77,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "tokenize, unknown model": ("/tokenize", {"prompt": "a", "model": "x"}),
     "rpc without a method": ("/collective_rpc", {}),
     "rpc of no method": ("/collective_rpc", {"method": "nothing"}),
+    "adapter without a path": ("/v1/load_lora_adapter", {}),
     "no version": ("/update_weight_version", {}),
     "unknown adapter": ("/v1/unload_lora_adapter", {"lora_name": "a"}),
     "adapter that is not there": ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}),
@@ -108,7 +109,7 @@ def real(engine: RunningEngine) -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="module")
 def fake_running() -> Iterator[RunningFakeEngine]:
-    with running_fake_engine(Script(model="small", max_model_len=2048)) as running:
+    with running_fake_engine(Script(model="small", max_model_len=2048, lora=True)) as running:
         yield running
 
 

@@ -49,7 +49,7 @@ class Weights(Script):
 def engines() -> Iterator[list[RunningFakeEngine]]:
     with running_fake_engine() as first, running_fake_engine() as second:
         for engine in (first, second):
-            script = Weights()
+            script = Weights(lora=True)
             script._state = engine.state
             engine.state.script = script
         yield [first, second]
