@@ -20,7 +20,7 @@ from turnwise.store.lineage import TurnView
 from turnwise.store.policies import active_policy, newest_policy, pinned_version
 from turnwise.store.policies import get_policy as policy
 from turnwise.store.policies import list_policies as policies
-from turnwise.types import Credit, Json, Outcome, Session, TokenIds, Turn, UpdateRecord
+from turnwise.types import Credit, Json, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
 
 __all__ = [
     "Counts",
@@ -41,6 +41,7 @@ __all__ = [
     "policies",
     "policy",
     "session",
+    "session_of_conversation",
     "session_of_turn",
     "sessions",
     "stored_turn",
@@ -156,6 +157,34 @@ def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str) -> str | Non
         .join_from(tables.turns, tables.sessions)
         .where(tables.turns.c.turn_id == turn_id, tables.sessions.c.tenant == tenant)
     ).scalar_one_or_none()
+
+
+def session_of_conversation(conn: sa.Connection, tenant: str, key_id: str, digests: Sequence[bytes]) -> str | None:
+    """Return the open session in which calls of this API key, naming none, had the longest of these conversations.
+
+    Args:
+        conn: A transaction.
+        tenant: The key's tenant.
+        key_id: The API key.
+        digests: `history_digest` of what the turn may have been, the longest first.
+    """
+    found = conn.execute(
+        sa.select(tables.turns.c.history_digest, sa.func.max(tables.turns.c.session_pk).label("session_pk"))
+        .join_from(tables.turns, tables.sessions)
+        .where(
+            tables.turns.c.inferred_by == key_id,
+            tables.turns.c.history_digest.in_(digests),
+            tables.sessions.c.tenant == tenant,
+            tables.sessions.c.status == SessionStatus.OPEN.value,
+        )
+        .group_by(tables.turns.c.history_digest)
+    )
+    newest = {row.history_digest: row.session_pk for row in found}
+    if not newest:
+        return None
+    session_pk = next(newest[digest] for digest in digests if digest in newest)
+    found_id = sa.select(tables.sessions.c.session_id).where(tables.sessions.c.session_pk == session_pk)
+    return str(conn.execute(found_id).scalar_one())
 
 
 def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_key: str) -> Turn | None:
