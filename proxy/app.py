@@ -33,7 +33,7 @@ from proxy.settings import ProxySettings
 from proxy.writer import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
 from turnwise.store import keys, ledger
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database
 from turnwise.types import utc_now
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ NUM_EXPORTS = 4
 HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_error", "method_not_allowed")}
 """OpenAI `type` and `code` of what the router refuses."""
 SWEEP_SECONDS = 5.0
-"""How often idle sessions are looked for."""
+"""How often idle sessions, and answers that are old enough to forget, are looked for."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -208,14 +208,20 @@ async def _learn_engine(engine: Engine, relay: Relay, settings: ProxySettings) -
 
 
 async def _sweep(services: Services) -> None:
-    """Expire idle sessions, for ever."""
+    """Expire idle sessions and forget old answers, for ever."""
     idle = datetime.timedelta(seconds=services.settings.session_idle_seconds)
+    remembered = datetime.timedelta(seconds=services.settings.reward_replay_seconds)
+
+    def sweep(connection: Connection) -> list[tuple[str, str]]:
+        ledger.forget_answers(connection, utc_now() - remembered)
+        return ledger.expire_idle_sessions(connection, utc_now() - idle)
+
     while True:
         try:
-            expired = await services.writer.do(
-                lambda connection: ledger.expire_idle_sessions(connection, utc_now() - idle)
-            )
-            services.metrics.sessions.labels("expired").inc(expired)
+            expired = await services.writer.do(sweep)
+            for tenant, session_id in expired:
+                services.sessions.forget(tenant, session_id)
+            services.metrics.sessions.labels("expired").inc(len(expired))
         except TurnwiseError as error:
             services.metrics.background_errors.labels("sweep").inc()
             log.warning("idle sessions could not be swept: %s", error)
