@@ -74,7 +74,7 @@ def services_of(request: Request) -> Services:
 def create_app(settings: ProxySettings) -> FastAPI:
     """Build the server; nothing is opened before its lifespan starts."""
     from proxy import openapi
-    from proxy.routes import data, operations, policies, rewards, sessions
+    from proxy.routes import dashboard, data, operations, policies, rewards, sessions
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -95,7 +95,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
         redirect_slashes=False,
     )
     app.add_middleware(data.Shortcut)
-    for router in (sessions.router, rewards.router, policies.router, operations.router):
+    for router in (sessions.router, rewards.router, policies.router, operations.router, dashboard.router):
         app.include_router(router)
     app.add_exception_handler(TurnwiseError, _answer_error)
     app.add_exception_handler(Exception, _answer_unforeseen)

@@ -71,7 +71,7 @@ class HistoryEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """Gauges of the whole store."""
+    """Gauges of the store, or of one tenant's part of it."""
 
     sessions: dict[str, int]
     """By status."""
@@ -294,21 +294,23 @@ def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRec
     return None if row is None else rows.update_from_row(row)
 
 
-def counts(conn: sa.Connection) -> Counts:
-    """Count what the store holds."""
+def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
+    """Count what the store holds, of one tenant if one is named; updates are everybody's."""
+    held = tables.sessions.c
+    sums = sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in (held.num_turns, held.num_rewards)))
+    num_turns, num_rewards = conn.execute(sums if tenant is None else sums.where(held.tenant == tenant)).one()
     return Counts(
-        sessions=_by_status(conn, tables.sessions),
-        groups=_by_status(conn, tables.groups),
-        num_turns=int(
-            conn.execute(sa.select(sa.func.coalesce(sa.func.sum(tables.sessions.c.num_turns), 0))).scalar_one()
-        ),
-        num_rewards=conn.execute(sa.select(sa.func.count()).select_from(tables.rewards)).scalar_one(),
+        sessions=_by_status(conn, tables.sessions, tenant),
+        groups=_by_status(conn, tables.groups, tenant),
+        num_turns=int(num_turns),
+        num_rewards=int(num_rewards),
         num_updates=conn.execute(sa.select(sa.func.count()).select_from(tables.updates)).scalar_one(),
     )
 
 
-def _by_status(conn: sa.Connection, table: sa.Table) -> dict[str, int]:
-    found = conn.execute(sa.select(table.c.status, sa.func.count().label("number")).group_by(table.c.status))
+def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict[str, int]:
+    counted = sa.select(table.c.status, sa.func.count().label("number")).group_by(table.c.status)
+    found = conn.execute(counted if tenant is None else counted.where(table.c.tenant == tenant))
     return {status: count for status, count in found}  # noqa: C416  a Row is a tuple, but not to the type checker
 
 

@@ -216,6 +216,11 @@ def test_counts_say_what_the_store_holds(forest: Database) -> None:
     assert counts.sessions == {"ended": 1, "open": 1}
     assert counts.groups == {"ready": 1, "open": 1}
     assert (counts.num_turns, counts.num_rewards, counts.num_updates) == (4, 1, 0)
+    add_session(forest, "theirs", tenant="b")
+    with forest.read() as connection:
+        assert queries.counts(connection, "default") == counts
+        assert queries.counts(connection, "b") == queries.Counts({"open": 1}, {"open": 1}, 1, 0, 0)
+        assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0)
 
 
 def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -> None:
@@ -257,9 +262,12 @@ def test_a_conversation_is_found_by_its_own_key_and_tenant_in_an_open_session_al
 def test_a_conversation_is_looked_up_in_its_index(sqlite_template: Path) -> None:
     """SQLite's planner does not need rows to choose; the lookup must not walk all turns."""
     database = Database(f"sqlite:///{sqlite_template}")
+    asked: list[tuple[str, tuple[object, ...]]] = []
     with database.read() as connection:
-        plan = connection.exec_driver_sql(
-            "EXPLAIN QUERY PLAN SELECT 1 FROM turns WHERE inferred_by = 'k' AND history_digest IN (x'00', x'01')"
-        ).all()
+        sa.event.listen(connection, "before_cursor_execute", lambda *said: asked.append((said[2], said[3])))
+        queries.session_of_conversation(connection, "default", "key", [b"1", b"2"])
+        statement, parameters = next(each for each in asked if each[0].startswith("SELECT"))
+        plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
     database.close()
-    assert "USING INDEX ix_turns_inferred (inferred_by=? AND history_digest=?)" in plan[0].detail
+    assert plan[0] == "SEARCH turns USING INDEX ix_turns_inferred (inferred_by=? AND history_digest=?)"
+    assert not any(step.startswith("SCAN") for step in plan)
