@@ -22,9 +22,8 @@ DIGEST_BYTES = 8
 MESSAGE_BYTES = 16
 """Of one message's own digest, which goes into all digests of the conversations that it is part of."""
 SYSTEM_ROLES = frozenset({"system", "developer"})
-MEDIA_PARTS = frozenset(
-    {"image_url", "input_audio", "audio_url", "video_url", "file", "image", "image_pil", "image_embeds"}
-)
+TEXT_PARTS = ("text", "refusal", None)
+"""Types of content parts that are text; a tuple, because a client's may be anything."""
 FORGOTTEN = frozenset({"content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "role"})
 """Message fields that are handled by name below, or that do not count."""
 
@@ -122,8 +121,7 @@ def canonical_arguments(arguments: Any) -> Any:
 def has_media(messages: Sequence[Json]) -> bool:
     """Say whether any message carries something that is not text: vLLM renders such prompts itself."""
     return any(
-        isinstance(part, dict)
-        and (part.get("type") in MEDIA_PARTS or part.get("type") not in ("text", "refusal", None))
+        isinstance(part, dict) and part.get("type") not in TEXT_PARTS
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
