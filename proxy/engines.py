@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import datetime
 import logging
 from collections.abc import AsyncIterator, Iterator
 from hashlib import blake2b
@@ -282,10 +281,6 @@ class Arm(Protocol):
     @property
     def version(self) -> int:
         """The version."""
-
-    @property
-    def since(self) -> datetime.datetime:
-        """When it began: older sessions are not of the trial."""
 
     def takes(self, session: Session) -> bool:
         """Say whether the session is one of the trial's."""
