@@ -125,7 +125,7 @@ def _outcome(
         return Outcome.UNTRAINABLE, "no_prompt_ids"
     if not choice.token_ids:
         return Outcome.UNTRAINABLE, "no_token_ids"
-    if len(choice.logprobs) != len(choice.token_ids):
+    if len(choice.logprobs) != len(choice.token_ids) or None in choice.logprobs:
         return Outcome.UNTRAINABLE, "no_logprobs"
     if not echoed:
         return Outcome.RETOKENISED, "echo_differs"
