@@ -55,6 +55,7 @@ TEXT_CASES: dict[str, dict[str, Any]] = {
     "n": {"n": 2, "temperature": 1, "ignore_eos": True},
     "token ids": {"prompt": [40, 41], **IDS},
     "two prompts": {"prompt": ["a", "b"]},
+    "tokens by id": {"logprobs": 1, "logprob_token_ids": [70, 71], "return_tokens_as_token_ids": True, "max_tokens": 1},
 }
 REFUSED: dict[str, tuple[str, Any]] = {
     "broken JSON": (CHAT, b"{"),
