@@ -21,9 +21,10 @@ DIGEST_BYTES = 8
 """Digests are compared within one session, or one API key's sessions, so 64 bits are plenty."""
 MESSAGE_BYTES = 16
 """Of one message's own digest, which goes into all digests of the conversations that it is part of."""
-SYSTEM_ROLES = frozenset({"system", "developer"})
+SYSTEM_ROLES = ("system", "developer")
+"""Tuples, because what a client calls a role or a type may be anything, and need not hash."""
 TEXT_PARTS = ("text", "refusal", None)
-"""Types of content parts that are text; a tuple, because a client's may be anything."""
+"""Types of content parts that are text."""
 FORGOTTEN = frozenset({"content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "role"})
 """Message fields that are handled by name below, or that do not count."""
 

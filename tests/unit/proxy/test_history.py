@@ -58,6 +58,12 @@ def test_meaning_counts(one, other):
     assert message_digest(one) != message_digest(other)
 
 
+def test_a_role_that_is_no_text_is_digested_like_any_other():
+    """The engine refuses it; the proxy must not fail before."""
+    history = digest_history([{"role": ["user"], "content": "Hello."}], b"")
+    assert history.dialogue == history.messages
+
+
 def test_each_prefix_has_its_digest_and_the_reply_extends_the_last():
     """The digest of a turn is what the next request's digest is at that place."""
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
