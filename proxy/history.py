@@ -82,7 +82,7 @@ def message_digest(message: Json) -> bytes:
     """Return what stands for a message."""
     canonical: Json = {"r": message.get("role"), "c": canonical_content(message.get("content"))}
     if calls := message.get("tool_calls"):
-        canonical["t"] = [_canonical_call(call) for call in calls]
+        canonical["t"] = [_canonical_call(call) for call in calls] if isinstance(calls, list) else calls
     if others := {key: value for key, value in message.items() if key not in FORGOTTEN and value not in (None, [], "")}:
         canonical["o"] = others
     return blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=MESSAGE_BYTES).digest()

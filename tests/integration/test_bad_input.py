@@ -120,13 +120,28 @@ def test_metadata_of_the_wrong_kind_is_refused(shared, metadata):
 
 @pytest.mark.parametrize(
     "change",
-    [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}],
+    [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}, {"kv_transfer_params": [1]}],
 )
 def test_a_field_that_the_proxy_relies_on_is_checked(shared, change):
     _, http = shared
     reply = http.post("/v1/chat/completions", json={**CHAT, **change})
     refusal(reply, 400, "invalid_request")
     assert reply.json()["error"]["param"] == next(iter(change))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("field", "value"), [("content", 5), ("tool_calls", 5), ("role", ["x"]), ("content", [[]])])
+def test_a_message_of_any_shape_is_for_the_engine_to_judge(shared, place, field, value):
+    """In front of a reply, as the reply, and behind it: the proxy digests it, gives up on extending, and asks."""
+    both, http = shared
+    path = f"/sessions/odd-{place}-{field}-{type(value).__name__}/v1/chat/completions"
+    said = http.post(path, json=CHAT).raise_for_status().json()["choices"][0]["message"]
+    messages = [*CHAT["messages"], said, {"role": "user", "content": "On."}]
+    messages[place] = {**messages[place], field: value}
+    asked = len(both.engine.calls)
+    http.post(path, json={**CHAT, "messages": messages})
+    assert len(both.engine.calls) == asked + 1
+    assert both.engine.calls[-1].body["messages"] == messages
 
 
 def test_no_route_and_no_method_say_where_to_look(shared):
