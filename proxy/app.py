@@ -24,7 +24,7 @@ from proxy.auth import Authenticator
 from proxy.engines import Engine, EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
-from proxy.probe import check_capture, find_template
+from proxy.probe import check_capture, find_template, has_lora
 from proxy.relay import Relay
 from proxy.reload import Reloader
 from proxy.replays import Replays
@@ -45,7 +45,7 @@ NUM_EXPORTS = 4
 HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_error", "method_not_allowed")}
 """OpenAI `type` and `code` of what the router refuses."""
 SWEEP_SECONDS = 5.0
-"""How often idle sessions are looked for."""
+"""How often idle sessions, and answers that are old enough to forget, are looked for."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,7 +74,7 @@ def services_of(request: Request) -> Services:
 def create_app(settings: ProxySettings) -> FastAPI:
     """Build the server; nothing is opened before its lifespan starts."""
     from proxy import openapi
-    from proxy.routes import data, operations, policies, rewards, sessions
+    from proxy.routes import dashboard, data, operations, policies, rewards, sessions
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -95,7 +95,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
         redirect_slashes=False,
     )
     app.add_middleware(data.Shortcut)
-    for router in (sessions.router, rewards.router, policies.router, operations.router):
+    for router in (sessions.router, rewards.router, policies.router, operations.router, dashboard.router):
         app.include_router(router)
     app.add_exception_handler(TurnwiseError, _answer_error)
     app.add_exception_handler(Exception, _answer_unforeseen)
@@ -195,6 +195,7 @@ async def _learn_engine(engine: Engine, relay: Relay, settings: ProxySettings) -
     """
     if settings.engine_check == "off":
         return
+    engine.has_lora = await has_lora(engine)
     try:
         await check_capture(engine)
     except EngineUnsuitable as unsuitable:
@@ -206,12 +207,16 @@ async def _learn_engine(engine: Engine, relay: Relay, settings: ProxySettings) -
 
 
 async def _sweep(services: Services) -> None:
-    """Expire idle sessions, for ever."""
+    """Expire idle sessions and forget old answers, for ever."""
     idle = datetime.timedelta(seconds=services.settings.session_idle_seconds)
+    remembered = datetime.timedelta(seconds=services.settings.reward_replay_seconds)
     while True:
         try:
+            await services.writer.do(ledger.forget_answers, utc_now() - remembered)
             expired = await services.writer.do(ledger.expire_idle_sessions, utc_now() - idle)
-            services.metrics.sessions.labels("expired").inc(expired)
+            for tenant, session_id in expired:
+                services.sessions.forget(tenant, session_id)
+            services.metrics.sessions.labels("expired").inc(len(expired))
         except TurnwiseError as error:
             services.metrics.background_errors.labels("sweep").inc()
             log.warning("idle sessions could not be swept: %s", error)

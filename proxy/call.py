@@ -42,6 +42,8 @@ class Call:
     wants_token_ids: bool
     session_id: str | None = None
     step: int | None = None
+    inferred_by: str | None = None
+    """The API key that the session was inferred for, because the call names none."""
     idempotency_key: str | None = None
     is_retry: bool = False
     """The SDK marked the call as a repetition of an earlier one."""

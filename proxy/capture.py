@@ -82,6 +82,7 @@ def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:
         step=call.step,
         dialect=call.dialect.name,
         sampling=call.sampling,
+        inferred_by=call.inferred_by,
         policy_version_first=timing.policy_version_first,
         policy_version_last=timing.policy_version_last,
         created_at=timing.created_at,

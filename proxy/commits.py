@@ -124,8 +124,9 @@ class Frames:
 def complete(sampled: Sampled) -> Turn:
     """Read a turn's logprobs; a turn that has not one for each token cannot be trained on."""
     turn = sampled.turn
-    logprobs = np.array(read_logprobs(sampled.logprobs), np.float32)
-    if len(logprobs) == len(turn.token_ids) or turn.outcome not in TRAINABLE_OUTCOMES:
+    told = read_logprobs(sampled.logprobs)
+    logprobs = np.array(told, np.float32)
+    if turn.outcome not in TRAINABLE_OUTCOMES or (len(told) == len(turn.token_ids) and None not in told):
         return dataclasses.replace(turn, logprobs=logprobs)
     return dataclasses.replace(turn, logprobs=logprobs, outcome=Outcome.UNTRAINABLE, reason="no_logprobs")
 

@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 
 from proxy.metrics import Metrics
-from turnwise.errors import EngineRefused, EngineUnavailable, Overloaded, ReloadFailed
+from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, Overloaded, ReloadFailed
 from turnwise.types import Json, Session
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class Engine:
         """What calls sample with here unless a canary takes them."""
         self.adapters: dict[int, Lane] = {}
         """The LoRA adapters it has, by policy version, in the order of loading."""
+        self.has_lora = False
+        """Whether it was started with LoRA, so that some requests must not reach it."""
         self.gate = asyncio.Event()
         """Open unless weights are being exchanged; new calls wait at it inside the proxy."""
         self.gate.set()
@@ -157,6 +159,24 @@ class Engine:
             yield
         finally:
             self.gate.set()
+
+    def refuse_deadly(self, body: Json) -> None:
+        """Refuse what would end this engine, and every call on it.
+
+        A vLLM with LoRA dies of logprobs for the prompt's own tokens as soon as another call runs beside. `echo` asks
+        for them too, in chat even without `logprobs`.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        deadly = "prompt_logprobs" if body.get("prompt_logprobs") is not None else "echo" if body.get("echo") else None
+        if deadly is not None and (self.has_lora or self.adapters):
+            raise InvalidRequest(
+                f"`{deadly}` would end the engine, because it was started with LoRA; ask without it, or serve from an "
+                "engine that was started without --lora",
+                param=deadly,
+                code="engine_has_lora",
+            )
 
     async def identify(self) -> None:
         """Learn what model and which adapters it serves."""

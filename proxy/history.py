@@ -21,10 +21,10 @@ DIGEST_BYTES = 8
 """Digests are compared within one session, or one API key's sessions, so 64 bits are plenty."""
 MESSAGE_BYTES = 16
 """Of one message's own digest, which goes into all digests of the conversations that it is part of."""
-SYSTEM_ROLES = frozenset({"system", "developer"})
-MEDIA_PARTS = frozenset(
-    {"image_url", "input_audio", "audio_url", "video_url", "file", "image", "image_pil", "image_embeds"}
-)
+SYSTEM_ROLES = ("system", "developer")
+"""Tuples, because what a client calls a role or a type may be anything, and need not hash."""
+TEXT_PARTS = ("text", "refusal", None)
+"""Types of content parts that are text."""
 FORGOTTEN = frozenset({"content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "role"})
 """Message fields that are handled by name below, or that do not count."""
 
@@ -82,7 +82,7 @@ def message_digest(message: Json) -> bytes:
     """Return what stands for a message."""
     canonical: Json = {"r": message.get("role"), "c": canonical_content(message.get("content"))}
     if calls := message.get("tool_calls"):
-        canonical["t"] = [_canonical_call(call) for call in calls]
+        canonical["t"] = [_canonical_call(call) for call in calls] if isinstance(calls, list) else calls
     if others := {key: value for key, value in message.items() if key not in FORGOTTEN and value not in (None, [], "")}:
         canonical["o"] = others
     return blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=MESSAGE_BYTES).digest()
@@ -122,8 +122,7 @@ def canonical_arguments(arguments: Any) -> Any:
 def has_media(messages: Sequence[Json]) -> bool:
     """Say whether any message carries something that is not text: vLLM renders such prompts itself."""
     return any(
-        isinstance(part, dict)
-        and (part.get("type") in MEDIA_PARTS or part.get("type") not in ("text", "refusal", None))
+        isinstance(part, dict) and part.get("type") not in TEXT_PARTS
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content

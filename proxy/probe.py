@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 CERTAIN = -0.01
 """A token forced by a bias of 100 has a processed logprob above this, whatever the model; a raw one has its own."""
+LORA_METRIC = "vllm:lora_requests_info"
 TOOL: Json = {
     "type": "function",
     "function": {
@@ -97,6 +98,26 @@ async def _forced_call(engine: Engine, prompt: list[int] | None, token: int) -> 
         body["kv_transfer_params"] = {"prompt_token_ids": prompt}
     reply: Json = await engine.ask("POST", "/v1/chat/completions", body, seconds=60.0)
     return reply
+
+
+async def has_lora(engine: Engine) -> bool:
+    """Say whether an engine was started with LoRA: it counts adapters' calls, or has the route that loads them.
+
+    Either may be missing: an engine can hide its metrics, or have no other adapters than those that it started with.
+
+    Raises:
+        EngineUnavailable: no answer.
+    """
+    try:
+        if LORA_METRIC in str(await engine.ask("GET", "/metrics")):
+            return True
+    except EngineRefused:
+        log.debug("the engine at %s shows no metrics", engine.url)
+    try:
+        await engine.ask("POST", "/v1/load_lora_adapter", {})
+    except EngineRefused as refused:
+        return refused.status not in (404, 405)  # it wants to be told which adapter
+    return False
 
 
 async def find_template(engine: Engine, tokenizer: str | None) -> ChatTemplate | None:

@@ -223,6 +223,7 @@ class Relay:
         lane = running.lane
         if lane.adapter is not None and call.model in ("", lane.engine.model):
             body["model"] = lane.adapter
+        lane.engine.refuse_deadly(body)
         encoded = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         return encoded, {"content-type": "application/json", "x-request-id": running.call_id}
 

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import re
 import uuid
+from hashlib import blake2b
 
 import numpy as np
 
@@ -95,10 +96,9 @@ class Sessions:
             Conflict: the session has ended.
             InvalidRequest: the session id cannot be one.
         """
-        session_id = principal.session_id or call.session_id or self._infer(call, principal)
+        session_id = principal.session_id or call.session_id
         if session_id is None:
-            session_id = f"auto-{uuid.uuid4().hex}"
-            self._metrics.sessions.labels("inferred").inc()
+            return await self._infer(call, principal)
         live = await self.open(Session(session_id=check_id(session_id), tenant=principal.tenant))
         if live.session.status is not SessionStatus.OPEN:
             raise Conflict(
@@ -196,17 +196,46 @@ class Sessions:
         with self._database.read() as connection:
             return queries.full_tokens(connection, turn_id)
 
-    def _infer(self, call: Call, principal: Principal) -> str | None:
-        """Return the session of this API key that holds what the call extends."""
+    async def _infer(self, call: Call, principal: Principal) -> LiveSession:
+        """Return the open session of this API key that holds what the call extends, or a new one."""
+        call.inferred_by = principal.key_id
+        held = await self._holding(call, principal)
+        if held is not None and (live := await self._if_open(held, principal)):
+            return live
+        self._metrics.sessions.labels("inferred").inc()
+        if call.idempotency_key is not None:
+            # A repetition finds the session again by this name, and in it the turn, whatever was forgotten meanwhile.
+            named = blake2b(f"{principal.key_id}\0{call.idempotency_key}".encode(), digest_size=16).hexdigest()
+            if live := await self._if_open(f"auto-{named}", principal):
+                return live
+        return await self.open(Session(session_id=f"auto-{uuid.uuid4().hex}", tenant=principal.tenant))
+
+    async def _if_open(self, session_id: str, principal: Principal) -> LiveSession | None:
+        """Return a session unless it is over: who named none cannot know that."""
+        live = await self.open(Session(session_id=session_id, tenant=principal.tenant))
+        return live if live.session.status is SessionStatus.OPEN else None
+
+    async def _holding(self, call: Call, principal: Principal) -> str | None:
+        """Return the session that holds the longest part of the call's conversation.
+
+        Memory is believed for all of it up to the last reply; for less, the store may know better.
+        """
         replies = reply_position(call.messages)
         if not replies:
             return None
         history, _ = digest_call(call)
-        for end in range(replies - 1, -1, -1):
-            found = self._inferred.get((principal.key_id, history.full[end]))
-            if found is not None:
-                return found
-        return None
+        remembered = self._inferred.get((principal.key_id, history.full[replies - 1]))
+        if remembered is not None:
+            return remembered
+        digests = [
+            history.full[end] for end in range(replies - 1, -1, -1) if call.messages[end].get("role") == "assistant"
+        ]
+
+        def read() -> str | None:
+            with self._database.read() as connection:
+                return queries.session_of_conversation(connection, principal.tenant, principal.key_id, digests)
+
+        return await asyncio.to_thread(read)
 
     def remember(self, live: LiveSession, turns: list[KnownTurn], *, inferred_for: str | None) -> None:
         """Add committed turns, so that the next call can extend them.

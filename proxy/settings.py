@@ -49,6 +49,8 @@ class ProxySettings(Settings):
     """The longest silence of an engine within one call."""
     session_idle_seconds: float = Field(default=3600.0, gt=0)
     """An open session without a call for this long expires."""
+    reward_replay_seconds: float = Field(default=86_400.0, gt=0)
+    """How long posted rewards are recognised by their `Idempotency-Key`; after that the key is a new one."""
     cache_sessions: int = Field(default=20_000, gt=0)
     """Sessions kept in memory; the rest is read back from the store when it is needed."""
 

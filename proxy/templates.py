@@ -194,6 +194,8 @@ class ChatTemplate:
     def _as_engine(self, message: Json) -> Json:
         """Return the message as vLLM hands it to the template."""
         content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise Unsafe("template_unsafe")
         parts = [content] if isinstance(content, str) else [_part_text(part) for part in content or []]
         shaped: Json = {"role": message.get("role")}
         if self._format == "openai" and shaped["role"] != "tool":

@@ -180,6 +180,8 @@ class Turn:
     """The same without system messages as well; tells `system_changed`."""
     request_key: str | None = None
     """Idempotency key of the call and choice; a retried call finds its turn by it."""
+    inferred_by: str | None = None
+    """API key whose calls find this turn by the conversation that they repeat; None where they name their session."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     ttft_seconds: float | None = None
     """From the call to the first token; None when no token came, or none was seen apart from the others."""

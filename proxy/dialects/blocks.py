@@ -15,6 +15,7 @@ import orjson
 
 from proxy import extract
 from proxy.dialects.chat import ChatCompletions
+from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
 Kind = Literal["thinking", "text", "tool"]
@@ -132,6 +133,18 @@ class BlockEncoder(abc.ABC):
     @abc.abstractmethod
     def failing(self, error: Json) -> bytes:
         """Return the event that tells of an error."""
+
+
+def parts_of(value: Any, field: str) -> list[Json]:
+    """Return the parts that a client's field holds; none where it says nothing.
+
+    Raises:
+        InvalidRequest: it is no list of objects.
+    """
+    parts = [] if value is None else value
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise InvalidRequest(f"`{field}` must hold a text or a list of objects, not {value!r:.80}.", param=field)
+    return parts
 
 
 def own_id(reply_id: str, prefix: str) -> str:

@@ -43,6 +43,7 @@ class ChatCompletions:
                 f"`messages` has {len(messages)} entries; at most {max_messages} are served.", param="messages"
             )
         check_kinds(body, {"tools": list, "chat_template_kwargs": dict, "metadata": dict, "model": str})
+        check_kinds(body, {"kv_transfer_params": dict})
         return Call(
             dialect=self,
             body=body,

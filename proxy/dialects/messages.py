@@ -14,7 +14,7 @@ import orjson
 
 from proxy import extract
 from proxy.call import Call
-from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments
+from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments, parts_of
 from proxy.dialects.chat import ChatCompletions, check_kinds
 from proxy.sse import named_event
 from turnwise.errors import InvalidRequest
@@ -211,16 +211,18 @@ def chat_messages(messages: list[Any]) -> Iterator[Json]:
 
 
 def _system(system: Any) -> Iterator[Json]:
-    texts = [system] if isinstance(system, str) else [str(block.get("text", "")) for block in system or ()]
+    texts = (
+        [system] if isinstance(system, str) else [str(block.get("text", "")) for block in parts_of(system, "system")]
+    )
     if kept := [text for text in texts if text and not text.startswith(BOOKKEEPING)]:
         yield {"role": "system", "content": "\n".join(kept)}
 
 
 def _assistant_message(blocks: list[Json]) -> Json:
     message: Json = {"role": "assistant", "content": None}
-    if texts := [block.get("text") or "" for block in blocks if block.get("type") == "text"]:
+    if texts := [str(block.get("text") or "") for block in blocks if block.get("type") == "text"]:
         message["content"] = "".join(texts)
-    if thinking := "".join(block.get("thinking") or "" for block in blocks if block.get("type") == "thinking"):
+    if thinking := "".join(str(block.get("thinking") or "") for block in blocks if block.get("type") == "thinking"):
         message["reasoning"] = thinking
     if calls := [_chat_tool_call(block) for block in blocks if block.get("type") == "tool_use"]:
         message["tool_calls"] = calls
@@ -242,7 +244,9 @@ def _user_messages(blocks: list[Json]) -> Iterator[Json]:
             continue
         content = block.get("content") or ""
         parts = (
-            [{"type": "text", "text": content}] if isinstance(content, str) else [_chat_part(one) for one in content]
+            [{"type": "text", "text": content}]
+            if isinstance(content, str)
+            else [_chat_part(one) for one in parts_of(content, "content")]
         )
         texts = [part["text"] for part in parts if part["type"] == "text"]
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": "\n".join(texts)}
@@ -256,6 +260,7 @@ def _user_messages(blocks: list[Json]) -> Iterator[Json]:
 
 def _chat_part(block: Json) -> Json:
     """Return a text or picture as chat has it."""
+    check_kinds(block, {"source": dict})
     source = block.get("source") or {}
     match block.get("type"), source.get("type"):
         case "text", _:
@@ -286,6 +291,7 @@ def _chat_tool(tool: Any) -> Json:
 
 
 def _chat_tool_choice(choice: Json) -> Json:
+    check_kinds(choice, {"type": str})
     chat: Json = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     if choice.get("type") == "tool":
         return chat | {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
@@ -305,6 +311,7 @@ def _previous_message_id(thread: Any) -> str | None:
 
 
 def _chat_output(config: Json, chat: Json) -> Json:
+    check_kinds(config, {"effort": str, "format": dict})
     wanted: Json = {}
     if (effort := config.get("effort")) and "reasoning_effort" not in chat:
         wanted["reasoning_effort"] = EFFORTS.get(effort, effort)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from proxy.dialects.blocks import Block
+from proxy.dialects.blocks import Block, parts_of
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
 ID_PREFIXES = {"thinking": "rs", "text": "msg", "tool": "fc"}
-TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def chat_messages(given: Any) -> list[Json]:
@@ -70,14 +70,14 @@ def _chat_content(content: Any) -> Any:
     """Return text where there is only text, else chat's parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [_chat_part(part) for part in content]
+    parts = [_chat_part(part) for part in parts_of(content, "input")]
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
 
 
-def _chat_part(part: Any) -> Json:
-    kind = part.get("type") if isinstance(part, dict) else None
+def _chat_part(part: Json) -> Json:
+    kind = part.get("type")
     if kind in TEXT_PARTS:
         return {"type": "text", "text": str(part.get("text", ""))}
     if kind == "input_image" and part.get("image_url"):
@@ -92,7 +92,7 @@ def _text(parts: Any) -> str:
     """Return what the parts of a reply say, which is one text cut into parts."""
     if parts is None or isinstance(parts, str):
         return parts or ""
-    return "".join(str(part.get("text") or part.get("refusal") or "") for part in parts if isinstance(part, dict))
+    return "".join(str(part.get("text") or part.get("refusal") or "") for part in parts_of(parts, "input"))
 
 
 def chat_tools(tools: Iterable[Any]) -> list[Json]:

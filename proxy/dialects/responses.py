@@ -164,6 +164,7 @@ def chat_body(body: Json) -> Json:
     """
     check_kinds(body, {"tools": list, "text": dict, "reasoning": dict, "include": list, "instructions": str})
     check_kinds(body, {"previous_response_id": str})
+    check_kinds(body.get("text") or {}, {"format": dict})
     for field in UNSERVED:
         if body.get(field):
             raise InvalidRequest(f"`{field}` is not served; send the conversation as `input`.", param=field)

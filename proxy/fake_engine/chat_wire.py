@@ -31,6 +31,8 @@ class Call:
     """That the logprobs are computed at."""
     biases_count: bool = True
     """Whether logprobs are of the distribution after biases; raw ones are not."""
+    logprob_shift: float = 0.0
+    """Nats that the weights add to the logprobs of tokens that are asked for by id."""
     hide_token_ids: bool = False
     """A fault: the reply goes without the ids that were asked for."""
 

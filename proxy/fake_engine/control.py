@@ -201,10 +201,20 @@ async def weight_info(state: EngineState, _request: Request) -> Response:
     return reply_json({"weight_version": state.weight_version})
 
 
+async def metrics(state: EngineState, _request: Request) -> Response:
+    """Name the gauges that tell what the engine was started with."""
+    names = ["vllm:num_requests_running", *(["vllm:lora_requests_info"] if state.script.lora else [])]
+    return Response("".join(f"# TYPE {name} gauge\n" for name in names), media_type="text/plain")
+
+
 async def load_lora_adapter(state: EngineState, request: Request) -> Response:
     """Serve an adapter under a name of its own."""
+    if not state.script.lora:
+        return reply_json({"detail": "Not Found"}, 404)
     body = await body_of(request)
-    name, path = body.get("lora_name"), body.get("lora_path")
+    if missing := [field for field in ("lora_name", "lora_path") if field not in body]:
+        return reply_error(f"Field required: {missing[0]}", param=f"body.{missing[0]}", kind="Bad Request")
+    name, path = body["lora_name"], body["lora_path"]
     if not name or not path:
         return reply_error("Both 'lora_name' and 'lora_path' must be provided.", kind="InvalidUserInput")
     if not (Path(path) / "adapter_config.json").is_file():
@@ -218,6 +228,8 @@ async def load_lora_adapter(state: EngineState, request: Request) -> Response:
 
 async def unload_lora_adapter(state: EngineState, request: Request) -> Response:
     """Serve an adapter no longer."""
+    if not state.script.lora:
+        return reply_json({"detail": "Not Found"}, 404)
     name = (await body_of(request)).get("lora_name")
     if state.adapters.pop(str(name), None) is None:
         return reply_error(f"The lora adapter '{name}' cannot be found.", 404)
@@ -264,6 +276,7 @@ def control_routes(state: EngineState) -> list[Route]:
     table: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", health),
         ("GET", "/version", version),
+        ("GET", "/metrics", metrics),
         ("GET", "/v1/models", models),
         ("POST", "/tokenize", tokenize),
         ("POST", "/detokenize", detokenize),

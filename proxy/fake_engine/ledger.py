@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from proxy.fake_engine.script import Script
@@ -57,6 +58,10 @@ class EngineState:
         call = SeenCall(len(self.calls), reply_id, path, headers, body)
         self.calls.append(call)
         return call
+
+    def logprob_shift(self, model: str | None) -> float:
+        """Return what the weights that a model name stands for add to logprobs."""
+        return self.script.logprob_shifts.get(Path(self.adapters.get(model or "", self.weights_path)).name, 0.0)
 
     def summary(self) -> Json:
         """Return all calls, and their number by outcome."""

@@ -110,8 +110,13 @@ class Script(_Strict):
     """Delay before each token; 0 sends as fast as the socket takes it."""
     tokens_per_chunk: int = pydantic.Field(default=1, ge=1)
     max_model_len: int = 32768
+    lora: bool = False
+    """Whether it was started with LoRA: it has the routes that load adapters, and a metric of them."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """`raw_logprobs` ignores the temperature, as vLLM does by default."""
+    logprob_shifts: dict[str, float] = pydantic.Field(default_factory=dict)
+    """By the name of a directory of weights or of an adapter: nats that the version in it adds to the logprobs of
+    tokens that are asked for by id (`logprob_token_ids`), so that it differs from the others."""
     honours_prompt_token_ids: bool = True
     """Whether `kv_transfer_params.prompt_token_ids` replaces the prompt."""
     call_tools: bool = True

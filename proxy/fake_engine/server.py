@@ -223,6 +223,7 @@ def _call(state: EngineState, body: Json, seen: SeenCall, prompt_ids: list[int],
         prompt_ids=prompt_ids,
         temperature=1.0 if raw or temperature is None else float(temperature),
         biases_count=not raw,
+        logprob_shift=state.logprob_shift(body.get("model")),
         hide_token_ids=fault is not None and fault.kind is FaultKind.NO_TOKEN_IDS,
     )
 

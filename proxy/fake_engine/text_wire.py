@@ -136,13 +136,21 @@ def _logprobs(call: Call, prompt: list[int], pieces: list[Piece], offset: int) -
         piece.text or tokens.SPECIAL_TEXTS.get(piece.token_id, "") for piece in pieces
     ]
     ids = prompt + [piece.token_id for piece in pieces]
-    answer: Json = {"text_offset": [], "token_logprobs": [], "tokens": texts, "top_logprobs": []}
+    asked = call.request.get("logprob_token_ids") or []
+
+    def name(token_id: int, text: str) -> str:
+        return f"token_id:{token_id}" if call.request.get("return_tokens_as_token_ids") else text
+
+    names = list(map(name, ids, texts))
+    answer: Json = {"text_offset": [], "token_logprobs": [], "tokens": names, "top_logprobs": []}
     for position, (token_id, text) in enumerate(zip(ids, texts, strict=True)):
         answer["text_offset"].append(offset)
         offset += len(text)
         chosen, ranked = logprobs_of(token_id, call.temperature, count=count)
         unknown = position == 0 and bool(prompt)
         answer["token_logprobs"].append(None if unknown else chosen)
-        top = {text: chosen} | {tokens.decode([each]): logprob for each, logprob in ranked}
+        others = [] if asked else ranked
+        others += [(each, logprobs_of(each, call.temperature, count=0)[0] + call.logprob_shift) for each in asked]
+        top = {name(token_id, text): chosen} | {name(each, tokens.decode([each])): value for each, value in others}
         answer["top_logprobs"].append(None if unknown else top)
     return answer

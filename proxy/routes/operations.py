@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -12,7 +13,7 @@ from prometheus_client import generate_latest
 from proxy.app import Services, services_of
 from proxy.auth import Principal
 from proxy.openapi import describe
-from proxy.routes.answers import Answer, answer
+from proxy.routes.answers import Answer, answer, says
 from proxy.routes.common import caller
 from turnwise.errors import StoreError
 from turnwise.store import queries
@@ -29,6 +30,19 @@ class EngineReport(Answer):
     ready: bool
     model: str
     policy_version: int
+
+
+class CountsAnswer(Answer):
+    """What the store holds of a tenant."""
+
+    sessions: dict[str, int]
+    """By status."""
+    groups: dict[str, int]
+    """By status: `ready` ones wait for the trainer, `claimed` ones are with it."""
+    num_turns: int
+    num_rewards: int
+    num_updates: int
+    """Of the policy, which all tenants share."""
 
 
 class ReadyAnswer(Answer):
@@ -75,6 +89,18 @@ def _store_error(services: Services) -> str | None:
     except StoreError as error:
         return str(error)
     return None
+
+
+@router.get("/v1/counts", responses=says(CountsAnswer))
+async def counts(services: Annotated[Services, Depends(services_of)], principal: Caller) -> Response:
+    """Count this tenant's sessions, turns and rewards, and the groups that wait for the trainer."""
+    principal.require("read")
+
+    def read() -> queries.Counts:
+        with services.database.read() as connection:
+            return queries.counts(connection, principal.tenant)
+
+    return answer(dataclasses.asdict(await asyncio.to_thread(read)))
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -120,13 +120,70 @@ def test_metadata_of_the_wrong_kind_is_refused(shared, metadata):
 
 @pytest.mark.parametrize(
     "change",
-    [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}],
+    [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}, {"kv_transfer_params": [1]}],
 )
 def test_a_field_that_the_proxy_relies_on_is_checked(shared, change):
     _, http = shared
     reply = http.post("/v1/chat/completions", json={**CHAT, **change})
     refusal(reply, 400, "invalid_request")
     assert reply.json()["error"]["param"] == next(iter(change))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("field", "value"), [("content", 5), ("tool_calls", 5), ("role", ["x"]), ("content", [[]])])
+def test_a_message_of_any_shape_is_for_the_engine_to_judge(shared, place, field, value):
+    """In front of a reply, as the reply, and behind it: the proxy digests it, gives up on extending, and asks."""
+    both, http = shared
+    path = f"/sessions/odd-{place}-{field}-{type(value).__name__}/v1/chat/completions"
+    said = http.post(path, json=CHAT).raise_for_status().json()["choices"][0]["message"]
+    messages = [*CHAT["messages"], said, {"role": "user", "content": "On."}]
+    messages[place] = {**messages[place], field: value}
+    asked = len(both.engine.calls)
+    http.post(path, json={**CHAT, "messages": messages})
+    assert len(both.engine.calls) == asked + 1
+    assert both.engine.calls[-1].body["messages"] == messages
+
+
+def said_to_messages(content, role: str = "user") -> dict:
+    return {"messages": [{"role": "user", "content": "Hi."}, {"role": role, "content": content}]}
+
+
+MISSHAPEN = [
+    ("messages", {"system": 5}),
+    ("messages", {"system": ["Be brief."]}),
+    ("messages", {"output_config": {"format": 5}}),
+    ("messages", {"output_config": {"effort": ["high"]}}),
+    ("messages", {"tool_choice": {"type": ["auto"]}}),
+    ("messages", said_to_messages([{"type": "tool_result", "content": 5}])),
+    ("messages", said_to_messages([{"type": "tool_result", "content": [5]}])),
+    ("messages", said_to_messages([{"type": "image", "source": 5}])),
+    ("responses", {"input": [{"role": "user", "content": 5}]}),
+    ("responses", {"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]}),
+    ("responses", {"input": [{"role": "assistant", "content": 5}]}),
+    ("responses", {"input": [{"type": "function_call_output", "output": 5}]}),
+    ("responses", {"input": [{"type": "reasoning", "summary": 5}]}),
+    ("responses", {"text": {"format": 5}}),
+]
+
+
+@pytest.mark.parametrize(("route", "change"), MISSHAPEN)
+def test_what_cannot_be_translated_for_the_engine_is_the_clients_to_change(shared, route, change):
+    """The other dialects are read before the engine can judge them."""
+    both, http = shared
+    whole = {"messages": CHAT["messages"], "max_tokens": 5} if route == "messages" else {"input": "Hi."}
+    asked = len(both.engine.calls)
+    reply = http.post(f"/v1/{route}", json={"model": "fake", **whole, **change})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert len(both.engine.calls) == asked
+
+
+@pytest.mark.parametrize(("kind", "field"), [("text", "content"), ("thinking", "reasoning")])
+def test_a_reply_that_is_repeated_with_a_number_for_a_text_is_read_as_one(shared, kind, field):
+    both, http = shared
+    body = {"model": "fake", "max_tokens": 5, **said_to_messages([{"type": kind, kind: 5}], "assistant")}
+    http.post("/v1/messages", json=body)
+    assert both.engine.calls[-1].body["messages"][-1][field] == "5"
 
 
 def test_no_route_and_no_method_say_where_to_look(shared):

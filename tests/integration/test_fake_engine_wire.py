@@ -55,6 +55,7 @@ TEXT_CASES: dict[str, dict[str, Any]] = {
     "n": {"n": 2, "temperature": 1, "ignore_eos": True},
     "token ids": {"prompt": [40, 41], **IDS},
     "two prompts": {"prompt": ["a", "b"]},
+    "tokens by id": {"logprobs": 1, "logprob_token_ids": [70, 71], "return_tokens_as_token_ids": True, "max_tokens": 1},
 }
 REFUSED: dict[str, tuple[str, Any]] = {
     "broken JSON": (CHAT, b"{"),
@@ -77,6 +78,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "tokenize, unknown model": ("/tokenize", {"prompt": "a", "model": "x"}),
     "rpc without a method": ("/collective_rpc", {}),
     "rpc of no method": ("/collective_rpc", {"method": "nothing"}),
+    "adapter without a path": ("/v1/load_lora_adapter", {}),
     "no version": ("/update_weight_version", {}),
     "unknown adapter": ("/v1/unload_lora_adapter", {"lora_name": "a"}),
     "adapter that is not there": ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}),
@@ -108,7 +110,7 @@ def real(engine: RunningEngine) -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="module")
 def fake_running() -> Iterator[RunningFakeEngine]:
-    with running_fake_engine(Script(model="small", max_model_len=2048)) as running:
+    with running_fake_engine(Script(model="small", max_model_len=2048, lora=True)) as running:
         yield running
 
 

@@ -90,7 +90,6 @@ CHAT_SHAPES: dict[str, dict[str, Any]] = {
     "token ids and logprobs": {**IDS, **LOGPROBS},
     "token ids false": {"return_token_ids": False},
     "logprobs as ids": {**LOGPROBS, "return_tokens_as_token_ids": True},
-    "prompt logprobs": {"prompt_logprobs": 1},
     "hidden thinking": {"include_reasoning": False},
     "hidden thinking, ids and logprobs": {"include_reasoning": False, **IDS, **LOGPROBS},
     "thinking off": {"chat_template_kwargs": {"enable_thinking": False}},
@@ -133,7 +132,6 @@ TEXT_SHAPES: dict[str, dict[str, Any]] = {
     "logprobs 1, two prompts": {"logprobs": 1, "prompt": ["a", "b"]},
     "ids returned": IDS,
     "ids and logprobs": {**IDS, "logprobs": 1},
-    "prompt logprobs": {"prompt_logprobs": 1},
     "stop": {"stop": ["e"]},
     "stop ids": {"stop_token_ids": list(range(300))},
     "drawn": DRAWN,
@@ -334,6 +332,26 @@ def test_what_vllm_refuses_is_refused_in_its_own_words(both: tuple[httpx2.Client
     theirs, ours = ask(both, path, {"model": "small", **body})
     assert theirs.status_code >= 400, theirs.text
     assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
+
+
+DEADLY = {
+    "prompt_logprobs, chat": (CHAT, {"prompt_logprobs": 1}),
+    "echo, chat": (CHAT, {"echo": True}),
+    "prompt_logprobs, text": (TEXT, {"prompt_logprobs": 0}),
+}
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_what_would_end_an_engine_with_adapters_does_not_reach_it(
+    both: tuple[httpx2.Client, httpx2.Client], name: str
+) -> None:
+    """This vLLM was started with LoRA, which the proxy found out; it lives on, and serves the next call."""
+    straight, through = both
+    path, body = DEADLY[name]
+    plain = {"model": "small", "max_tokens": 1, **({"prompt": "a"} if path == TEXT else said(USER))}
+    refused = through.post(path, json=plain | body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "engine_has_lora")
+    assert through.post(path, json=plain).status_code == straight.post(path, json=plain).status_code == 200
 
 
 def test_all_of_it_was_captured(proxy_over_real: RunningProxy) -> None:

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from proxy.fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
 from proxy.fake_engine.ledger import EngineState
+from proxy.fake_engine.sampling import logprobs_of
 
 DONE_SECONDS = 60.0
 SHARE = 0.25
@@ -49,7 +50,7 @@ class Weights(Script):
 def engines() -> Iterator[list[RunningFakeEngine]]:
     with running_fake_engine() as first, running_fake_engine() as second:
         for engine in (first, second):
-            script = Weights()
+            script = Weights(lora=True)
             script._state = engine.state
             engine.state.script = script
         yield [first, second]
@@ -183,6 +184,37 @@ def test_a_poisoned_update_is_rolled_back_without_a_person_and_a_good_one_is_pro
     changed = [versions for versions in saw if good in versions]
     assert len(changed) <= NUM_AGENTS
     assert all(versions.index(bad) < versions.index(good) for versions in changed), "into the trial in the middle"
+
+
+def probed(place: Path, shift: float) -> Path:
+    """Leave beside the weights what a trainer would: a text, and its logprobs under these weights."""
+    text = [40, 41, 42, 43]
+    logprobs = [logprobs_of(token, 1.0, count=0)[0] + shift for token in text[1:]]
+    (place / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": text, "logprobs": logprobs}}))
+    return place
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_version_too_far_from_the_served_one_is_never_tried(
+    engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path, kind: str
+):
+    """Each token of the probe is 3 nats less likely: e⁻³ − 1 + 3 = 2.05 nats a token, and the limit is 1.
+
+    Half a nat is 0.107, and is tried. The far version says of itself what the engine says of it, so nothing else is
+    wrong with it.
+    """
+    for engine in engines:
+        engine.state.script.logprob_shifts = {"far": -3.0, "near": -0.5}
+    urls = [engine.url for engine in engines][: 2 if kind == "full" else 1]
+    proxy = start_proxy(urls[0], *(flag for url in urls[1:] for flag in ("--engine", url)), *FLAGS)
+    good = publish(proxy, probed(WRITE[kind](tmp_path / "good"), 0.0), kind)
+    wait_for(proxy, good, "active")
+    far = publish(proxy, probed(WRITE[kind](tmp_path / "far"), -3.0), kind)
+    failed = wait_for(proxy, far, "failed")
+    assert "it is 2.05 nats a token from the served version; the limit is 1" in failed["error"]
+    near = publish(proxy, probed(WRITE[kind](tmp_path / "near"), -0.5), kind)
+    wait_for(proxy, near, "canary")
+    assert policy(proxy, good)["status"] == "active"
 
 
 def test_a_pin_calls_a_canary_off(engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path):

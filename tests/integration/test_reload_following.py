@@ -14,9 +14,16 @@ import pytest
 from proxies import RunningProxy, running_proxy
 from safetensors.numpy import save_file
 
-from proxy.fake_engine import RunningFakeEngine
+from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 DONE_SECONDS = 30.0
+
+
+@pytest.fixture
+def fake_engine() -> Iterator[RunningFakeEngine]:
+    """A fake engine that takes adapters."""
+    with running_fake_engine(Script(lora=True)) as running:
+        yield running
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from proxies import RunningProxy, running_proxy
 from proxy.fake_engine import running_fake_engine
 from turnwise.stack import command
 
+NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0}
 HEALTH = {"/healthz", "/readyz"}
 REVOKED_SECONDS = 5.0
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -94,11 +95,13 @@ def test_a_second_tenant_finds_nothing_of_the_first(keyed):
     for line in ({"turn_id": turn_id}, {"session_id": "mine"}, {"session_id": "mine", "step": 0}):
         assert other.post("/v1/rewards", json={**line, "value": 1.0}).status_code == 404
     assert other.get("/v1/sessions").json()["data"] == []
+    assert other.get("/v1/counts").json() == NOTHING
     assert other.get("/v1/sessions", params={"after": "mine"}).status_code == 404
     for query in ({"session_id": "mine"}, {"task_id": "t"}, {"group_id": "g"}, {}):
         assert other.get("/v1/experiences", params=query).content == b""
     assert other.post("/v1/sessions", json={"session_id": "mine"}).json()["num_turns"] == 0  # a session of its own
     assert first.get("/v1/sessions/mine").json()["num_turns"] == 1
+    assert first.get("/v1/counts").json()["num_turns"] >= 1
 
 
 def test_a_role_reaches_as_far_as_it_says(keyed):

@@ -36,6 +36,7 @@ __all__ = [
     "end_session",
     "expire_idle_sessions",
     "fail_policy",
+    "forget_answers",
     "pin_policy",
     "publish_policy",
 ]
@@ -139,10 +140,20 @@ def end_session(
 
 def expire_idle_sessions(
     conn: sa.Connection, idle_before: datetime.datetime, now: datetime.datetime | None = None
-) -> int:
-    """Close the open sessions that nothing happened in since; those with a reward are finished. Return how many."""
+) -> list[tuple[str, str]]:
+    """Close the open sessions that nothing happened in since; those with a reward are finished.
+
+    Returns:
+        Tenant and id of each.
+    """
     idle = conn.execute(
-        sa.select(sessions.c.session_pk, sessions.c.group_pk, sessions.c.num_rewards)
+        sa.select(
+            sessions.c.session_pk,
+            sessions.c.tenant,
+            sessions.c.session_id,
+            sessions.c.group_pk,
+            sessions.c.num_rewards,
+        )
         .where(sessions.c.status == SessionStatus.OPEN.value, sessions.c.last_active_at < to_micros(idle_before))
         .order_by(sessions.c.session_pk)
         .with_for_update(skip_locked=True)
@@ -156,7 +167,7 @@ def expire_idle_sessions(
             {"idle": members(dialect, [row.session_pk for row in idle])},
         )
         groups.finish(conn, [row for row in idle if row.num_rewards > 0])
-    return len(idle)
+    return [(row.tenant, row.session_id) for row in idle]
 
 
 def add_rewards(
@@ -201,6 +212,14 @@ def add_rewards(
             .values(answer=rows.dump(reached))
         )
     return reached
+
+
+def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
+    """Drop the answers to reward posts under an `Idempotency-Key` that are older; return how many.
+
+    From then on the same key is a new one: what came under it may be appended again.
+    """
+    return conn.execute(sa.delete(idempotency).where(idempotency.c.created_at < to_micros(before))).rowcount
 
 
 @dataclasses.dataclass(slots=True)

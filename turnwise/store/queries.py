@@ -20,7 +20,7 @@ from turnwise.store.lineage import TurnView
 from turnwise.store.policies import active_policy, newest_policy, pinned_version
 from turnwise.store.policies import get_policy as policy
 from turnwise.store.policies import list_policies as policies
-from turnwise.types import Credit, Json, Outcome, Session, TokenIds, Turn, UpdateRecord
+from turnwise.types import Credit, Json, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
 
 __all__ = [
     "Counts",
@@ -41,6 +41,7 @@ __all__ = [
     "policies",
     "policy",
     "session",
+    "session_of_conversation",
     "session_of_turn",
     "sessions",
     "stored_turn",
@@ -70,7 +71,7 @@ class HistoryEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """Gauges of the whole store."""
+    """Gauges of the store, or of one tenant's part of it."""
 
     sessions: dict[str, int]
     """By status."""
@@ -156,6 +157,34 @@ def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str) -> str | Non
         .join_from(tables.turns, tables.sessions)
         .where(tables.turns.c.turn_id == turn_id, tables.sessions.c.tenant == tenant)
     ).scalar_one_or_none()
+
+
+def session_of_conversation(conn: sa.Connection, tenant: str, key_id: str, digests: Sequence[bytes]) -> str | None:
+    """Return the open session in which calls of this API key, naming none, had the longest of these conversations.
+
+    Args:
+        conn: A transaction.
+        tenant: The key's tenant.
+        key_id: The API key.
+        digests: `history_digest` of what the turn may have been, the longest first.
+    """
+    found = conn.execute(
+        sa.select(tables.turns.c.history_digest, sa.func.max(tables.turns.c.session_pk).label("session_pk"))
+        .join_from(tables.turns, tables.sessions)
+        .where(
+            tables.turns.c.inferred_by == key_id,
+            tables.turns.c.history_digest.in_(digests),
+            tables.sessions.c.tenant == tenant,
+            tables.sessions.c.status == SessionStatus.OPEN.value,
+        )
+        .group_by(tables.turns.c.history_digest)
+    )
+    newest = {row.history_digest: row.session_pk for row in found}
+    if not newest:
+        return None
+    session_pk = next(newest[digest] for digest in digests if digest in newest)
+    found_id = sa.select(tables.sessions.c.session_id).where(tables.sessions.c.session_pk == session_pk)
+    return str(conn.execute(found_id).scalar_one())
 
 
 def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_key: str) -> Turn | None:
@@ -265,21 +294,23 @@ def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRec
     return None if row is None else rows.update_from_row(row)
 
 
-def counts(conn: sa.Connection) -> Counts:
-    """Count what the store holds."""
+def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
+    """Count what the store holds, of one tenant if one is named; updates are everybody's."""
+    held = tables.sessions.c
+    sums = sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in (held.num_turns, held.num_rewards)))
+    num_turns, num_rewards = conn.execute(sums if tenant is None else sums.where(held.tenant == tenant)).one()
     return Counts(
-        sessions=_by_status(conn, tables.sessions),
-        groups=_by_status(conn, tables.groups),
-        num_turns=int(
-            conn.execute(sa.select(sa.func.coalesce(sa.func.sum(tables.sessions.c.num_turns), 0))).scalar_one()
-        ),
-        num_rewards=conn.execute(sa.select(sa.func.count()).select_from(tables.rewards)).scalar_one(),
+        sessions=_by_status(conn, tables.sessions, tenant),
+        groups=_by_status(conn, tables.groups, tenant),
+        num_turns=int(num_turns),
+        num_rewards=int(num_rewards),
         num_updates=conn.execute(sa.select(sa.func.count()).select_from(tables.updates)).scalar_one(),
     )
 
 
-def _by_status(conn: sa.Connection, table: sa.Table) -> dict[str, int]:
-    found = conn.execute(sa.select(table.c.status, sa.func.count().label("number")).group_by(table.c.status))
+def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict[str, int]:
+    counted = sa.select(table.c.status, sa.func.count().label("number")).group_by(table.c.status)
+    found = conn.execute(counted if tenant is None else counted.where(table.c.tenant == tenant))
     return {status: count for status, count in found}  # noqa: C416  a Row is a tuple, but not to the type checker
 
 

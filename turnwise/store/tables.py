@@ -84,6 +84,7 @@ turns = sa.Table(
     sa.Column("messages_digest", sa.LargeBinary, nullable=False),
     sa.Column("dialogue_digest", sa.LargeBinary, nullable=False),
     sa.Column("request_key", sa.Text),
+    sa.Column("inferred_by", sa.Text),
     sa.Column("created_at", Instant, nullable=False),
     sa.Column("ttft_seconds", sa.Float),
     sa.Column("duration_seconds", sa.Float, nullable=False),
@@ -96,6 +97,14 @@ turns = sa.Table(
         unique=True,
         sqlite_where=sa.text("request_key IS NOT NULL"),
         postgresql_where=sa.text("request_key IS NOT NULL"),
+    ),
+    # Nor do those that name their session pay for being found by their conversation.
+    sa.Index(
+        "ix_turns_inferred",
+        "inferred_by",
+        "history_digest",
+        sqlite_where=sa.text("inferred_by IS NOT NULL"),
+        postgresql_where=sa.text("inferred_by IS NOT NULL"),
     ),
 )
 
@@ -121,7 +130,7 @@ idempotency = sa.Table(
     sa.Column("key", sa.Text, primary_key=True),
     sa.Column("body_digest", sa.LargeBinary, nullable=False),
     sa.Column("answer", sa.Text, nullable=False),
-    sa.Column("created_at", Instant, nullable=False),
+    sa.Column("created_at", Instant, nullable=False, index=True),
 )
 """Answers to reward posts that carried an `Idempotency-Key`, to give again."""
 

@@ -285,13 +285,22 @@ def test_a_reload_remembers_its_directory_and_refuses_a_bad_one(fake_engine, htt
     assert fake_engine.state.reloads == [str(tmp_path)]
 
 
-def test_an_adapter_is_served_under_its_own_name_until_it_is_unloaded(http, tmp_path):
+def test_an_adapter_is_served_under_its_own_name_until_it_is_unloaded(fake_engine, http, tmp_path):
+    fake_engine.state.script.lora = True
     (tmp_path / "adapter_config.json").write_text("{}")
     loading = {"lora_name": "a", "lora_path": str(tmp_path)}
     assert http.post("/v1/load_lora_adapter", json=loading).status_code == 200
     assert _chat(http, model="a")["model"] == "a"
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
     assert http.post(CHAT, json={"messages": HI, "model": "a"}).status_code == 404
+
+
+def test_an_engine_without_lora_has_neither_its_routes_nor_its_metric(fake_engine, http):
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert http.post(path, json={"lora_name": "a", "lora_path": "b"}).status_code == 404
+    assert "lora" not in http.get("/metrics").text
+    fake_engine.state.script.lora = True
+    assert "vllm:lora_requests_info" in http.get("/metrics").text
 
 
 def test_a_conversation_can_be_tokenised_as_it_is_rendered(http):

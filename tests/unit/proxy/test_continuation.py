@@ -104,6 +104,16 @@ def test_a_first_call_with_somebody_elses_history_is_no_break():
     assert break_reason(wanted, history, Forest()) is None
 
 
+def test_a_call_that_extends_nothing_is_planned_with_its_reason():
+    forest = Forest()
+    stored(forest, "t1", [USER], "A")
+    wanted = call([USER, said("edited"), NEXT])
+    history, context = digest_call(wanted)
+    plan = plan_call(wanted, history, context, forest, None, None, None, keep_thinking=False)
+    assert (plan.parent, plan.reason) == (None, "edited_history")
+    assert plan.new_messages(wanted.messages) == wanted.messages
+
+
 class Canned:
     """A template that puts two tokens after every reply, or refuses."""
 

@@ -10,7 +10,7 @@ import pytest
 from proxy.canary import Trial
 from proxy.engines import LOADING, UNLABELLED, Engine, EnginePool, Lane, adapter_name, adapter_version
 from proxy.metrics import Metrics
-from turnwise.errors import EngineUnavailable, Overloaded
+from turnwise.errors import EngineUnavailable, InvalidRequest, Overloaded
 from turnwise.types import Session, utc_now
 
 URLS = ["http://a", "http://b", "http://c"]
@@ -174,3 +174,16 @@ def test_a_label_tells_what_the_weights_are(label, held, version):
 def test_an_adapters_name_and_its_version_are_one_to_one():
     assert adapter_version(adapter_name(12)) == 12
     assert [adapter_version(name) for name in ("policy-v", "policy-vx", "12", "my-policy-v1")] == [None] * 4
+
+
+def test_an_engine_counts_as_one_with_lora_from_its_first_adapter_on():
+    """Whoever asked not to look at engines has no other sign of it."""
+
+    def use(pool: EnginePool) -> None:
+        engine = pool.engines[0]
+        engine.refuse_deadly({"prompt_logprobs": 1})
+        engine.adapters[3] = Lane(engine, 3, adapter_name(3))
+        with pytest.raises(InvalidRequest, match="`prompt_logprobs` would end the engine"):
+            engine.refuse_deadly({"prompt_logprobs": 0})
+
+    with_pool(use)

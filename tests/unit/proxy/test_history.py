@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.history import context_digest, digest_history, has_media, message_digest
+from proxy.history import canonical_arguments, context_digest, digest_history, has_media, message_digest
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"name": "Kim", "n": 1}'}}
 
@@ -58,6 +58,12 @@ def test_meaning_counts(one, other):
     assert message_digest(one) != message_digest(other)
 
 
+def test_a_role_that_is_no_text_is_digested_like_any_other():
+    """The engine refuses it; the proxy must not fail before."""
+    history = digest_history([{"role": ["user"], "content": "Hello."}], b"")
+    assert history.dialogue == history.messages
+
+
 def test_each_prefix_has_its_digest_and_the_reply_extends_the_last():
     """The digest of a turn is what the next request's digest is at that place."""
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
@@ -87,6 +93,24 @@ def test_media_is_anything_that_is_not_text():
     """Images, audio and unknown parts are the engine's to render."""
     assert has_media([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
     assert has_media([{"role": "user", "content": [{"type": "hologram"}]}])
+    assert has_media([{"role": "user", "content": [{"type": ["text"]}]}])
     assert not has_media(
         [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": "y"}]
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("", {}), (None, {}), ("  ", {}), ('{"a": 1}', {"a": 1}), ("not JSON", "not JSON")],
+)
+def test_tool_arguments_are_compared_as_values_however_they_are_spelt(one, other):
+    """What a model failed to write as JSON stays the text that it is."""
+    assert canonical_arguments(one) == canonical_arguments(other)
+
+
+@pytest.mark.parametrize("call", ["look_up", {"id": "a"}, {"id": "a", "function": "look_up"}])
+def test_a_tool_call_of_an_unknown_shape_counts_as_it_is(call):
+    """The engine refuses it; a digest must be had all the same."""
+    same, other = assistant(tool_calls=[call]), assistant(tool_calls=[{"id": "b"}])
+    assert message_digest(same) == message_digest(assistant(tool_calls=[call]))
+    assert message_digest(same) != message_digest(other)

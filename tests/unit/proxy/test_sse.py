@@ -27,3 +27,21 @@ def test_comments_and_windows_line_ends_are_understood_and_a_rest_is_kept():
     buffer = sse.EventBuffer()
     assert buffer.feed(b": ping\r\n\r\ndata: x\r\n\r\ndata: y") == [b"x"]
     assert buffer.pending == b"data: y"
+
+
+@given(st.lists(st.integers(min_value=1, max_value=60), max_size=8))
+def test_windows_line_ends_may_be_cut_in_the_middle(cuts):
+    stream = b"".join(map(sse.event, EVENTS)).replace(b"\n", b"\r\n")
+    buffer, found, at = sse.EventBuffer(), [], 0
+    for size in [*cuts, len(stream)]:
+        found += buffer.feed(stream[at : at + size])
+        at += size
+    assert found == EVENTS
+
+
+def test_a_stream_is_written_as_it_is_read():
+    """What the engine's own words are framed in can be taken apart again; a named event says its name twice."""
+    verbatim = sse.Verbatim()
+    written = verbatim.chunks(EVENTS[:2]) + verbatim.done() + verbatim.error(b'{"error": {}}')
+    assert sse.EventBuffer().feed(written) == [*EVENTS, b'{"error": {}}']
+    assert sse.named_event("ping", {"n": 1}) == b'event: ping\ndata: {"type":"ping","n":1}\n\n'

@@ -222,7 +222,7 @@ def test_ending_twice_changes_nothing_and_an_expired_session_cannot_end(database
     assert again == first
     add_session(database, "b")
     with database.write() as connection:
-        assert ledger.expire_idle_sessions(connection, utc_now() + HOUR) == 1
+        assert ledger.expire_idle_sessions(connection, utc_now() + HOUR) == [("default", "b")]
     with pytest.raises(Conflict, match="'b' expired"), database.write() as connection:
         ledger.end_session(connection, "default", "b")
     with pytest.raises(NotFound, match="'c'"), database.write() as connection:
@@ -233,8 +233,8 @@ def test_only_idle_sessions_expire(database: Database) -> None:
     add_session(database, "old", turns=0, created_at=utc_now() - 2 * HOUR)
     add_session(database, "new", turns=0)
     with database.write() as connection:
-        assert ledger.expire_idle_sessions(connection, utc_now() - HOUR) == 1
-        assert ledger.expire_idle_sessions(connection, utc_now() - HOUR) == 0
+        assert ledger.expire_idle_sessions(connection, utc_now() - HOUR) == [("default", "old")]
+        assert ledger.expire_idle_sessions(connection, utc_now() - HOUR) == []
     assert stored_session(database, "old").status is SessionStatus.EXPIRED
     assert stored_session(database, "new").status is SessionStatus.OPEN
 
@@ -415,3 +415,17 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
     assert active_now.version == 1  # a failed activation left it in place
     with pytest.raises(Conflict, match="'/1', not '/other'"), database.write() as connection:
         ledger.publish_policy(connection, PolicyVersion(version=1, path="/other"))
+
+
+def test_answers_are_forgotten_by_their_age(database: Database) -> None:
+    """A younger answer is given again; an older one is no more, so its key appends anew."""
+    add_session(database, turns=1)
+    lines = [Reward(session_id="s", value=1)]
+    with database.write() as connection:
+        ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a")
+        assert ledger.forget_answers(connection, utc_now() - HOUR) == 0
+        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a") == [1]
+        assert queries.counts(connection).num_rewards == 1
+        assert ledger.forget_answers(connection, utc_now() + HOUR) == 1
+        ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b")
+        assert queries.counts(connection).num_rewards == 2

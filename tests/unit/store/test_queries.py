@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -214,3 +216,58 @@ def test_counts_say_what_the_store_holds(forest: Database) -> None:
     assert counts.sessions == {"ended": 1, "open": 1}
     assert counts.groups == {"ready": 1, "open": 1}
     assert (counts.num_turns, counts.num_rewards, counts.num_updates) == (4, 1, 0)
+    add_session(forest, "theirs", tenant="b")
+    with forest.read() as connection:
+        assert queries.counts(connection, "default") == counts
+        assert queries.counts(connection, "b") == queries.Counts({"open": 1}, {"open": 1}, 1, 0, 0)
+        assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0)
+
+
+def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -> None:
+    """Of sessions that hold the same part, the newest; of nothing that holds it, none."""
+    for session_id, digests in {"a": (b"1", b"2"), "b": (b"1",), "c": (b"1", b"3")}.items():
+        add_session(database, session_id, turns=0)
+        with database.write() as connection:
+            for number, digest in enumerate(digests):
+                turn = make_turn(f"t{number}", session_id=session_id, history_digest=digest, inferred_by="key")
+                ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}{number}")])
+    with database.read() as connection:
+        found = [
+            queries.session_of_conversation(connection, "default", "key", digests)
+            for digests in ([b"2", b"1"], [b"9", b"1"], [b"9"], [b"1", b"2"], [])
+        ]
+    assert found == ["a", "c", None, "c", None]
+
+
+def test_a_conversation_is_found_by_its_own_key_and_tenant_in_an_open_session_alone(database: Database) -> None:
+    """Nor is a turn found whose call named its session."""
+    sessions = {"mine": {}, "over": {}, "named": {}, "theirs": {"tenant": "b"}}
+    for session_id, fields in sessions.items():
+        add_session(database, session_id, turns=0, **fields)
+        by = None if session_id == "named" else "key"
+        turn = make_turn("t1", session_id=session_id, history_digest=session_id.encode(), inferred_by=by, **fields)
+        with database.write() as connection:
+            ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}-t1")])
+    finish(database, "over")
+    with database.read() as connection:
+        found = {
+            session_id: queries.session_of_conversation(connection, "default", "key", [session_id.encode()])
+            for session_id in sessions
+        }
+        other_key = queries.session_of_conversation(connection, "default", "key2", [b"mine"])
+    assert found == {"mine": "mine", "over": None, "named": None, "theirs": None}
+    assert other_key is None
+
+
+def test_a_conversation_is_looked_up_in_its_index(sqlite_template: Path) -> None:
+    """SQLite's planner does not need rows to choose; the lookup must not walk all turns."""
+    database = Database(f"sqlite:///{sqlite_template}")
+    asked: list[tuple[str, tuple[object, ...]]] = []
+    with database.read() as connection:
+        sa.event.listen(connection, "before_cursor_execute", lambda *said: asked.append((said[2], said[3])))
+        queries.session_of_conversation(connection, "default", "key", [b"1", b"2"])
+        statement, parameters = next(each for each in asked if each[0].startswith("SELECT"))
+        plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+    database.close()
+    assert plan[0] == "SEARCH turns USING INDEX ix_turns_inferred (inferred_by=? AND history_digest=?)"
+    assert not any(step.startswith("SCAN") for step in plan)

@@ -1,0 +1,159 @@
+"""Calls that name no session: found again by their conversation, also by a proxy that has forgotten everything."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx2
+import pytest
+from proxies import RunningProxy, StartProxy
+
+from proxy.fake_engine import RunningFakeEngine
+from turnwise.store import keys
+from turnwise.store.database import Database
+
+DEADLINE_SECONDS = 30.0
+Message = dict[str, Any]
+
+
+def call(proxy: RunningProxy, messages: list[Message], **headers: str) -> Message:
+    """Make a call without any session identity and return the reply."""
+    body = {"model": "fake", "messages": messages}
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx2.post(f"{proxy.v1}/chat/completions", json=body, headers=given).raise_for_status().json()
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def played(proxy: RunningProxy, messages: list[Message], text: str, **headers: str) -> list[Message]:
+    """Say one thing more, and return the conversation with the reply to it."""
+    asked = [*messages, user(text)]
+    return [*asked, call(proxy, asked, **headers)["choices"][0]["message"]]
+
+
+def sessions_of(proxy: RunningProxy) -> dict[str, list[str]]:
+    """Return what users said last in each session's turns, in order."""
+    found: dict[str, list[str]] = {}
+    for view in proxy.turns():
+        found.setdefault(view.turn.session_id, []).append(view.messages[-1]["content"])
+    return found
+
+
+def restarted(start_proxy: StartProxy, proxy: RunningProxy, engine: RunningFakeEngine, *flags: str) -> RunningProxy:
+    proxy.kill()
+    return start_proxy(engine.url, *flags, database_url=proxy.database_url)
+
+
+@pytest.fixture
+def two_keys(database_url: str) -> list[str]:
+    database = Database(database_url)
+    with database.write() as connection:
+        made = [keys.create_key(connection, "default", keys.Role.AGENT, name)[1] for name in ("a", "b")]
+    database.close()
+    return made
+
+
+def test_a_conversation_stays_in_its_session_over_a_restart(
+    database_url: str, fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """And on its chain: the prompt goes on from the stored tokens."""
+    proxy = start_proxy(fake_engine.url, database_url=database_url)
+    conversations = [played(proxy, [], name) for name in ("one", "two")]
+    proxy = restarted(start_proxy, proxy, fake_engine)
+    conversations = [played(proxy, said, "on") for said in conversations]
+    proxy = restarted(start_proxy, proxy, fake_engine)
+    for said in conversations:
+        played(proxy, said, "and on")
+    assert sorted(sessions_of(proxy).values()) == [["one", "on", "and on"], ["two", "on", "and on"]]
+    views = proxy.turns()
+    assert len({view.turn.chain_id for view in views}) == 2
+    assert {view.turn.outcome.value for view in views} == {"exact"}
+
+
+def test_a_restarted_proxy_prefers_the_longer_conversation_that_is_stored(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """Two agents begin alike; after the restart one begins anew, and memory knows only of that beginning."""
+    proxy = start_proxy(fake_engine.url)
+    longer = played(proxy, played(proxy, [], "same"), "longer")
+    proxy = restarted(start_proxy, proxy, fake_engine)
+    shorter = played(proxy, [], "same")
+    played(proxy, longer, "end of the longer")
+    played(proxy, shorter, "end of the shorter")
+    assert sorted(sessions_of(proxy).values()) == [
+        ["same", "end of the shorter"],
+        ["same", "longer", "end of the longer"],
+    ]
+
+
+def test_a_conversation_is_never_found_by_another_key(
+    database_url: str, two_keys: list[str], fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """Neither in memory nor in the store, although both keys are of one tenant."""
+    mine, other = ({"authorization": f"Bearer {key}"} for key in two_keys)
+    proxy = start_proxy(fake_engine.url, database_url=database_url)
+    said = played(proxy, [], "secret", **mine)
+    played(proxy, said, "mine", **mine)
+    played(proxy, said, "theirs", **other)
+    proxy = restarted(start_proxy, proxy, fake_engine)
+    played(proxy, said, "mine again", **mine)
+    played(proxy, said, "theirs again", **other)
+    assert sorted(sessions_of(proxy).values()) == [
+        ["secret", "mine", "mine again"],
+        ["theirs"],
+        ["theirs again"],
+    ]
+
+
+def test_a_conversation_whose_session_is_over_goes_on_in_a_new_one(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """Who named no session cannot be told to create one; before and after a restart."""
+    proxy = start_proxy(fake_engine.url)
+    said = played(proxy, [], "one")
+    for text in ("two", "three"):
+        (newest, *_) = httpx2.get(f"{proxy.url}/v1/sessions").json()["data"]
+        httpx2.post(f"{proxy.url}/v1/sessions/{newest['session_id']}/end", json={}).raise_for_status()
+        said = played(proxy, said, text)
+        proxy = restarted(start_proxy, proxy, fake_engine)
+    assert sorted(sessions_of(proxy).values()) == [["one"], ["three"], ["two"]]
+
+
+@pytest.mark.parametrize("flags", [(), ("--replay-bytes", "0")], ids=["restart", "no memory"])
+def test_an_idempotency_key_is_enough_to_find_the_answer_again(
+    flags: tuple[str, ...], fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """The first call of a conversation, and a later one, each once; another key of the client's is another call."""
+    proxy = start_proxy(fake_engine.url, *flags)
+    first = call(proxy, [user("one")], idempotency_key="k1")
+    said = [user("one"), first["choices"][0]["message"], user("two")]
+    second = call(proxy, said, idempotency_key="k2")
+    if not flags:
+        proxy = restarted(start_proxy, proxy, fake_engine)
+    fake_engine.calls.clear()
+    again = [call(proxy, [user("one")], idempotency_key="k1"), call(proxy, said, idempotency_key="k2")]
+    assert [reply["id"] for reply in again] == [first["id"], second["id"]]
+    assert [reply["choices"][0]["message"]["content"] for reply in again] == ["one", "two"]
+    assert fake_engine.calls == []
+    assert list(sessions_of(proxy).values()) == [["one", "two"]]
+    call(proxy, [user("one")], idempotency_key="k3")
+    assert len(fake_engine.calls) == 1
+
+
+def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
+    """Its own conversation goes on in a new one, and whoever names it is told; nothing is sampled for nobody's use."""
+    proxy = start_proxy(fake_engine.url, "--session-idle-seconds", "0.5")
+    said = played(proxy, [], "one")
+    (held,) = httpx2.get(f"{proxy.url}/v1/sessions").json()["data"]
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while httpx2.get(f"{proxy.url}/v1/sessions/{held['session_id']}").json()["status"] != "expired":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    body = {"model": "fake", "messages": [*said, user("two")]}
+    named = httpx2.post(f"{proxy.session_v1(held['session_id'])}/chat/completions", json=body)
+    assert (named.status_code, named.json()["error"]["code"]) == (409, "session_not_open")
+    played(proxy, said, "two")
+    assert sorted(sessions_of(proxy).values()) == [["one"], ["two"]]

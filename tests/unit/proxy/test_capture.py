@@ -1,0 +1,169 @@
+"""From what the engine said to turns: their place, what is kept of them, and the one outcome that each has."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxy.call import Call, Captured, Choice
+from proxy.capture import Timing, build_turns, failed_turn, known_turn
+from proxy.commits import complete
+from proxy.continuation import KnownTurn, Plan, digest_call
+from proxy.dialects.chat import ChatCompletions
+from turnwise.types import Json, Outcome, Session, Turn, utc_now
+
+SESSION = Session(session_id="s", tenant="team")
+TIMING = Timing(
+    created_at=utc_now(), ttft_seconds=0.5, duration_seconds=1.5, policy_version_first=3, policy_version_last=4
+)
+USER: Json = {"role": "user", "content": "Hello."}
+REPLY: Json = {"role": "assistant", "content": "Hi."}
+PROMPT = [1, 2, 3]
+
+
+def call_of(*messages: Json, key: str | None = None, **fields: Any) -> Call:
+    call = ChatCompletions().parse({"messages": list(messages), **fields}, max_choices=8, max_messages=10)
+    call.idempotency_key = key
+    return call
+
+
+def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields: Any) -> Choice:
+    """Return a choice; each token has a logprob of minus a tenth of its id."""
+    found = [-token / 10 for token in token_ids] if logprobs is None else logprobs
+    told = json.dumps({"content": [{"logprob": logprob} for logprob in found]}).encode()
+    return Choice(message=dict(REPLY), token_ids=list(token_ids), logprobs=[told], finish_reason="stop", **fields)
+
+
+def plan_of(call: Call, **fields: Any) -> Plan:
+    history, context = digest_call(call)
+    return Plan(history=history, context=context, **fields)
+
+
+def extending(call: Call, *, has_child: bool = False) -> Plan:
+    """Return the plan of a call whose prompt is [1, 2, 3, 4]: the parent's [1, 2, 3] and one token after it."""
+    parent = KnownTurn(
+        turn_id="parent",
+        parent_turn_id=None,
+        chain_id="root",
+        num_messages=2,
+        history_digest=b"",
+        messages_digest=b"",
+        dialogue_digest=b"",
+        has_child=has_child,
+    )
+    return plan_of(call, parent=parent, prompt_token_ids=np.array([1, 2, 3, 4], np.int32), parent_length=3)
+
+
+def built(call: Call, plan: Plan, captured: Captured, aborted: str | None = None) -> list[Turn]:
+    """Return the turns as they are stored."""
+    sampled = build_turns(call, plan, captured, TIMING, turn_id="chatcmpl-1", session=SESSION, aborted=aborted)
+    return list(map(complete, sampled))
+
+
+def only(turns: list[Turn]) -> Turn:
+    (turn,) = turns
+    return turn
+
+
+def test_a_root_keeps_everything():
+    """Prompt, tokens, logprobs, when and under which weights; of the message what clients repeat."""
+    call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
+    captured = Captured(PROMPT, {0: choice(7, 8)}, "served")
+    captured.choices[0].message |= {"unheard_of": 1, "refusal": None}
+    turn = only(built(call, plan_of(call), captured))
+    assert (turn.turn_id, turn.chain_id, turn.parent_turn_id) == ("chatcmpl-1", "chatcmpl-1", None)
+    assert (turn.session_id, turn.tenant, turn.model, turn.dialect) == ("s", "team", "served", "chat")
+    assert (turn.messages, turn.tools, turn.response) == ([USER], [{"type": "function"}], REPLY)
+    assert turn.sampling == {"temperature": 0.5}
+    assert (turn.prompt_delta.tolist(), turn.prompt_length, turn.token_ids.tolist()) == (PROMPT, 3, [7, 8])
+    assert turn.logprobs.tolist() == pytest.approx([-0.7, -0.8])
+    assert (turn.policy_version_first, turn.policy_version_last, turn.ttft_seconds) == (3, 4, 0.5)
+    assert (turn.outcome, turn.reason, turn.finish_reason) == (Outcome.EXACT, None, "stop")
+
+
+@pytest.mark.parametrize(
+    ("captured", "reason"),
+    [
+        (Captured([], {0: choice(7)}), "no_prompt_ids"),
+        (Captured(PROMPT, {0: choice()}), "no_token_ids"),
+        (Captured(PROMPT, {}), "no_token_ids"),
+        (Captured(PROMPT, {0: choice(7, 8, logprobs=[-0.1])}), "no_logprobs"),
+        (Captured(PROMPT, {0: choice(7, 8, logprobs=[-0.1, None])}), "no_logprobs"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_stored_and_says_why(captured: Captured, reason: str):
+    """A logprob that the engine left out would be no number, and make the loss none."""
+    call = call_of(USER)
+    turn = only(built(call, plan_of(call), captured))
+    assert (turn.outcome, turn.reason) == (Outcome.UNTRAINABLE, reason)
+
+
+def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
+    """A cut weighs most: what came of it is kept, whole or not."""
+    call = call_of(USER)
+    plan = plan_of(call, reason="edited_history")
+    turn = only(built(call, plan, Captured(PROMPT, {0: choice(7)})))
+    assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "edited_history")
+    turn = only(built(call, plan, Captured(PROMPT, {0: choice(7, logprobs=[])}), aborted="client_left"))
+    assert (turn.outcome, turn.reason, turn.token_ids.tolist()) == (Outcome.ABORTED, "client_left", [7])
+
+
+def test_an_extension_stores_what_came_after_its_parent():
+    """[1, 2, 3] is the parent's; [4] and the new message are this turn's own, on the parent's chain."""
+    call = call_of(USER, REPLY, USER, tools=[{"type": "function"}])
+    plan = extending(call)
+    turn = only(built(call, plan, Captured([1, 2, 3, 4], {0: choice(7)})))
+    assert (turn.parent_turn_id, turn.chain_id, turn.outcome) == ("parent", "root", Outcome.EXACT)
+    assert (turn.prompt_delta.tolist(), turn.prompt_length, turn.messages, turn.tools) == ([4], 4, [USER], None)
+    known = known_turn(turn, plan)
+    assert np.frombuffer(known.tokens or b"", np.int32).tolist() == [1, 2, 3, 4, 7]
+    assert (known.num_messages, known.history_digest) == (4, turn.history_digest)
+
+
+def test_an_engine_that_echoes_another_prompt_opens_a_chain():
+    """Then the echo is what was sampled after, and nothing of the parent is believed."""
+    call = call_of(USER, REPLY, USER)
+    plan = extending(call)
+    turn = only(built(call, plan, Captured([1, 2, 9, 4], {0: choice(7)})))
+    assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "echo_differs")
+    assert (turn.parent_turn_id, turn.chain_id) == (None, "chatcmpl-1")
+    assert (turn.prompt_delta.tolist(), turn.messages) == ([1, 2, 9, 4], call.messages)
+    assert np.frombuffer(known_turn(turn, plan).tokens or b"", np.int32).tolist() == [1, 2, 9, 4, 7]
+
+
+@pytest.mark.parametrize(("has_child", "first_chain"), [(False, "root"), (True, "chatcmpl-1")])
+def test_of_several_choices_the_first_goes_on_and_each_other_opens_a_chain(has_child: bool, first_chain: str):
+    """The first opens one too where another turn has gone on already."""
+    call = call_of(USER, REPLY, USER, n=2, key="k")
+    captured = Captured([1, 2, 3, 4], {1: choice(8), 0: choice(7)})
+    turns = built(call, extending(call, has_child=has_child), captured)
+    assert [(turn.turn_id, turn.chain_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
+        ("chatcmpl-1", first_chain, "parent", "k#0"),
+        ("chatcmpl-1#1", "chatcmpl-1#1", "parent", "k#1"),
+    ]
+
+
+def test_choices_of_several_prompts_keep_each_its_own():
+    call = call_of(USER)
+    captured = Captured([1], {0: choice(7, prompt_token_ids=[1]), 1: choice(8, prompt_token_ids=[2, 3])})
+    turns = built(call, plan_of(call), captured)
+    assert [(turn.prompt_delta.tolist(), turn.prompt_length) for turn in turns] == [([1], 1), ([2, 3], 2)]
+
+
+def test_only_a_whole_reply_is_found_by_its_key():
+    """A repetition of one that was cut off samples again."""
+    call = call_of(USER, key="k")
+    captured = Captured(PROMPT, {0: choice(7)})
+    assert only(built(call, plan_of(call), captured)).request_key == "k#0"
+    assert only(built(call, plan_of(call), captured, aborted="client_left")).request_key is None
+
+
+def test_a_call_that_brought_nothing_keeps_what_was_asked():
+    call = call_of(USER, key="k")
+    call.inferred_by = "key"
+    turn = failed_turn(call, TIMING, "engine_500", turn_id="chatcmpl-1", session=SESSION)
+    assert (turn.outcome, turn.reason, turn.request_key) == (Outcome.ERROR, "engine_500", None)
+    assert (turn.messages, turn.inferred_by, turn.token_ids.size) == ([USER], "key", 0)

@@ -1,0 +1,126 @@
+"""Which session a call belongs to, and what finding it costs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from proxy.auth import Principal
+from proxy.call import Call
+from proxy.continuation import KnownTurn, digest_call
+from proxy.dialects.chat import ChatCompletions
+from proxy.metrics import Metrics
+from proxy.sessions import LiveSession, Sessions
+from proxy.settings import ProxySettings
+from proxy.writer import Writer
+from turnwise.errors import Conflict
+from turnwise.store import ledger
+from turnwise.store.database import Connection, Database
+from turnwise.types import Json
+
+AGENT = Principal(tenant="default", role="agent", key_id="key")
+HELLO: Json = {"role": "user", "content": "Hello."}
+REPLY: Json = {"role": "assistant", "content": "Hi."}
+
+
+class CountedReads(Database):
+    """A database that counts how often it is read."""
+
+    num_reads = 0
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Connection]:
+        self.num_reads += 1
+        with super().read() as connection:
+            yield connection
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[CountedReads]:
+    opened = CountedReads(database_url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+async def sessions(database: CountedReads, database_url: str):
+    writer = Writer(database_url, Metrics(), timeout_seconds=5)
+    await writer.start()
+    yield Sessions(database, writer, ProxySettings(), Metrics())
+    await writer.close()
+
+
+def call_of(*messages: Json, **fields) -> Call:
+    call = ChatCompletions().parse({"messages": list(messages)}, max_choices=1, max_messages=100)
+    for field, value in fields.items():
+        setattr(call, field, value)
+    return call
+
+
+def replied(sessions: Sessions, live: LiveSession, call: Call) -> None:
+    """Let the session remember a reply to the call, as a commit does."""
+    history, _ = digest_call(call)
+    full, messages, dialogue = history.extended(REPLY)
+    turn = KnownTurn(
+        turn_id=f"{live.session.session_id}-{len(call.messages)}",
+        parent_turn_id=None,
+        chain_id="c",
+        num_messages=len(call.messages) + 1,
+        history_digest=full,
+        messages_digest=messages,
+        dialogue_digest=dialogue,
+        tokens=np.zeros(1, np.int32).tobytes(),
+    )
+    sessions.remember(live, [turn], inferred_for=call.inferred_by)
+
+
+async def test_what_memory_holds_is_not_looked_up(sessions: Sessions, database: CountedReads):
+    """Neither is a conversation that only begins."""
+    first = call_of(HELLO)
+    live = await sessions.of_call(first, AGENT)
+    replied(sessions, live, first)
+    reads = database.num_reads
+    assert await sessions.of_call(call_of(HELLO, REPLY, HELLO), AGENT) is live
+    assert database.num_reads == reads
+    assert first.inferred_by == "key"
+
+
+async def test_what_memory_does_not_hold_is_looked_up_once(sessions: Sessions, database: CountedReads):
+    reads = database.num_reads
+    await sessions.of_call(call_of(HELLO, REPLY, HELLO, REPLY, HELLO), AGENT)
+    assert database.num_reads == reads + 1
+
+
+async def test_a_call_that_names_its_session_belongs_to_it_whatever_it_repeats(sessions: Sessions):
+    first = call_of(HELLO)
+    replied(sessions, await sessions.of_call(first, AGENT), first)
+    named = call_of(HELLO, REPLY, HELLO, session_id="named")
+    assert (await sessions.of_call(named, AGENT)).session.session_id == "named"
+    assert named.inferred_by is None
+
+
+async def test_a_named_session_that_is_over_is_refused(sessions: Sessions, database: CountedReads):
+    await sessions.of_call(call_of(HELLO, session_id="named"), AGENT)
+    with database.write() as connection:
+        ledger.end_session(connection, "default", "named")
+    sessions.forget("default", "named")
+    with pytest.raises(Conflict, match="'named' is ended; create a new one"):
+        await sessions.of_call(call_of(HELLO, session_id="named"), AGENT)
+
+
+async def test_calls_with_one_idempotency_key_share_a_session_until_it_is_over(
+    sessions: Sessions, database: CountedReads
+):
+    """Of the same API key; another's is another."""
+    keyed = [await sessions.of_call(call_of(HELLO, idempotency_key="k"), AGENT) for _ in range(2)]
+    assert keyed[0] is keyed[1]
+    other = Principal(tenant="default", role="agent", key_id="other")
+    assert await sessions.of_call(call_of(HELLO, idempotency_key="k"), other) is not keyed[0]
+    session_id = keyed[0].session.session_id
+    with database.write() as connection:
+        ledger.end_session(connection, "default", session_id)
+    sessions.forget("default", session_id)
+    assert (await sessions.of_call(call_of(HELLO, idempotency_key="k"), AGENT)).session.session_id != session_id
