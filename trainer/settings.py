@@ -13,6 +13,7 @@ from trainer.losses import Algorithm, Estimate, LossRule
 from trainer.policy import PolicySpec
 from trainer.source import SourceRule
 from turnwise.settings import Settings
+from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.types import PolicyKind
 
 
@@ -104,7 +105,7 @@ class TrainerSettings(Settings):
 
     wait_seconds: float | None = 60.0
     """How long to wait for a whole batch once a group is ready; then a smaller one is taken. None waits on."""
-    lease_seconds: float = Field(default=60.0, gt=0)
+    lease_seconds: float = Field(default=60.0, gt=0, le=LONGEST_LEASE_SECONDS)
     poll_seconds: float = Field(default=0.5, gt=0)
     stalled_seconds: float | None = None
     """A group in which nothing happened for so long is closed; None leaves it open."""
