@@ -24,7 +24,7 @@ from trainer.batch import Batch, build, minibatches
 from trainer.checkpoint import Checkpoints
 from trainer.evaluator import Evaluator, LedgerEvaluator
 from trainer.fault import FaultPoints
-from trainer.gauges import Gauges
+from trainer.gauges import Gauges, finite
 from trainer.parallel import join_world
 from trainer.parts import OptimizerLike, as_settings, make_agent, make_optimizer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
@@ -259,12 +259,14 @@ class OnPolicyWorkflow(RLWorkflow):
                 total.add(gauges)
                 norms.append(norm)
                 number = state.progress.num_updates + num_updates
-                self._record({"update": number, **gauges.read(), "grad_norm": norm}, state.progress.num_batches + 1)
+                self._record(
+                    {"update": number, **gauges.read(), "grad_norm": finite(norm)}, state.progress.num_batches + 1
+                )
                 self.faults.point("after_optimizer_step")
-        finite = [norm for norm in norms if np.isfinite(norm)]
+        taken = [norm for norm in norms if np.isfinite(norm)]
         read = total.read() | {
-            "grad_norm": float(np.mean(finite)) if finite else None,
-            "num_skipped_updates": len(norms) - len(finite),
+            "grad_norm": float(np.mean(taken)) if taken else None,
+            "num_skipped_updates": len(norms) - len(taken),
             "learning_rate": state.optimizer.param_groups[0]["lr"],
         }
         return num_updates, read

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
+from trainer import agent
 from trainer.checkpoint import read_manifest
+from trainer.losses import loss_of
 from trainer.main import run
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
@@ -250,3 +252,18 @@ def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger)
     expected = {"entropy", "kl", "ratio_mean", "ratio_max", "clip_fraction", "effective_sample_size", "grad_norm"}
     expected |= {"staleness_mean", "reward_mean", "reward_std", "num_uniform_groups", "tokens", "seconds"}
     assert expected <= set(lines[-1])
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_written_down(tmp_path, model, ledger, monkeypatch):
+    """The weights stay as they are and the run goes on; JSON knows no NaN, so the line says null."""
+    losses = iter([1.0, float("nan")])
+    monkeypatch.setattr(agent, "loss_of", lambda tokens, rule: loss_of(tokens, rule) * next(losses))
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=1, row_tokens=1000))
+    assert (state.progress.num_updates, state.metrics["num_skipped_updates"]) == (2, 1)
+    lines = [json.loads(line) for line in (tmp_path / "policies" / "trainer.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] is None for line in lines] == [False, True, False]
+    assert lines[1]["loss"] is None
+    assert all(bool(torch.isfinite(value).all()) for value in weights(tmp_path, 1).values())
+    with ledger.read() as conn:
+        assert queries.last_update(conn).metrics["loss"] is None
