@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -267,3 +268,23 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_written_down(tmp_p
     assert all(bool(torch.isfinite(value).all()) for value in weights(tmp_path, 1).values())
     with ledger.read() as conn:
         assert queries.last_update(conn).metrics["loss"] is None
+
+
+def test_an_evaluation_follows_every_so_many_batches_and_is_recorded(tmp_path, model, ledger):
+    class Exam:
+        versions: ClassVar[list[int]] = []
+
+        def evaluate(self, policy_version):
+            self.versions.append(policy_version)
+            return {"reward_mean": policy_version / 4}
+
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    settings = settings_for(tmp_path, model, groups_per_batch=1, total_batches=3, evaluate_every=2)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    workflow.evaluator = Exam()
+    workflow.learn(workflow.setup(0))
+    workflow.close()
+    assert Exam.versions == [2, 3]
+    lines = [json.loads(line) for line in (tmp_path / "policies" / "trainer.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["eval/reward_mean"]) for line in lines if "eval/reward_mean" in line]
+    assert found == [(2, 0.5), (3, 0.75)]
