@@ -132,9 +132,6 @@ class TrainerSettings(Settings):
     tensorboard_dir: Path | None = None
     wandb_project: str | None = None
 
-    fault: str | None = None
-    """For tests: name of a point at which the process dies, with `:n` at its n-th passage."""
-
     def policy_spec(self) -> PolicySpec:
         """Return what the policy is made from."""
         return PolicySpec(

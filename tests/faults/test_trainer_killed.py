@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed_trainer import STAGES
 from safetensors.torch import load_file
 from trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
@@ -16,20 +17,6 @@ from turnwise.store import queries
 
 PROGRAM = Path(__file__).parents[1] / "killed_trainer.py"
 VERSIONS = (1, 2)
-STAGES = {
-    # What the trainer is about to do when it dies; two batches of two optimizer steps, a row a session.
-    "claimed": "trainer.workflows:select:2",
-    "between two rows of a minibatch": "trainer.agent:loss_of:3",
-    "between two rows of the last minibatch": "trainer.agent:loss_of:23",
-    "after some optimizer steps": "trainer.agent:pack:4",
-    "after the last optimizer step": "trainer.publish:probe_of:2",
-    "the policy's directory half written": "trainer.checkpoint:file_digest:2",
-    "the trainer's state half written": "torch:save:2",
-    "after the checkpoint": "turnwise.store.claims:ack:2",
-    "inside the publishing transaction": "turnwise.store.claims:publish_policy:2",
-    "after the first publication": "turnwise.store.queries:pinned_version:1",
-    "after the last publication": "turnwise.store.queries:pinned_version:2",
-}
 IN_EVERY_RUN = (
     "between two rows of a minibatch",
     "the trainer's state half written",

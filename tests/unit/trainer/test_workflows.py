@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from killed_trainer import STAGES, dying
 from safetensors.torch import load_file
 from trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
@@ -127,10 +128,6 @@ def test_a_changed_weight_file_is_told_by_its_digest(tmp_path, model, ledger):
         read_manifest(directory)
 
 
-STAGES = ["after_claim", "after_optimizer_step:1", "after_optimizer_step:4", "after_policy_directory:2"]
-STAGES += ["after_checkpoint:2", "after_commit:1", "after_commit:2"]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_for_bit(
     tmp_path, model, ledger, stage, monkeypatch
@@ -142,16 +139,16 @@ def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_fo
     twin.mkdir()
     straight = new_ledger(twin / "ledger.db")
     Rollouts(straight, rollouts.model).play("a", num_groups=6)
-    train(settings_for(twin, model))
+    train(settings_for(twin, model, row_tokens=16))
     straight.close()
 
     def die():
         raise Killed
 
-    monkeypatch.setattr("trainer.fault._exit", die)
+    monkeypatch.setattr(*dying(STAGES[stage], die))
     with pytest.raises(Killed):
-        train(settings_for(tmp_path, model, fault=stage))
-    assert train(settings_for(tmp_path, model)).progress.num_batches == 2
+        train(settings_for(tmp_path, model, row_tokens=16))
+    assert train(settings_for(tmp_path, model, row_tokens=16)).progress.num_batches == 2
 
     for version in (1, 2):
         expected, resumed = weights(twin, version), weights(tmp_path, version)
