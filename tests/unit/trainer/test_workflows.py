@@ -17,6 +17,7 @@ from trainer import agent
 from trainer.checkpoint import read_manifest
 from trainer.losses import loss_of
 from trainer.main import run
+from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint
@@ -66,7 +67,8 @@ def settings_for(tmp_path, model, **changes):
 
 
 def train(settings):
-    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
+    workflow = kind.build_from_config(settings, enable_jit=False)
     state = workflow.learn(workflow.setup(settings.seed))
     workflow.close()
     return state
@@ -128,18 +130,20 @@ def test_a_changed_weight_file_is_told_by_its_digest(tmp_path, model, ledger):
         read_manifest(directory)
 
 
+@pytest.mark.parametrize("workflow", ["on_policy", "off_policy"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_for_bit(
-    tmp_path, model, ledger, stage, monkeypatch
+    tmp_path, model, ledger, stage, workflow, monkeypatch
 ):
-    """The law of the resume: state, claims and random numbers are those of the last commit."""
+    """The law of the resume: state, claims, buffer and random numbers are those of the last commit."""
     rollouts = Rollouts(ledger, load_model(model))
     rollouts.play("a", num_groups=6)
     twin = tmp_path / "twin"
     twin.mkdir()
     straight = new_ledger(twin / "ledger.db")
     Rollouts(straight, rollouts.model).play("a", num_groups=6)
-    train(settings_for(twin, model, row_tokens=16))
+    changes = {"row_tokens": 16, "workflow": workflow, "buffer_min_groups": 3, "buffer_groups": 5}
+    train(settings_for(twin, model, **changes))
     straight.close()
 
     def die():
@@ -147,8 +151,8 @@ def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_fo
 
     monkeypatch.setattr(*dying(STAGES[stage], die))
     with pytest.raises(Killed):
-        train(settings_for(tmp_path, model, row_tokens=16))
-    assert train(settings_for(tmp_path, model, row_tokens=16)).progress.num_batches == 2
+        train(settings_for(tmp_path, model, **changes))
+    assert train(settings_for(tmp_path, model, **changes)).progress.num_batches == 2
 
     for version in (1, 2):
         expected, resumed = weights(twin, version), weights(tmp_path, version)
