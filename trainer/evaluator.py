@@ -14,7 +14,7 @@ from typing import Protocol
 
 from turnwise.store import evaluations, queries
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyStatus, SessionStatus, Split, utc_now
+from turnwise.types import Json, PolicyStatus, Session, SessionStatus, Split
 
 log = logging.getLogger(__name__)
 
@@ -41,24 +41,26 @@ class LedgerEvaluator:
         self._db = db
         self._command = list(command)
         self._timeout_seconds = timeout_seconds
-        self._since = utc_now()
+        self._counted: set[str] | None = None
+        """The sessions that were over at the last evaluation. Known by name: clocks of other machines may be off."""
 
     def evaluate(self, policy_version: int) -> Json:
-        """Return mean reward, turns and count of the eval sessions since the last evaluation.
+        """Return mean reward, turns and count of the eval sessions that ended since the last evaluation.
 
         When a single version sampled them, the ledger keeps that with the version too.
         """
         if self._command:
+            self._counted = self._counted if self._counted is not None else {one.session_id for one in self._over()}
             self._wait_until_served(policy_version)
             self._play()
-        with self._db.read() as conn:
-            found, _ = queries.sessions(conn, queries.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
-            sampled = evaluations.versions_sampled(conn, self._since)
-        ended = [one for one in found if one.status is not SessionStatus.OPEN and one.created_at >= self._since]
+        over = self._over()
+        ended = [one for one in over if one.session_id not in (self._counted or ())]
+        self._counted = {one.session_id for one in over}
         rewards = [one.reward for one in ended if one.reward is not None]
-        self._since = utc_now()
         if not rewards:
             return {}
+        with self._db.read() as conn:
+            sampled = evaluations.versions_sampled(conn, [one.session_id for one in ended])
         gauges: Json = {
             "policy_version": sampled.newest,
             "oldest_policy_version": sampled.oldest,
@@ -70,6 +72,12 @@ class LedgerEvaluator:
             with self._db.write() as conn:
                 evaluations.record_evaluation(conn, sampled.newest, gauges)
         return gauges
+
+    def _over(self) -> list[Session]:
+        """Return the newest eval sessions that are over."""
+        with self._db.read() as conn:
+            found, _ = queries.sessions(conn, queries.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
+        return [one for one in found if one.status is not SessionStatus.OPEN]
 
     def _wait_until_served(self, version: int) -> None:
         """Give the proxy time to hand the version to its engines, unless it will not: it failed, or is not wanted."""

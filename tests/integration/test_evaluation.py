@@ -18,7 +18,7 @@ from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
 AGENT = """
-import json, sys, urllib.request
+import json, sys, urllib.request, uuid
 from openai import OpenAI
 
 url, rewards = sys.argv[1], json.loads(sys.argv[2])
@@ -28,7 +28,7 @@ def post(path, body):
     urllib.request.urlopen(urllib.request.Request(url + path, data, {"content-type": "application/json"})).close()
 
 for number, (split, reward, num_turns) in enumerate(rewards):
-    name = f"{split}-{number}"
+    name = f"{split}-{uuid.uuid4().hex}"
     post("/v1/sessions", {"session_id": name, "split": split})
     client, messages = OpenAI(base_url=f"{url}/sessions/{name}/v1", api_key="none"), []
     for turn in range(num_turns):
@@ -83,6 +83,19 @@ def test_held_out_sessions_are_played_by_the_version_that_was_just_published(pro
     assert listed["metrics"]["eval"] == found
     with database.read() as connection:
         assert queries.counts(connection).groups == {"ready": 1}  # the training session alone
+
+
+def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
+    """Nor those of before it, in whatever process that was."""
+    version = publish(proxy, tmp_path / "v1")
+    evaluator(database, proxy, ("eval", 0.0, 1)).evaluate(version)
+    next_process = evaluator(database, proxy, ("eval", 1.0, 1), ("eval", 0.5, 1))
+    for _ in range(2):
+        found = next_process.evaluate(version)
+        assert (found["num_sessions"], found["reward_mean"]) == (2, 0.75)
+    read_only = LedgerEvaluator(database)
+    assert read_only.evaluate(version)["num_sessions"] == 5
+    assert read_only.evaluate(version) == {}
 
 
 def test_a_version_that_engines_refuse_is_not_waited_for(proxy, database, tmp_path, caplog):

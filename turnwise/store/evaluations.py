@@ -7,15 +7,14 @@ serve an older version, or another one by then.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
 from turnwise.store import rows
-from turnwise.store.database import to_micros
 from turnwise.store.tables import policies, sessions, turns
-from turnwise.types import Json, SessionStatus, Split
+from turnwise.types import Json, Split
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +25,12 @@ class Sampled:
     newest: int | None
 
 
-def versions_sampled(conn: sa.Connection, since: datetime.datetime) -> Sampled:
-    """Return which versions sampled the eval sessions that began since then and are over."""
+def versions_sampled(conn: sa.Connection, session_ids: Sequence[str]) -> Sampled:
+    """Return which versions sampled these eval sessions."""
     row = conn.execute(
         sa.select(sa.func.min(turns.c.policy_version_first), sa.func.max(turns.c.policy_version_last))
         .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
-        .where(
-            sessions.c.split == Split.EVAL.value,
-            sessions.c.status != SessionStatus.OPEN.value,
-            sessions.c.created_at >= to_micros(since),
-        )
+        .where(sessions.c.split == Split.EVAL.value, sessions.c.session_id.in_(session_ids))
     ).one()
     return Sampled(oldest=row[0], newest=row[1])
 
