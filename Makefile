@@ -63,6 +63,7 @@ bench: setup ## Measure what README and docs state
 	$(BIN)/python bench/store.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/proxy.py
+	$(BIN)/python bench/training.py
 
 docs: setup ## Bring the generated parts of docs/ up to date
 	$(BIN)/python docs/generate.py

@@ -44,12 +44,12 @@ class AdvantageRule:
 
 
 def reinforce(values: Floats) -> Floats:
-    """Return the values themselves, no baseline. Williams 1992, eq. 4 with b = 0."""
+    """Return the values themselves, no baseline. Williams 1992 (REINFORCE), section 4 with b = 0."""
     return values.copy()
 
 
 def rloo(values: Floats) -> Floats:
-    """Return x_i − mean of the others. Ahmadian et al. 2024 (arXiv:2402.14740), section 2.3; G ≥ 2."""
+    """Return x_i − mean of the others; G ≥ 2. Kool et al. 2019; for LLMs Ahmadian et al. 2024 (arXiv:2402.14740)."""
     size = len(values)
     centred: Floats = values - values.mean()
     return centred * (size / (size - 1))

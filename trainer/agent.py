@@ -86,20 +86,8 @@ class PolicyAgent:
         Raises:
             BatchRefused: On the first step of a batch: engine and trainer disagree on on-policy tokens.
         """
-        rows = pack(batch, members, self.row_tokens, self.packing)
-        aggregation = "session_mean" if self.rule.loss.algorithm == "dpo" else self.rule.aggregation
-        weights = batch.weights(members, aggregation, self.rule.session_tokens)
-        gauges = Gauges()
         optimizer.zero_grad(set_to_none=True)
-        for row, counts in self.world.own(rows):
-            tokens = self._tokens(batch, row, weights if counts else np.zeros_like(weights), proximal)
-            loss = loss_of(tokens, self.rule.loss)
-            # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
-            (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
-            if counts:
-                on_policy = torch.from_numpy(batch.table.on_policy[row.token]).to(self.policy.device)
-                gauges.observe(tokens, loss, on_policy if is_first else torch.zeros_like(on_policy), self.rule.loss)
-        gauges.reduce(self.world)
+        gauges = self.accumulate_gradient(batch, members, proximal=proximal, is_first=is_first)
         if gauges.logprob_gap is not None and not gauges.logprob_gap <= self.rule.max_logprob_gap:
             optimizer.zero_grad(set_to_none=True)
             raise BatchRefused(
@@ -111,6 +99,32 @@ class PolicyAgent:
         if np.isfinite(norm):
             optimizer.step()
         return gauges, norm
+
+    def accumulate_gradient(
+        self, batch: Batch, members: Sequence[int], *, proximal: Reals | None = None, is_first: bool = False
+    ) -> Gauges:
+        """Add the gradient of these experiences' loss to the parameters, row by row; return the gauges.
+
+        Args:
+            batch: What was claimed.
+            members: The experiences of one optimizer step, as indices into the batch.
+            proximal: Of `proximal_logprobs`. [M]
+            is_first: Whether the weights are still those that sampled the on-policy tokens.
+        """
+        rows = pack(batch, members, self.row_tokens, self.packing)
+        aggregation = "session_mean" if self.rule.loss.algorithm == "dpo" else self.rule.aggregation
+        weights = batch.weights(members, aggregation, self.rule.session_tokens)
+        gauges = Gauges()
+        for row, counts in self.world.own(rows):
+            tokens = self._tokens(batch, row, weights if counts else np.zeros_like(weights), proximal)
+            loss = loss_of(tokens, self.rule.loss)
+            # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
+            (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
+            if counts:
+                on_policy = torch.from_numpy(batch.table.on_policy[row.token]).to(self.policy.device)
+                gauges.observe(tokens, loss, on_policy if is_first else torch.zeros_like(on_policy), self.rule.loss)
+        gauges.reduce(self.world)
+        return gauges
 
     def _tokens(self, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> TrainedTokens:
         """Run the row forward and gather what the loss needs of it."""

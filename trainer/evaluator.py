@@ -1,24 +1,30 @@
 """The held-out runner: lets an agent play eval-split sessions through the proxy and reads how it went.
 
 One decision: the trainer never plays itself. It starts a command, the same agent that a user runs, and takes the result
-from the ledger, so what is measured is what is served, over the same road.
+from the ledger, so what is measured is what is served, over the same road; and it is said which version that was.
 """
 
 from __future__ import annotations
 
 import logging
 import subprocess
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from turnwise.store import queries
+from turnwise.store import evaluations, queries
 from turnwise.store.database import Database
-from turnwise.types import Json, SessionStatus, Split, utc_now
+from turnwise.types import Json, PolicyStatus, Session, SessionStatus, Split
 
 log = logging.getLogger(__name__)
 
 NEWEST_SESSIONS = 1000
 """How many eval sessions are looked at, at most."""
+SERVED_SECONDS = 60.0
+"""How long an evaluation waits for the version to be served."""
+POLL_SECONDS = 0.1
+COMING = (PolicyStatus.PUBLISHED, PolicyStatus.CANARY)
+"""States of a version that engines may serve soon."""
 
 
 class Evaluator(Protocol):
@@ -35,25 +41,54 @@ class LedgerEvaluator:
         self._db = db
         self._command = list(command)
         self._timeout_seconds = timeout_seconds
-        self._since = utc_now()
+        self._counted: set[str] | None = None
+        """The sessions that were over at the last evaluation. Known by name: clocks of other machines may be off."""
 
     def evaluate(self, policy_version: int) -> Json:
-        """Return mean reward, turns and count of the eval sessions since the last evaluation."""
+        """Return mean reward, turns and count of the eval sessions that ended since the last evaluation.
+
+        When a single version sampled them, the ledger keeps that with the version too.
+        """
         if self._command:
+            self._counted = self._counted if self._counted is not None else {one.session_id for one in self._over()}
+            self._wait_until_served(policy_version)
             self._play()
-        with self._db.read() as conn:
-            found, _ = queries.sessions(conn, queries.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
-        ended = [one for one in found if one.status is not SessionStatus.OPEN and one.created_at >= self._since]
+        over = self._over()
+        ended = [one for one in over if one.session_id not in (self._counted or ())]
+        self._counted = {one.session_id for one in over}
         rewards = [one.reward for one in ended if one.reward is not None]
-        self._since = utc_now()
         if not rewards:
             return {}
-        return {
-            "policy_version": policy_version,
+        with self._db.read() as conn:
+            sampled = evaluations.versions_sampled(conn, [one.session_id for one in ended])
+        gauges: Json = {
+            "policy_version": sampled.newest,
+            "oldest_policy_version": sampled.oldest,
             "reward_mean": sum(rewards) / len(rewards),
             "turns_mean": sum(one.num_turns for one in ended) / len(ended),
             "num_sessions": len(rewards),
         }
+        if sampled.newest is not None and sampled.oldest == sampled.newest:
+            with self._db.write() as conn:
+                evaluations.record_evaluation(conn, sampled.newest, gauges)
+        return gauges
+
+    def _over(self) -> list[Session]:
+        """Return the newest eval sessions that are over."""
+        with self._db.read() as conn:
+            found, _ = queries.sessions(conn, queries.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
+        return [one for one in found if one.status is not SessionStatus.OPEN]
+
+    def _wait_until_served(self, version: int) -> None:
+        """Give the proxy time to hand the version to its engines, unless it will not: it failed, or is not wanted."""
+        deadline = time.monotonic() + SERVED_SECONDS
+        while time.monotonic() < deadline:
+            with self._db.read() as conn:
+                policy, pinned = queries.policy(conn, version), queries.pinned_version(conn)
+            if policy.status not in COMING or pinned not in (None, version):
+                return
+            time.sleep(POLL_SECONDS)
+        log.warning("policy version %d is not served yet; what is served is evaluated instead", version)
 
     def _play(self) -> None:
         try:

@@ -6,6 +6,8 @@ end; nothing depends on how tokens were spread over rows.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -72,10 +74,10 @@ class Gauges:
         return self._sums["gap"] / count if count else None
 
     def read(self) -> dict[str, float | int | None]:
-        """Return the gauges."""
+        """Return the gauges; None for what is not finite, which no recorder could write down."""
         sums = self._sums
         count = max(sums["tokens"], 1.0)
-        return {
+        found = {
             "tokens": int(sums["tokens"]),
             "loss": sums["loss"],
             "entropy": sums["entropy"] / count,
@@ -87,3 +89,9 @@ class Gauges:
             "logprob_gap": self.logprob_gap,
             "logprob_gap_max": self._maxima["gap_max"] if sums["gap_tokens"] else None,
         }
+        return {name: finite(value) for name, value in found.items()}
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value, or None in place of a NaN or an infinity."""
+    return value if value is not None and math.isfinite(value) else None

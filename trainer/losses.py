@@ -66,7 +66,7 @@ class LossRule:
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return −A log π. Williams 1992 (REINFORCE), eq. 11."""
+    """Return −A log π. Williams 1992 (REINFORCE), section 4; over the tokens of an episode, section 5."""
     return -advantages * logprobs
 
 
@@ -100,7 +100,8 @@ def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high:
 def masked_importance(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return −1[1 − low ≤ r ≤ 1 + high] sg(r) A log π: tokens out of bounds are left out, both ways.
 
-    Masked importance sampling, as in IcePop (Ling team 2025, arXiv:2510.18855), eq. 3.
+    The mask is that of IcePop (Ling Team 2025, arXiv:2510.18855), which puts it on the ratio between trainer and
+    engine and clips the trainer's own ratio as PPO does; here one ratio, to the behaviour, carries both.
     """
     inside = (ratio >= 1 - low) & (ratio <= 1 + high)
     return -torch.where(inside, ratio.detach(), 0.0) * advantages * logprobs
@@ -109,8 +110,8 @@ def masked_importance(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: 
 def dppo(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return −M r A, masked where the *probability* has moved too far and would move on.
 
-    The binary total variation |π − μ| takes the place of the ratio, which punishes rare tokens. Qi et al. 2026 (DPPO,
-    arXiv:2602.04879).
+    The binary total variation |π − μ| takes the place of the ratio, which punishes rare tokens. Qi et al. 2026,
+    "Rethinking the trust region in LLM reinforcement learning" (DPPO, arXiv:2602.04879), the Binary-TV variant.
     """
     moved = logprobs.detach().exp() - old.exp()
     blocked = ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))

@@ -6,12 +6,14 @@ libraries behind the optional ones are imported only when they are used.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from turnwise.errors import SettingsError
 from turnwise.types import utc_now
 
 Scalars = Mapping[str, Any]
@@ -97,17 +99,22 @@ class ProgressLine:
 
 
 class TensorBoard:
-    """Event files for TensorBoard."""
+    """Event files for TensorBoard.
+
+    Raises:
+        SettingsError: The package is not installed.
+    """
 
     def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        with _needing("tensorboard", "tensorboard_dir"):
+            from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(directory))
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Add each number as a scalar."""
+        """Add each number as a scalar: a batch's over batches, an optimizer step's over optimizer steps."""
         for name, value in _numbers(scalars).items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, scalars.get("update", step))
 
     def close(self) -> None:
         """Flush the event file."""
@@ -115,16 +122,25 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases.
+
+    Raises:
+        SettingsError: The package is not installed.
+    """
 
     def __init__(self, project: str, config: Mapping[str, Any]) -> None:
-        import wandb
+        with _needing("wandb", "wandb_project"):
+            import wandb
 
         self._run: Any = wandb.init(project=project, config=dict(config))
+        # Without axes of their own, the optimizer steps of a batch would overwrite each other and the batch.
+        self._run.define_metric("*", step_metric="batch")
+        self._run.define_metric("update/*", step_metric="update/number")
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Log the numbers."""
-        self._run.log(_numbers(scalars), step=step)
+        """Log the numbers: a batch's over batches, an optimizer step's over optimizer steps."""
+        axis = {"update/number": scalars["update"]} if "update" in scalars else {"batch": step}
+        self._run.log(_numbers(scalars) | axis)
 
     def close(self) -> None:
         """Finish the run."""
@@ -132,9 +148,22 @@ class WeightsAndBiases:
 
 
 def _numbers(scalars: Scalars) -> dict[str, float]:
+    """Return the numbers among the gauges; those of an optimizer step are named apart from the batch's."""
+    prefix = "update/" if "update" in scalars else ""
     return {
-        name: value for name, value in scalars.items() if isinstance(value, int | float) and not isinstance(value, bool)
+        f"{prefix}{name}": value
+        for name, value in scalars.items()
+        if name != "update" and isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+@contextlib.contextmanager
+def _needing(package: str, setting: str) -> Iterator[None]:
+    """Say what to do when an optional package is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise SettingsError(f"{setting} needs {package}, which is not installed; pip install {package}") from error
 
 
 def _short(value: object) -> str:

@@ -13,6 +13,7 @@ from trainer.losses import Algorithm, Estimate, LossRule
 from trainer.policy import PolicySpec
 from trainer.source import SourceRule
 from turnwise.settings import Settings
+from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.types import PolicyKind
 
 
@@ -104,7 +105,7 @@ class TrainerSettings(Settings):
 
     wait_seconds: float | None = 60.0
     """How long to wait for a whole batch once a group is ready; then a smaller one is taken. None waits on."""
-    lease_seconds: float = Field(default=60.0, gt=0)
+    lease_seconds: float = Field(default=60.0, gt=0, le=LONGEST_LEASE_SECONDS)
     poll_seconds: float = Field(default=0.5, gt=0)
     stalled_seconds: float | None = None
     """A group in which nothing happened for so long is closed; None leaves it open."""
@@ -130,9 +131,6 @@ class TrainerSettings(Settings):
     """One line on the terminal that says how it goes."""
     tensorboard_dir: Path | None = None
     wandb_project: str | None = None
-
-    fault: str | None = None
-    """For tests: name of a point at which the process dies, with `:n` at its n-th passage."""
 
     def policy_spec(self) -> PolicySpec:
         """Return what the policy is made from."""

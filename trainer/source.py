@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.store import claims, groups, policies, queries
-from turnwise.store.database import Database
-from turnwise.types import Experience, PolicyVersion, UpdateRecord, utc_now
+from turnwise.store.database import Database, clock, from_micros
+from turnwise.types import Experience, PolicyVersion, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -201,9 +201,10 @@ class LedgerSource:
     def _num_ready(self) -> int:
         try:
             if self._rule.stalled_seconds is not None:
-                since = utc_now() - timedelta(seconds=self._rule.stalled_seconds)
                 with self._db.write() as conn:
-                    closed = groups.close_stalled_groups(conn, since, self._rule.stalled_policy)
+                    now = from_micros(clock(conn))  # not this machine's, which may be hours off
+                    since = now - timedelta(seconds=self._rule.stalled_seconds)
+                    closed = groups.close_stalled_groups(conn, since, self._rule.stalled_policy, now)
                 if closed:
                     log.warning("closed %d stalled groups (%s)", len(closed), self._rule.stalled_policy)
             with self._db.read() as conn:

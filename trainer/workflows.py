@@ -23,8 +23,7 @@ from trainer.agent import PolicyAgent
 from trainer.batch import Batch, build, minibatches
 from trainer.checkpoint import Checkpoints
 from trainer.evaluator import Evaluator, LedgerEvaluator
-from trainer.fault import FaultPoints
-from trainer.gauges import Gauges
+from trainer.gauges import Gauges, finite
 from trainer.parallel import join_world
 from trainer.parts import OptimizerLike, as_settings, make_agent, make_optimizer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
@@ -58,7 +57,6 @@ class RLWorkflow(abc.ABC):
         self.config = as_settings(config)
         self.recorder = ChainRecorder([])
         self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
-        self.faults = FaultPoints(self.config.fault)
 
     @classmethod
     def name(cls) -> str:
@@ -210,7 +208,6 @@ class OnPolicyWorkflow(RLWorkflow):
         """Return the next batch, in all processes; None when the source was closed."""
         world = self.agent.world
         claimed: ClaimedBatch | None = world.share(self.env.next_batch(oldest) if world.is_first else None)
-        self.faults.point("after_claim")
         return claimed
 
     def _train(self, state: State, claimed: ClaimedBatch, started: float) -> tuple[Json, State]:
@@ -259,12 +256,13 @@ class OnPolicyWorkflow(RLWorkflow):
                 total.add(gauges)
                 norms.append(norm)
                 number = state.progress.num_updates + num_updates
-                self._record({"update": number, **gauges.read(), "grad_norm": norm}, state.progress.num_batches + 1)
-                self.faults.point("after_optimizer_step")
-        finite = [norm for norm in norms if np.isfinite(norm)]
+                self._record(
+                    {"update": number, **gauges.read(), "grad_norm": finite(norm)}, state.progress.num_batches + 1
+                )
+        taken = [norm for norm in norms if np.isfinite(norm)]
         read = total.read() | {
-            "grad_norm": float(np.mean(finite)) if finite else None,
-            "num_skipped_updates": len(norms) - len(finite),
+            "grad_norm": float(np.mean(taken)) if taken else None,
+            "num_skipped_updates": len(norms) - len(taken),
             "learning_rate": state.optimizer.param_groups[0]["lr"],
         }
         return num_updates, read
@@ -295,9 +293,7 @@ class OnPolicyWorkflow(RLWorkflow):
             path = publish.write_version(
                 self.checkpoints, state.policy, saved["model"], version=version, parent=parent, probe=probe
             )
-            self.faults.point("after_policy_directory")
             self.checkpoints.write_state(version, saved)
-            self.faults.point("after_checkpoint")
             policy = PolicyVersion(
                 version=version,
                 path=str(path),
@@ -307,7 +303,6 @@ class OnPolicyWorkflow(RLWorkflow):
             )
             refusals = self._refusals(claimed, chosen.refused)
             self.env.ack(claimed, self._record_of(after, claimed, chosen), policy, refusals)
-            self.faults.point("after_commit")
             self.checkpoints.prune({version, parent} | self.env.versions_in_use())
         return after.metrics, after
 

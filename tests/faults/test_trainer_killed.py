@@ -1,30 +1,40 @@
-"""A real trainer process that dies as under `kill -9`, and the one that comes after it."""
+"""A real trainer process under `kill -9` at each stage of an update, and the one that comes after it."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from killed_trainer import STAGES
 from safetensors.torch import load_file
 from trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
-from trainer.fault import EXIT_STATUS
 from turnwise.store import queries
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from trainer.main import run
-from trainer.settings import TrainerSettings
-from turnwise.settings import load_settings
-flags = dict(pair.split("=", 1) for pair in sys.argv[2:])
-sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="trainer", overrides=flags)))
-"""
+PROGRAM = Path(__file__).parents[1] / "killed_trainer.py"
+VERSIONS = (1, 2)
+IN_EVERY_RUN = (
+    "between two rows of a minibatch",
+    "the trainer's state half written",
+    "inside the publishing transaction",
+)
 
 
-def train(directory, model, **flags):
+def play(directory: Path, model: Path) -> Path:
+    """Make a ledger with two batches; return the directory."""
+    directory.mkdir()
+    db = new_ledger(directory / "ledger.db")
+    Rollouts(db, load_model(model)).play("a", num_groups=6)
+    db.close()
+    return directory
+
+
+def train(directory: Path, model: Path, *die_at: str) -> int:
+    """Run a trainer over the ledger; return its exit status."""
     config = directory / "trainer.toml"
     config.write_text(
         f"""
@@ -35,33 +45,58 @@ def train(directory, model, **flags):
         num_minibatches = 2
         total_batches = 2
         max_staleness = 10
+        row_tokens = 16
         num_threads = 1
         wait_seconds = 0.0
         progress = false
         """
     )
-    pairs = [f"{name}={value}" for name, value in flags.items()]
-    return subprocess.run([sys.executable, "-c", PROGRAM, str(config), *pairs], timeout=180, check=False).returncode
+    return subprocess.run([sys.executable, str(PROGRAM), str(config), *die_at], timeout=180, check=False).returncode
 
 
-@pytest.mark.parametrize("stage", ["after_optimizer_step:3", "after_checkpoint:2"])
-def test_a_process_that_died_in_mid_update_is_followed_by_one_that_ends_with_the_same_weights(tmp_path, stage):
-    """Bit for bit, each group trained once, and without waiting for the dead one's lease of a minute."""
-    model = make_model(tmp_path / "model")
-    for name in ("straight", "killed"):
-        (tmp_path / name).mkdir()
-        db = new_ledger(tmp_path / name / "ledger.db")
-        Rollouts(db, load_model(model)).play("a", num_groups=6)
-        db.close()
-    assert train(tmp_path / "straight", model) == 0
-    assert train(tmp_path / "killed", model, fault=stage) == EXIT_STATUS
-    assert train(tmp_path / "killed", model) == 0
+def state_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
+    """Return the weights of a version, and all tensors of the trainer's own state."""
+    policies = directory / "policies"
+    saved = torch.load(policies / f"v{version:06d}.trainer" / "state.pt", weights_only=True)
+    optimizer = {
+        f"{name}.{key}": value
+        for name, values in saved["optimizer"]["state"].items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return load_file(policies / f"v{version:06d}" / "model.safetensors") | optimizer
 
-    final = "policies/v000002/model.safetensors"
-    expected, resumed = load_file(tmp_path / "straight" / final), load_file(tmp_path / "killed" / final)
-    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-    db = new_ledger(tmp_path / "killed" / "ledger.db")
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, model):
+    """What a trainer that nobody killed comes to."""
+    directory = play(tmp_path_factory.mktemp("straight") / "run", model)
+    assert train(directory, model) == 0
+    return directory
+
+
+@pytest.mark.parametrize(
+    "stage", [stage if stage in IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES]
+)
+def test_a_trainer_killed_at_any_stage_is_followed_by_one_that_ends_with_the_same_weights(
+    tmp_path, model, straight, stage
+):
+    """Bit for bit, each group trained once, nothing left lying about, and no wait for the dead one's lease."""
+    killed = play(tmp_path / "run", model)
+    assert train(killed, model, STAGES[stage]) == -signal.SIGKILL
+    assert train(killed, model) == 0
+    for version in VERSIONS:
+        expected, resumed = state_of(straight, version), state_of(killed, version)
+        assert expected.keys() == resumed.keys()
+        assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert not list((killed / "policies").glob(".writing-*"))
+    db = new_ledger(killed / "ledger.db")
     with db.read() as conn:
         assert queries.counts(conn).groups == {"trained": 6}
-        assert queries.counts(conn).num_updates == 2
+        assert [record.update_id for record in queries.updates(conn)[0]] == [2, 1]
     db.close()

@@ -1,4 +1,4 @@
-"""The benches of storage and memory, scaled down: what README states about them holds."""
+"""The benches of storage, memory and training, scaled down: what is stated about them holds."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ def test_a_session_of_100_turns_stores_little_more_than_what_is_new_in_it():
 @pytest.mark.slow
 def test_open_sessions_cost_their_share_of_300_megabytes():
     run("memory.py", "--sessions", "600")
+
+
+def test_merged_sessions_train_faster_than_one_row_a_turn_here_and_in_trl():
+    """Sessions of 10 turns: the bench itself checks losses and targets; (10 + 1) / 2 times the tokens, and more."""
+    printed = run("training.py", "--turns", "10", "--sessions", "4", "--rounds", "2")
+    assert float(re.search(r"row a turn .* ([0-9.]+)× the tokens", printed)[1]) > 5.5
+    assert printed.count("TRL, row a") == 2

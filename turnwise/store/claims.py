@@ -2,7 +2,8 @@
 
 One decision: a claim is a fencing token per group, one higher each time the group changes hands, and the transaction
 that records an update checks every token. A trainer that slept through its lease can therefore do no harm, and a group
-is trained exactly once whatever is killed when. Time is the database's own.
+is trained exactly once whatever is killed when. Time is the database's own, and only decides who may try: when its
+clock jumps, groups change hands early, or at most `LONGEST_LEASE_SECONDS` late.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from turnwise.store.database import Database, clock, from_micros
 from turnwise.store.policies import publish_policy
 from turnwise.store.tables import groups, updates
 from turnwise.types import GroupStatus, PolicyVersion, UpdateRecord
+
+LONGEST_LEASE_SECONDS = 3600.0
+"""No lease is granted for longer; one that seems to last longer is from before the clock was set back, and is void."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,7 @@ def claim(
         db: The store.
         trainer_id: Who takes them.
         max_groups: How many at most.
-        lease_seconds: How long the trainer may take without renewing.
+        lease_seconds: How long the trainer may take without renewing, at most `LONGEST_LEASE_SECONDS`.
         min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
         now: Instead of the database's own time, in tests.
 
@@ -76,7 +80,7 @@ def claim(
     with db.write() as conn:
         instant = clock(conn, now)
         num_stale = _drop_stale(conn, instant, min_policy_version)
-        leased_until = instant + int(lease_seconds * 1e6)
+        leased_until = instant + _granted(lease_seconds)
         found = conn.execute(
             sa.select(groups.c.group_pk, groups.c.group_id, groups.c.tenant, groups.c.fencing_token)
             .where(_free(instant))
@@ -118,7 +122,7 @@ def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetim
         LeaseLost: one of them was taken since.
     """
     with db.write() as conn:
-        leased_until = clock(conn, now) + int(lease_seconds * 1e6)
+        leased_until = clock(conn, now) + _granted(lease_seconds)
         for group in held.groups:
             _change(conn, group, leased_until=leased_until)
     return dataclasses.replace(held, leased_until=from_micros(leased_until))
@@ -198,8 +202,16 @@ def ack(
 
 def _free(instant: int) -> sa.ColumnElement[bool]:
     """Return the condition that a group may be claimed."""
-    lapsed = sa.and_(groups.c.status == GroupStatus.CLAIMED.value, groups.c.leased_until <= instant)
-    return sa.or_(groups.c.status == GroupStatus.READY.value, lapsed)
+    until = groups.c.leased_until
+    lapsed = sa.or_(until <= instant, until > instant + _granted(LONGEST_LEASE_SECONDS))
+    return sa.or_(
+        groups.c.status == GroupStatus.READY.value, sa.and_(groups.c.status == GroupStatus.CLAIMED.value, lapsed)
+    )
+
+
+def _granted(lease_seconds: float) -> int:
+    """Return the length of a lease in microseconds."""
+    return int(min(lease_seconds, LONGEST_LEASE_SECONDS) * 1e6)
 
 
 def _drop_stale(conn: sa.Connection, instant: int, min_policy_version: int | None) -> int:

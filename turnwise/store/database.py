@@ -366,7 +366,9 @@ def clock(conn: sa.Connection, now: datetime.datetime | None = None) -> int:
 def acquire_lease(
     conn: sa.Connection, name: str, owner: str, seconds: float, now: datetime.datetime | None = None
 ) -> int | None:
-    """Take a named lock between processes for some seconds.
+    """Take a named lock between processes for some seconds, the same number for all who want it.
+
+    A lease that seems to last more than twice as long is from before the clock was set back, and is void.
 
     Returns:
         The fencing token, which grows by one with every change of holder; None while somebody else holds the lease.
@@ -379,9 +381,10 @@ def acquire_lease(
     if insert_ignoring(conn, lease, first):
         return 1
     keeps = sa.and_(lease.c.owner == owner, lease.c.expires_at > instant)
+    void = lease.c.expires_at > instant + int(2 * seconds * 1e6)
     return conn.execute(
         sa.update(lease)
-        .where(lease.c.name == name, sa.or_(keeps, lease.c.expires_at <= instant))
+        .where(lease.c.name == name, sa.or_(keeps, lease.c.expires_at <= instant, void))
         .values(
             owner=owner,
             expires_at=expires_at,

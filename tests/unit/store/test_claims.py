@@ -102,6 +102,24 @@ def test_leases_run_by_the_databases_own_clock(database: Database) -> None:
     assert claims.claim(database, "next", max_groups=1, lease_seconds=60) is None
 
 
+def test_a_lease_from_before_the_clock_was_set_back_is_void(database: Database) -> None:
+    """Else nobody could claim what a dead trainer held until the clock has caught up."""
+    add_ready(database, "a")
+    dead = claim(database, now=NOW)
+    almost = datetime.timedelta(seconds=claims.LONGEST_LEASE_SECONDS) - MINUTE
+    assert claims.claim(database, "next", max_groups=1, lease_seconds=60, now=NOW - almost) is None
+    again = claim(database, "next", now=NOW - almost - datetime.timedelta(seconds=1))
+    assert again.groups[0].fencing_token == dead.groups[0].fencing_token + 1
+
+
+def test_no_lease_is_longer_than_the_longest(database: Database) -> None:
+    add_ready(database, "a")
+    held = claims.claim(database, "t", max_groups=1, lease_seconds=1e6, now=NOW)
+    assert held is not None
+    assert held.leased_until == NOW + 60 * MINUTE
+    assert claims.renew(database, held, 1e6, now=NOW + MINUTE).leased_until == NOW + 61 * MINUTE
+
+
 def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Database) -> None:
     add_ready(database, "a", "b")
     held = claim(database)

@@ -211,6 +211,14 @@ def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(databas
         assert acquire_lease(connection, "reload", "a", 10, NOW + 30 * SECOND) == 3
 
 
+def test_a_lease_of_a_dead_owner_is_void_once_the_clock_was_set_back(database: Database) -> None:
+    """Else nobody could take it until the clock has caught up, which may be hours."""
+    with database.write() as connection:
+        assert acquire_lease(connection, "reload", "dead", 10, NOW) == 1
+        assert acquire_lease(connection, "reload", "b", 10, NOW - 9 * SECOND) is None
+        assert acquire_lease(connection, "reload", "b", 10, NOW - 11 * SECOND) == 2
+
+
 def test_of_processes_that_want_a_lease_at_once_one_gets_it(database: Database) -> None:
     barrier = threading.Barrier(4)
     tokens: list[int | None] = []

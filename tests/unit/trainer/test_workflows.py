@@ -4,15 +4,20 @@ import json
 import os
 import signal
 import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from killed_trainer import STAGES, dying
 from safetensors.torch import load_file
 from trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
+from trainer import agent
 from trainer.checkpoint import read_manifest
+from trainer.losses import loss_of
 from trainer.main import run
+from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
 from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint
@@ -62,7 +67,8 @@ def settings_for(tmp_path, model, **changes):
 
 
 def train(settings):
-    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
+    workflow = kind.build_from_config(settings, enable_jit=False)
     state = workflow.learn(workflow.setup(settings.seed))
     workflow.close()
     return state
@@ -124,31 +130,29 @@ def test_a_changed_weight_file_is_told_by_its_digest(tmp_path, model, ledger):
         read_manifest(directory)
 
 
-STAGES = ["after_claim", "after_optimizer_step:1", "after_optimizer_step:4", "after_policy_directory:2"]
-STAGES += ["after_checkpoint:2", "after_commit:1", "after_commit:2"]
-
-
+@pytest.mark.parametrize("workflow", ["on_policy", "off_policy"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_for_bit(
-    tmp_path, model, ledger, stage, monkeypatch
+    tmp_path, model, ledger, stage, workflow, monkeypatch
 ):
-    """The law of the resume: state, claims and random numbers are those of the last commit."""
+    """The law of the resume: state, claims, buffer and random numbers are those of the last commit."""
     rollouts = Rollouts(ledger, load_model(model))
     rollouts.play("a", num_groups=6)
     twin = tmp_path / "twin"
     twin.mkdir()
     straight = new_ledger(twin / "ledger.db")
     Rollouts(straight, rollouts.model).play("a", num_groups=6)
-    train(settings_for(twin, model))
+    changes = {"row_tokens": 16, "workflow": workflow, "buffer_min_groups": 3, "buffer_groups": 5}
+    train(settings_for(twin, model, **changes))
     straight.close()
 
     def die():
         raise Killed
 
-    monkeypatch.setattr("trainer.fault._exit", die)
+    monkeypatch.setattr(*dying(STAGES[stage], die))
     with pytest.raises(Killed):
-        train(settings_for(tmp_path, model, fault=stage))
-    assert train(settings_for(tmp_path, model)).progress.num_batches == 2
+        train(settings_for(tmp_path, model, **changes))
+    assert train(settings_for(tmp_path, model, **changes)).progress.num_batches == 2
 
     for version in (1, 2):
         expected, resumed = weights(twin, version), weights(tmp_path, version)
@@ -250,3 +254,38 @@ def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger)
     expected = {"entropy", "kl", "ratio_mean", "ratio_max", "clip_fraction", "effective_sample_size", "grad_norm"}
     expected |= {"staleness_mean", "reward_mean", "reward_std", "num_uniform_groups", "tokens", "seconds"}
     assert expected <= set(lines[-1])
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_written_down(tmp_path, model, ledger, monkeypatch):
+    """The weights stay as they are and the run goes on; JSON knows no NaN, so the line says null."""
+    losses = iter([1.0, float("nan")])
+    monkeypatch.setattr(agent, "loss_of", lambda tokens, rule: loss_of(tokens, rule) * next(losses))
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=1, row_tokens=1000))
+    assert (state.progress.num_updates, state.metrics["num_skipped_updates"]) == (2, 1)
+    lines = [json.loads(line) for line in (tmp_path / "policies" / "trainer.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] is None for line in lines] == [False, True, False]
+    assert lines[1]["loss"] is None
+    assert all(bool(torch.isfinite(value).all()) for value in weights(tmp_path, 1).values())
+    with ledger.read() as conn:
+        assert queries.last_update(conn).metrics["loss"] is None
+
+
+def test_an_evaluation_follows_every_so_many_batches_and_is_recorded(tmp_path, model, ledger):
+    class Exam:
+        versions: ClassVar[list[int]] = []
+
+        def evaluate(self, policy_version):
+            self.versions.append(policy_version)
+            return {"reward_mean": policy_version / 4}
+
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    settings = settings_for(tmp_path, model, groups_per_batch=1, total_batches=3, evaluate_every=2)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    workflow.evaluator = Exam()
+    workflow.learn(workflow.setup(0))
+    workflow.close()
+    assert Exam.versions == [2, 3]
+    lines = [json.loads(line) for line in (tmp_path / "policies" / "trainer.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["eval/reward_mean"]) for line in lines if "eval/reward_mean" in line]
+    assert found == [(2, 0.5), (3, 0.75)]

@@ -1,0 +1,100 @@
+"""A trainer process that learns nothing: it claims, holds for a moment, and acks, through the trainer's own source.
+
+Its wall clock may be off, and may jump while it runs: whatever asks for the time of day gets a wrong one, our own code,
+and SQLite, whose "database's own time" is this process's. It prints a line for every ack that was refused.
+
+    python claiming_trainer.py URL NAME NUMBER SKEW_SECONDS CLOCK_FILE
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from turnwise import types
+
+LEASE_SECONDS = 1.0
+WORK_SECONDS = 0.03
+"""How long a batch is held before it is acked: signals come then."""
+STALLED_SECONDS = 48 * 3600.0
+"""More than any jump of the database's clock, and less than what some trainer's own clock is off by."""
+GROUPS_PER_BATCH = 4
+IDS_APART = 1000
+"""Update ids of one trainer are so far apart, so that those of several never meet."""
+JULIAN_DAY_OF_1970 = 2440587.5
+
+
+class WrongClock:
+    """The time of day plus what this process is off by, and what all are off by since the last jump."""
+
+    def __init__(self, skew_seconds: float, jumps: Path) -> None:
+        self._skew_seconds = skew_seconds
+        self._jumps = jumps
+
+    def offset(self) -> datetime.timedelta:
+        """Return by how much it is wrong now."""
+        return datetime.timedelta(seconds=self._skew_seconds + float(self._jumps.read_text() or 0))
+
+    def now(self) -> datetime.datetime:
+        """Return the wrong time."""
+        return datetime.datetime.now(datetime.UTC) + self.offset()
+
+    def julian_day(self, _now: str) -> float:
+        """Return it as SQLite's julianday('now') does."""
+        return self.now().timestamp() / 86400 + JULIAN_DAY_OF_1970
+
+
+def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> None:
+    """Train until everything is trained: the source gives no batch while nothing is ready, and the test ends us."""
+    clock = WrongClock(float(skew_seconds), Path(jumps))
+    types.utc_now = clock.now  # before those are imported who take it from there
+    from trainer.source import LedgerSource, SourceRule
+    from turnwise.errors import LeaseLost
+    from turnwise.store import queries
+    from turnwise.store.database import Database
+
+    database = Database(url, lock_timeout_seconds=60)
+    if database.dialect == "sqlite":
+        sa.event.listen(
+            database._engine,
+            "connect",
+            lambda connection, _record: connection.create_function("julianday", 1, clock.julian_day),
+        )
+    rule = SourceRule(
+        trainer_id=name,
+        groups_per_batch=GROUPS_PER_BATCH,
+        wait_seconds=0.0,
+        lease_seconds=LEASE_SECONDS,
+        poll_seconds=0.05,
+        stalled_seconds=STALLED_SECONDS,
+        stalled_policy="drop",
+    )
+    source = LedgerSource(database, rule)
+    source.open(types.PolicyVersion(version=0, path="base"))
+    with database.read() as connection:
+        last = queries.last_update(connection, name)
+    ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
+    while (batch := source.next_batch(0)) is not None:
+        time.sleep(WORK_SECONDS)
+        update = types.UpdateRecord(
+            update_id=next(ids),
+            trainer_id=name,
+            policy_version=0,
+            num_groups=len(batch.claim.groups),
+            num_sessions=len(batch.experiences),
+            num_tokens=0,
+            metrics={"turn_ids": [turn_id for one in batch.experiences for turn_id in one.turn_ids]},
+        )
+        try:
+            source.ack(batch, update, None, {})
+        except LeaseLost:
+            print("refused", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,298 @@
+"""Trainers that claim at once while they are killed, frozen beyond their leases, and told wrong times.
+
+An update's record says which turns it was made of, and is written in the transaction of the ack; so what was acked,
+and how often, is read from there. With SQLite all are on one machine, whose clock jumps under them, and one is off by
+itself; PostgreSQL has a clock of its own, which jumps, while those of trainers are off by hours, each differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from claiming_trainer import LEASE_SECONDS
+
+from turnwise.store import ledger, queries, tables
+from turnwise.store.database import Database
+from turnwise.types import Reward, Session, Turn
+
+HOUR = 3600.0
+GROUP_SIZE = 2
+SESSIONS_A_TRANSACTION = 250
+PATIENCE_SECONDS = 180.0
+PROGRAM = Path(__file__).parents[1] / "claiming_trainer.py"
+SKEWS = {"sqlite": {2: HOUR / 2}, "postgresql": {1: 3 * HOUR, 2: -5 * HOUR, 3: 72 * HOUR}}
+"""By how much the clocks of trainers are off, by their number. On SQLite such a one takes every other's lease for run
+out; on PostgreSQL it makes no difference, though the third would take every open group for stalled."""
+JUMPS = [3 * HOUR, -5 * HOUR, 0.0, 30 * HOUR, -30 * HOUR, 0.5]
+"""What the machine's clock, or the server's, is off by after each jump."""
+LAST_JUMP = -60 * HOUR
+"""Back behind all others, when a lease is held by nobody alive."""
+
+
+class DatabaseClock:
+    """The clock that leases are measured by, and that jumps."""
+
+    def __init__(self, database: Database, directory: Path) -> None:
+        self._database = database
+        self.file = directory / "clock"
+        self.file.write_text("0")
+        if database.dialect == "postgresql":
+            self._shadow_the_servers()
+
+    def jump(self, seconds: float) -> None:
+        """Be off by so much from now on."""
+        if self._database.dialect == "postgresql":
+            with self._database.write() as connection:
+                connection.execute(sa.text("UPDATE wrong_clock SET off_by = :seconds"), {"seconds": seconds})
+            return
+        fresh = self.file.with_suffix(".new")
+        fresh.write_text(str(seconds))
+        fresh.replace(self.file)
+
+    def _shadow_the_servers(self) -> None:
+        """Let a function of the same name stand before the server's own."""
+        with self._database.write() as connection:
+            connection.exec_driver_sql("CREATE TABLE wrong_clock (off_by double precision)")
+            connection.exec_driver_sql("INSERT INTO wrong_clock VALUES (0)")
+            connection.exec_driver_sql(
+                "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS $$ SELECT "
+                "pg_catalog.clock_timestamp() + make_interval(secs => (SELECT off_by FROM wrong_clock)) $$"
+            )
+            name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
+            connection.exec_driver_sql(f"ALTER DATABASE {name} SET search_path = public, pg_catalog")
+
+
+@dataclasses.dataclass
+class Trainer:
+    """One process, and those that came before it under its name."""
+
+    name: str
+    command: list[str]
+    output: Path
+    process: subprocess.Popen[bytes]
+
+
+class Crew:
+    """The trainers, and what is done to them."""
+
+    def __init__(self, database: Database, url: str, clock: DatabaseClock, directory: Path, size: int) -> None:
+        self._database = database
+        self._rng = random.Random(size)
+        self.trainers: list[Trainer] = []
+        self._outputs: list[Path] = []
+        for number in range(1, size + 1):
+            name = f"trainer-{number}"
+            skew = str(SKEWS[database.dialect].get(number, 0.0))
+            command = [sys.executable, str(PROGRAM), url, name, str(number), skew, str(clock.file)]
+            output = directory / name
+            self._outputs.append(output)
+            self.trainers.append(Trainer(name, command, output, _start(command, output)))
+
+    def kill_and_restart(self) -> None:
+        """`kill -9` one; the next process of its name takes up what it held."""
+        trainer = self._rng.choice(self.trainers)
+        trainer.process.kill()
+        trainer.process.wait()
+        trainer.process = _start(trainer.command, trainer.output)
+
+    def kill_for_good(self) -> None:
+        """`kill -9` one that holds groups; the others have to wait for its lease."""
+        trainer = self._frozen_holder()
+        trainer.process.kill()
+        trainer.process.wait()
+        self.trainers.remove(trainer)
+
+    def freeze_beyond_the_lease(self) -> None:
+        """SIGSTOP one that holds groups until another has one of them, then let it go on: its ack must be refused."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            trainer = self._frozen_holder()
+            refused = _refused(trainer.output)
+            taken = self._taken_from(self._held_by(trainer))
+            trainer.process.send_signal(signal.SIGCONT)
+            if taken:
+                _wait_for(refused + 1, lambda: _refused(trainer.output), "refused acks")  # noqa: B023
+                return
+        raise AssertionError("no group was taken from a frozen trainer")
+
+    def num_refused(self) -> int:
+        """Return how many acks were refused."""
+        return sum(map(_refused, self._outputs))
+
+    def is_alive(self) -> bool:
+        """Say whether all run that should."""
+        return all(trainer.process.poll() is None for trainer in self.trainers)
+
+    def close(self) -> None:
+        """End all."""
+        for trainer in self.trainers:
+            trainer.process.kill()
+            trainer.process.wait()
+
+    def _frozen_holder(self) -> Trainer:
+        """Freeze trainers until one is caught with groups in its hands."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            trainer = self._rng.choice(self.trainers)
+            os.kill(trainer.process.pid, signal.SIGSTOP)
+            if self._held_by(trainer):
+                return trainer
+            trainer.process.send_signal(signal.SIGCONT)
+            time.sleep(0.01)
+        raise AssertionError("no trainer was caught while it held a group")
+
+    def _taken_from(self, held: set[tuple[int, int]]) -> bool:
+        """Wait until somebody else has one of the groups; False when it does not come to that.
+
+        One that was frozen in mid-transaction holds the database's lock, or is acking already.
+        """
+        deadline = time.monotonic() + 3 * LEASE_SECONDS
+        columns = tables.groups.c
+        while time.monotonic() < deadline:
+            with self._database.read() as connection:
+                tokens = connection.execute(sa.select(columns.group_pk, columns.fencing_token)).all()
+            now = {row.group_pk: row.fencing_token for row in tokens}
+            if any(now[group_pk] > token for group_pk, token in held):
+                return True
+            time.sleep(0.02)
+        return False
+
+    def _held_by(self, trainer: Trainer) -> set[tuple[int, int]]:
+        columns = tables.groups.c
+        with self._database.read() as connection:
+            held = sa.select(columns.group_pk, columns.fencing_token).where(
+                columns.trainer_id == trainer.name, columns.status == "claimed"
+            )
+            return {(row.group_pk, row.fencing_token) for row in connection.execute(held)}
+
+
+def _refused(output: Path) -> int:
+    return output.read_text().count("refused")
+
+
+def _wait_for(expected: int, count: Callable[[], int], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (found := count()) < expected:
+        assert time.monotonic() < deadline, f"{found} of {expected} {what}"
+        time.sleep(0.05)
+
+
+def _start(command: list[str], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file)
+
+
+def fill(database: Database, num_experiences: int) -> list[str]:
+    """Write sessions of one turn, in groups, none of them finished yet; return the turns' ids."""
+    names = [f"s{number}" for number in range(num_experiences)]
+    tokens = np.array([1, 2], np.int32)
+    for start in range(0, num_experiences, SESSIONS_A_TRANSACTION):
+        chunk = range(start, min(start + SESSIONS_A_TRANSACTION, num_experiences))
+        with database.write() as connection:
+            for number in chunk:
+                group_id = f"g{number // GROUP_SIZE}"
+                session = Session(session_id=names[number], group_id=group_id, group_size=GROUP_SIZE)
+                ledger.create_session(connection, session)
+            turns = [
+                Turn(
+                    turn_id=f"{names[number]}-turn",
+                    session_id=names[number],
+                    chain_id=f"{names[number]}-turn",
+                    prompt_delta=tokens,
+                    prompt_length=2,
+                    token_ids=tokens,
+                    logprobs=np.array([-1, -1], np.float32),
+                )
+                for number in chunk
+            ]
+            ledger.append_turns(connection, turns)
+    return [f"{name}-turn" for name in names]
+
+
+def finish(database: Database, numbers: range) -> None:
+    """Reward and end sessions, so that their groups can be claimed."""
+    with database.write() as connection:
+        ledger.add_rewards(connection, [Reward(session_id=f"s{number}", value=1.0) for number in numbers])
+        for number in numbers:
+            ledger.end_session(connection, "default", f"s{number}")
+
+
+def acked(database: Database) -> Counter[str]:
+    """Return how often each turn was trained on, by the records of the updates."""
+    counts: Counter[str] = Counter()
+    after = None
+    has_more = True
+    while has_more:
+        with database.read() as connection:
+            page, has_more = queries.updates(connection, after=after)
+        for record in page:
+            counts.update(record.metrics["turn_ids"])
+        after = page[-1].update_id if page else after
+    return counts
+
+
+@contextlib.contextmanager
+def under_fire(
+    database: Database, url: str, directory: Path, num_trainers: int
+) -> Iterator[tuple[Crew, DatabaseClock]]:
+    clock = DatabaseClock(database, directory)
+    crew = Crew(database, url, clock, directory, num_trainers)
+    try:
+        yield crew, clock
+    finally:
+        crew.close()
+
+
+def num_trained(database: Database) -> int:
+    with database.read() as connection:
+        return queries.counts(connection).groups.get("trained", 0)
+
+
+@pytest.mark.parametrize(
+    ("num_trainers", "num_experiences", "num_rounds"),
+    [(3, 300, 1), pytest.param(8, 10_000, 6, marks=pytest.mark.slow)],
+)
+def test_every_experience_is_acked_exactly_once_whatever_is_done_to_the_trainers(
+    database: Database, database_url: str, tmp_path: Path, num_trainers: int, num_experiences: int, num_rounds: int
+) -> None:
+    """None is lost, none is counted twice, and an ack under a stale fencing token is refused."""
+    turn_ids = fill(database, num_experiences)
+    with under_fire(database, database_url, tmp_path, num_trainers) as (crew, clock):
+        jumps = itertools.cycle(JUMPS)
+        blows = [crew.kill_and_restart, crew.freeze_beyond_the_lease, lambda: clock.jump(next(jumps))]
+        waves = np.array_split(np.arange(num_experiences // GROUP_SIZE), num_rounds * len(blows) + 1)
+        for number, wave in enumerate(waves):
+            finish(database, range(GROUP_SIZE * int(wave[0]), GROUP_SIZE * (int(wave[-1]) + 1)))
+            if number < len(waves) - 1:
+                blows[number % len(blows)]()
+        crew.kill_for_good()
+        clock.jump(LAST_JUMP)
+        _wait_for(num_experiences // GROUP_SIZE, lambda: num_trained(database), "groups trained")
+        assert crew.is_alive()
+        refused = crew.num_refused()
+    counts = acked(database)
+    with database.read() as connection:
+        claimed_again = connection.execute(
+            sa.select(sa.func.count()).select_from(tables.groups).where(tables.groups.c.fencing_token > 1)
+        ).scalar_one()
+    print(
+        f"\n{database.dialect}: {num_trainers} trainers, {num_experiences} experiences, {num_rounds} kills with "
+        f"restart and 1 without, {num_rounds} freezes, {num_rounds + 1} clock jumps: {len(counts)} experiences acked, "
+        f"{sum(counts.values())} times in all; {claimed_again} groups claimed more than once, {refused} acks refused"
+    )
+    assert counts == Counter(turn_ids)
+    assert refused >= num_rounds

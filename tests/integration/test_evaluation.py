@@ -1,0 +1,116 @@
+"""The trainer's evaluation: a command plays held-out sessions through a real proxy, and the ledger says how it went."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from proxies import RunningProxy
+from safetensors.numpy import save_file
+
+from trainer.evaluator import LedgerEvaluator
+from turnwise.store import ledger, queries
+from turnwise.store.database import Database
+from turnwise.types import PolicyStatus, PolicyVersion
+
+AGENT = """
+import json, sys, urllib.request, uuid
+from openai import OpenAI
+
+url, rewards = sys.argv[1], json.loads(sys.argv[2])
+
+def post(path, body):
+    data = json.dumps(body).encode()
+    urllib.request.urlopen(urllib.request.Request(url + path, data, {"content-type": "application/json"})).close()
+
+for number, (split, reward, num_turns) in enumerate(rewards):
+    name = f"{split}-{uuid.uuid4().hex}"
+    post("/v1/sessions", {"session_id": name, "split": split})
+    client, messages = OpenAI(base_url=f"{url}/sessions/{name}/v1", api_key="none"), []
+    for turn in range(num_turns):
+        messages.append({"role": "user", "content": f"question {number} {turn}"})
+        reply = client.chat.completions.create(model="fake", messages=messages)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    if reward is not None:
+        post("/v1/rewards", {"session_id": name, "value": reward})
+        post(f"/v1/sessions/{name}/end", {})
+"""
+
+
+@pytest.fixture
+def database(proxy: RunningProxy):
+    database = Database(proxy.database_url)
+    yield database
+    database.close()
+
+
+def evaluator(database: Database, proxy: RunningProxy, *sessions: tuple[str, float | None, int]) -> LedgerEvaluator:
+    """Return an evaluator whose agent plays sessions of a split, with a reward, of so many turns."""
+    return LedgerEvaluator(database, [sys.executable, "-c", AGENT, proxy.url, json.dumps(sessions)])
+
+
+def ask(proxy: RunningProxy, path: str, body: dict | None = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(proxy.url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.loads(response.read())
+
+
+def publish(proxy: RunningProxy, place: Path) -> int:
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    save_file({"w": np.zeros(1, np.float32)}, place / "model.safetensors")
+    return ask(proxy, "/v1/policies", {"path": str(place)})["version"]
+
+
+def test_held_out_sessions_are_played_by_the_version_that_was_just_published(proxy, database, tmp_path):
+    """It waits until engines serve it; sessions of the training split, and those still open, do not count."""
+    version = publish(proxy, tmp_path / "v1")
+    played = [("eval", 1.0, 1), ("eval", 0.0, 3), ("train", 0.5, 1), ("eval", 1.0, 2), ("eval", None, 1)]
+    found = evaluator(database, proxy, *played).evaluate(version)
+    assert found == {
+        "policy_version": version,
+        "oldest_policy_version": version,
+        "reward_mean": pytest.approx(2 / 3),
+        "turns_mean": 2.0,
+        "num_sessions": 3,
+    }
+    [listed] = [policy for policy in ask(proxy, "/v1/policies")["data"] if policy["version"] == version]
+    assert listed["metrics"]["eval"] == found
+    with database.read() as connection:
+        assert queries.counts(connection).groups == {"ready": 1}  # the training session alone
+
+
+def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
+    """Nor those of before it, in whatever process that was."""
+    version = publish(proxy, tmp_path / "v1")
+    evaluator(database, proxy, ("eval", 0.0, 1)).evaluate(version)
+    next_process = evaluator(database, proxy, ("eval", 1.0, 1), ("eval", 0.5, 1))
+    for _ in range(2):
+        found = next_process.evaluate(version)
+        assert (found["num_sessions"], found["reward_mean"]) == (2, 0.75)
+    read_only = LedgerEvaluator(database)
+    assert read_only.evaluate(version)["num_sessions"] == 5
+    assert read_only.evaluate(version) == {}
+
+
+def test_a_version_that_engines_refuse_is_not_waited_for(proxy, database, tmp_path, caplog):
+    """What is served is played instead, the gauges say which version that was, and the refused one gets no figures."""
+    with database.write() as connection:
+        ledger.publish_policy(connection, PolicyVersion(version=7, path=str(tmp_path / "nothing")))
+    found = evaluator(database, proxy, ("eval", 1.0, 1)).evaluate(7)
+    assert (found["policy_version"], found["num_sessions"]) == (0, 1)
+    assert "not served yet" not in caplog.text
+    with database.read() as connection:
+        assert queries.policy(connection, 7).status is PolicyStatus.FAILED
+        assert "eval" not in queries.policy(connection, 7).metrics
+
+
+def test_a_command_that_fails_is_reported_and_evaluates_nothing(proxy, database, tmp_path, caplog):
+    version = publish(proxy, tmp_path / "v1")
+    assert LedgerEvaluator(database, [sys.executable, "-c", "raise SystemExit(3)"]).evaluate(version) == {}
+    assert "exited with status 3" in caplog.text

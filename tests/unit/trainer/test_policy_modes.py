@@ -1,0 +1,130 @@
+"""The same loss and gradient however the policy computes them: compiled, checkpointed, in bfloat16."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+
+from trainer.agent import AgentRule, PolicyAgent
+from trainer.batch import Batch, build
+from trainer.losses import LossRule
+from trainer.policy import Policy, PolicySpec
+from trainer.settings import TrainerSettings
+from trainer.workflows import OnPolicyWorkflow
+from turnwise.store import queries
+from turnwise.types import PolicyKind
+
+TORCHS_OWN = "ignore:.*torch.jit:DeprecationWarning"
+"""The compiler's modules warn of each other."""
+ROW_TOKENS = 40
+"""Makes rows of one sequence, without a mask, and of several, with one."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory, model) -> Batch:
+    db = new_ledger(tmp_path_factory.mktemp("ledger") / "ledger.db")
+    Rollouts(db, load_model(model), num_turns=3).play("a", num_groups=2)
+    with db.read() as conn:
+        found = list(queries.experiences(conn, queries.SessionFilter(), merge="chain"))
+    db.close()
+    return build(found, [np.linspace(-1.0, 2.0, len(e.turn_ids)) for e in found], policy_version=0)
+
+
+def policy_for(model, *, compiled=False, **spec) -> Policy:
+    policy = Policy(PolicySpec(model=str(model), device="cpu", **spec))
+    policy.compiled = compiled
+    policy.load(0)
+    return policy
+
+
+def loss_and_gradient(policy, batch) -> tuple[float, torch.Tensor]:
+    agent = PolicyAgent(policy, AgentRule(loss=LossRule(entropy_coef=0.01), row_tokens=ROW_TOKENS))
+    gauges = agent.accumulate_gradient(batch, range(len(batch.experiences)))
+    return gauges.read()["loss"], torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+
+def count_passes(policy) -> list[None]:
+    """Return a list that grows with every forward pass of the policy's first layer."""
+    passes: list[None] = []
+    layer = next(module for module in policy.model.modules() if hasattr(module, "self_attn"))
+    layer.self_attn.register_forward_hook(lambda *_: passes.append(None))
+    return passes
+
+
+@pytest.mark.parametrize("kind", list(PolicyKind))
+def test_gradient_checkpointing_changes_no_number(model, batch, kind):
+    """It computes the layers again on the way back; for LoRA too, whose inputs carry no gradient by themselves."""
+    plain = policy_for(model, kind=kind, lora_rank=4)
+    checkpointed = policy_for(model, kind=kind, lora_rank=4, gradient_checkpointing=True)
+    passes = {policy: count_passes(policy) for policy in (plain, checkpointed)}
+    loss, gradient = loss_and_gradient(plain, batch)
+    again, gradient_again = loss_and_gradient(checkpointed, batch)
+    assert len(passes[checkpointed]) == 2 * len(passes[plain]) > 0
+    assert again == pytest.approx(loss, abs=1e-7)
+    torch.testing.assert_close(gradient_again, gradient, atol=1e-7, rtol=0)
+    assert gradient.abs().sum() > 0
+
+
+def test_bfloat16_computes_in_bfloat16_and_holds_weights_and_gradients_in_float32(model, batch):
+    """Close to float32, and not equal to it: eight bits of mantissa leave about half a percent."""
+    loss, gradient = loss_and_gradient(policy_for(model), batch)
+    policy = policy_for(model, dtype="bfloat16")
+    computed: set[torch.dtype] = set()
+    policy.model.lm_head.register_forward_hook(lambda _module, _inputs, output: computed.add(output.dtype))
+    rounded, rounded_gradient = loss_and_gradient(policy, batch)
+    assert computed == {torch.bfloat16}
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    assert rounded_gradient.dtype == torch.float32
+    assert rounded != loss
+    assert rounded == pytest.approx(loss, abs=2e-2)
+    similarity = torch.nn.functional.cosine_similarity(rounded_gradient, gradient, dim=0)
+    assert similarity > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(TORCHS_OWN)
+def test_a_compiled_policy_computes_the_same_loss_and_gradient(model, batch):
+    """`torch.compile`, once for rows of one sequence and once for packed ones, whatever their length."""
+    loss, gradient = loss_and_gradient(policy_for(model), batch)
+    compiled = policy_for(model, compiled=True)
+    again, gradient_again = loss_and_gradient(compiled, batch)
+    assert type(compiled._forward).__name__ == "OptimizedModule"
+    assert again == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(gradient_again, gradient, atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(TORCHS_OWN)
+def test_a_workflow_that_is_built_with_jit_comes_to_the_same_weights(tmp_path, model):
+    """The whole step, from claim to published version, with and without `enable_jit`."""
+    found = {}
+    for enable_jit in (False, True):
+        directory = tmp_path / str(enable_jit)
+        db = new_ledger(tmp_path / f"{enable_jit}.db")
+        Rollouts(db, load_model(model)).play("a", num_groups=3)
+        db.close()
+        settings = TrainerSettings(
+            database=f"sqlite:///{tmp_path / f'{enable_jit}.db'}",
+            model=str(model),
+            policies_dir=directory,
+            total_batches=1,
+            wait_seconds=0.0,
+            progress=False,
+        )
+        workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=enable_jit)
+        assert workflow.agent.policy.compiled is enable_jit
+        state = workflow.learn(workflow.setup(0))
+        workflow.close()
+        found[enable_jit] = (state.metrics["loss"], load_file(directory / "v000001" / "model.safetensors"))
+    assert found[True][0] == pytest.approx(found[False][0], abs=1e-5)
+    for name, weight in found[False][1].items():
+        torch.testing.assert_close(found[True][1][name], weight, atol=1e-5, rtol=0)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.recorders import ProgressLine, TensorBoard, WeightsAndBiases
+from turnwise.errors import SettingsError
+
+LINES = [
+    ({"update": 1, "loss": 0.5, "grad_norm": None}, 1),
+    ({"update": 2, "loss": 0.25}, 1),
+    ({"loss": 0.375, "reward_mean": 0.75, "refused": "why", "is_odd": True}, 1),
+    ({"eval/reward_mean": 0.5}, 1),
+]
+"""What a workflow records of one batch of two optimizer steps, and of an evaluation."""
+
+
+def record(recorder) -> None:
+    for scalars, step in LINES:
+        recorder.write(scalars, step)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_keeps_optimizer_steps_apart_from_batches(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder = TensorBoard(tmp_path)
+    record(recorder)
+    recorder.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert found == {
+        "update/loss": [(1, 0.5), (2, 0.25)],
+        "loss": [(1, 0.375)],
+        "reward_mean": [(1, 0.75)],
+        "eval/reward_mean": [(1, 0.5)],
+    }
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_and_biases_runs_offline_and_loses_no_line(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    recorder = WeightsAndBiases("turnwise-test", {"seed": 0})
+    record(recorder)
+    summary = dict(recorder._run.summary)
+    recorder.close()
+    assert list(Path(tmp_path, "wandb").glob("offline-run-*/*.wandb"))
+    shown = {name: value for name, value in summary.items() if not name.startswith("_")}
+    assert shown == {
+        "batch": 1,
+        "update/number": 2,
+        "update/loss": 0.25,
+        "loss": 0.375,
+        "reward_mean": 0.75,
+        "eval/reward_mean": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [
+        ("tensorboard", TensorBoard),
+        ("wandb", lambda _: WeightsAndBiases("project", {})),
+    ],
+)
+def test_a_recorder_whose_package_is_missing_says_what_to_install(tmp_path, monkeypatch, package, make):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(SettingsError, match=f"pip install {package}"):
+        make(tmp_path)
+
+
+def test_the_progress_line_shows_a_batch_and_no_optimizer_step_twice(capsys):
+    record(ProgressLine())
+    printed = capsys.readouterr().err
+    assert "reward_mean 0.75" in printed
+    assert "refused: why" in printed

@@ -1,0 +1,49 @@
+"""Evaluations: which versions really sampled the held-out sessions, and what is known of a version afterwards.
+
+One decision: what was measured is asked of the turns, not of whoever ordered the evaluation, because engines may still
+serve an older version, or another one by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from turnwise.store import rows
+from turnwise.store.tables import policies, sessions, turns
+from turnwise.types import Json, Split
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The policy versions behind some turns; None where there are no turns, or no version is known."""
+
+    oldest: int | None
+    newest: int | None
+
+
+def versions_sampled(conn: sa.Connection, session_ids: Sequence[str]) -> Sampled:
+    """Return which versions sampled these eval sessions."""
+    row = conn.execute(
+        sa.select(sa.func.min(turns.c.policy_version_first), sa.func.max(turns.c.policy_version_last))
+        .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
+        .where(sessions.c.split == Split.EVAL.value, sessions.c.session_id.in_(session_ids))
+    ).one()
+    return Sampled(oldest=row[0], newest=row[1])
+
+
+def record_evaluation(conn: sa.Connection, version: int, gauges: Json) -> None:
+    """Keep an evaluation with the version that it is of, as `eval` in its metrics; a later one replaces it.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        version: The version; nothing is kept for one that was never published.
+        gauges: What was measured.
+    """
+    known = conn.execute(sa.select(policies.c.metrics).where(policies.c.version == version)).scalar_one_or_none()
+    if known is not None:
+        metrics = json.loads(known) | {"eval": gauges}
+        conn.execute(sa.update(policies).where(policies.c.version == version).values(metrics=rows.dump(metrics)))
