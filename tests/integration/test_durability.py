@@ -79,12 +79,16 @@ def test_postgresql_that_is_stopped_in_mid_load_and_started_again_loses_nothing(
 
 @contextlib.contextmanager
 def file_limit(proxy: RunningProxy, database: Path) -> Iterator[None]:
-    """Let no file of the proxy grow any more."""
+    """Let no file of the proxy, or of the process that writes for it, grow any more."""
+    threads = Path(f"/proc/{proxy.process.pid}/task").iterdir()
+    children = {int(pid) for thread in threads for pid in (thread / "children").read_text().split()}
     _, hard = resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE)
     size = max(path.stat().st_size for path in database.parent.iterdir())
-    resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, (size + 4096, hard))
+    for pid in {proxy.process.pid, *children}:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + 4096, hard))
     yield
-    resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    for pid in {proxy.process.pid, *children}:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
 @contextlib.contextmanager
