@@ -94,7 +94,6 @@ def create_app(settings: ProxySettings) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(data.Shortcut)
     for router in (sessions.router, rewards.router, policies.router, operations.router, dashboard.router):
         app.include_router(router)
     app.add_exception_handler(TurnwiseError, _answer_error)

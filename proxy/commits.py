@@ -94,10 +94,10 @@ class Report(NamedTuple):
     """Failures that nobody foresaw; the log has them."""
 
 
-def frame(content: object) -> bytes:
-    """Return something as it is sent between the two processes, which are of one release."""
+def frame(content: object) -> tuple[bytes, bytes]:
+    """Return something as it is sent between the two processes, which are of one release: its length and itself."""
     raw = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(raw)) + raw
+    return _LENGTH.pack(len(raw)), raw
 
 
 class Frames:
@@ -236,7 +236,7 @@ def serve(link: socket.socket) -> None:
     committer = Committer(database, FaultPoints(setup.fault, _die))
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
-            link.sendall(frame(committer.write(jobs[start : start + MAX_BATCH])))
+            link.sendall(b"".join(frame(committer.write(jobs[start : start + MAX_BATCH]))))
     database.close()
 
 

@@ -10,6 +10,7 @@ import uvicorn
 
 from proxy.app import create_app
 from proxy.connections import limited_http
+from proxy.routes.data import Shortcut
 from proxy.settings import ProxySettings
 
 SWITCH_SECONDS = 0.0003
@@ -28,7 +29,7 @@ def run(settings: ProxySettings) -> int:
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(settings),
+            Shortcut(create_app(settings)),
             host=settings.host,
             port=settings.port,
             loop="uvloop",

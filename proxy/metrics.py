@@ -1,6 +1,11 @@
-"""Every metric of the proxy, named once. What is dropped, refused, retried or untrainable shows up here."""
+"""Every metric of the proxy, named once. What is dropped, refused, retried or untrainable shows up here.
+
+Those that every call counts are looked up by their labels once: `turns_of`, `tokens_of`, `call_seconds_of`.
+"""
 
 from __future__ import annotations
+
+import functools
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -16,10 +21,13 @@ class Metrics:
         self.turns = Counter(
             "turnwise_turns", "Calls by their one outcome and its reason", ["outcome", "reason"], registry=r
         )
+        self.turns_of = functools.cache(self.turns.labels)
         self.tokens = Counter("turnwise_tokens", "Tokens captured", ["kind"], registry=r)
+        self.tokens_of = functools.cache(self.tokens.labels)
         self.call_seconds = Histogram(
             "turnwise_call_seconds", "A call, from request to last byte", ["mode"], buckets=SECONDS, registry=r
         )
+        self.call_seconds_of = functools.cache(self.call_seconds.labels)
         self.ttft_seconds = Histogram(
             "turnwise_ttft_seconds", "Time to the first token of a stream", buckets=SECONDS, registry=r
         )

@@ -251,9 +251,9 @@ class Relay:
     def _count(self, running: Running, endings: list[Ending]) -> None:
         metrics = self._metrics
         for ending in endings:
-            metrics.turns.labels(ending.outcome.value, ending.reason or "").inc()
-        metrics.tokens.labels("sampled").inc(sum(len(each.token_ids) for each in running.captured.choices.values()))
-        metrics.tokens.labels("prompt").inc(len(running.captured.prompt_token_ids))
+            metrics.turns_of(ending.outcome.value, ending.reason or "").inc()
+        metrics.tokens_of("sampled").inc(sum(len(each.token_ids) for each in running.captured.choices.values()))
+        metrics.tokens_of("prompt").inc(len(running.captured.prompt_token_ids))
         if running.plan.reason is not None:
             metrics.breaks.labels(running.plan.reason).inc()
         if running.first_token_at is not None:
@@ -282,7 +282,7 @@ class Relay:
         finally:
             work.close()
             mode = "stream" if running.call.stream else "whole"
-            self._metrics.call_seconds.labels(mode).observe(time.perf_counter() - running.started)
+            self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
 
     async def _commit_error(self, running: Running, reason: str) -> None:
         running.version_first = running.version_last = running.lane.version
@@ -290,7 +290,7 @@ class Relay:
             running.call, running.timing(), reason, turn_id=running.turn_id, session=running.live.session
         )
         await self._writer.append([Sampled(turn, [])])
-        self._metrics.turns.labels("error", reason).inc()
+        self._metrics.turns_of("error", reason).inc()
 
 
 def own_name(said: bytes, lane: Lane) -> bytes:

@@ -50,7 +50,7 @@ class Writer:
             argv = [sys.executable, "-c", "from proxy.commits import main; main()", str(theirs.fileno())]
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])  # noqa: ASYNC220, S603  a fork of our own
         self._transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=ours)
-        self._transport.write(frame(self._setup))
+        self._transport.writelines(frame(self._setup))
 
     async def append(self, sampled: list[Sampled]) -> list[Ending]:
         """Store the turns of one call and return how each is stored.
@@ -87,10 +87,10 @@ class Writer:
         if self._transport is None:
             raise StoreUnavailable("the writing process is being restarted; nothing of this is stored, retry")
         number = next(self._numbers)
-        self._outgoing.append(frame(Job(number, time.monotonic() + self._timeout_seconds, work)))
         loop = asyncio.get_running_loop()
-        if len(self._outgoing) == 1:
+        if not self._outgoing:
             loop.call_soon(self._flush)
+        self._outgoing += frame(Job(number, time.monotonic() + self._timeout_seconds, work))
         future = self._waiting[number] = loop.create_future()
         return future
 
@@ -98,7 +98,7 @@ class Writer:
         """Send all jobs of one round of the event loop at once."""
         jobs, self._outgoing = self._outgoing, []
         if self._transport is not None:
-            self._transport.write(b"".join(jobs))
+            self._transport.writelines(jobs)
 
     def take(self, report: Report) -> None:
         """Tell the callers what became of their jobs."""

@@ -33,6 +33,8 @@ from turnwise.store import queries
 from turnwise.store.lineage import TurnView
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from proxy.app import Services
 
 log = logging.getLogger(__name__)
@@ -301,22 +303,21 @@ def routes(served: dict[tuple[str, str], App]) -> list[Route]:
 
 
 class Shortcut:
-    """Middleware that finds the data plane's endpoints by their path alone: a router tries its routes one by one."""
+    """The app, with the data plane's endpoints found by their path alone: a framework tries its routes one by one."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: FastAPI) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request here, or pass it on to the framework."""
-        endpoint = _shortcut(scope) if scope["type"] == "http" else None
+        endpoint = self._find(scope) if scope["type"] == "http" else None
         await (endpoint or self._app)(scope, receive, send)
 
-
-def _shortcut(scope: Scope) -> App | None:
-    path: str = scope["path"]
-    served: dict[tuple[str, str], App] = scope["app"].state.endpoints
-    if not path.startswith("/sessions/"):
-        return served.get((scope["method"], path))
-    session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
-    scope["path_params"] = {"session_id": session_id}
-    return served.get((scope["method"], slash + rest))
+    def _find(self, scope: Scope) -> App | None:
+        path: str = scope["path"]
+        served: dict[tuple[str, str], App] = self._app.state.endpoints
+        if not path.startswith("/sessions/"):
+            return served.get((scope["method"], path))
+        session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
+        scope["path_params"] = {"session_id": session_id}
+        return served.get((scope["method"], slash + rest))
