@@ -16,8 +16,8 @@ import orjson
 
 from turnwise.types import Json
 
-IDS = re.compile(rb'(token_ids":)\s*\[[^]]*\]')
-"""Token ids, of a prompt as well, and the end of their key."""
+IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
+"""Token ids, of a prompt as well, with the end of their key."""
 NULL = b"null"
 
 
@@ -54,11 +54,6 @@ class Extracted(NamedTuple):
     logprobs: list[bytes]
     """JSON of each choice's logprobs, as they are listed in the reply; empty where there are none."""
 
-    def shown(self, *, logprobs: bool, token_ids: bool) -> bytes:
-        """Return the reply with as much as the client asked for."""
-        left = self.raw if logprobs else self.rest
-        return left if token_ids else IDS.sub(rb"\1null", left)
-
 
 class _Sampled(msgspec.Struct, gc=False):
     logprob: float | None
@@ -93,6 +88,11 @@ def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
             pass  # the logprobs are still there, written in another way
     rest, logprobs = _decode_logprobs(raw)
     return Extracted(raw, rest, _reply.decode(rest), logprobs)
+
+
+def without_ids(replies: bytes) -> bytes:
+    """Return replies or chunks, one or many, with `null` for every list of token ids."""
+    return IDS.sub(b'token_ids":null', replies)
 
 
 def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:

@@ -209,7 +209,9 @@ class Relay:
         if failures:
             chunks = [event for event in chunks if CHOICES in event]
         with readable(lane):
-            shown = call.dialect.take_chunks([own_name(chunk, lane) for chunk in chunks], captured, call)
+            if lane.adapter is not None:
+                chunks = [own_name(chunk, lane) for chunk in chunks]
+            shown = call.dialect.take_chunks(chunks, captured, call)
         if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
             running.first_token_at = time.perf_counter()
             running.version_first = lane.version

@@ -78,7 +78,9 @@ class ChatCompletions:
             captured.choices[choice.index] = Choice(
                 choice.message or {}, choice.token_ids or [], said.logprobs[position:][:1], choice.finish_reason
             )
-        return captured, _shown(said, call, "message")
+        shown = said.raw if call.wants_logprobs else said.rest
+        shown = shown if call.wants_token_ids else extract.without_ids(shown)
+        return captured, _without_thinking(shown, "message") if _hides_thinking(call.body) else shown
 
     def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
         """Capture chunks of a stream, and return those that the client would have got, stripped.
@@ -87,18 +89,14 @@ class ChatCompletions:
             msgspec.DecodeError: one is no chunk of a chat completion.
         """
         shown = []
+        has_one_choice, shows_all = call.num_choices == 1, call.wants_logprobs or call.wants_token_ids
         for event in events:
-            said = extract.read_reply(event, has_one_choice=call.num_choices == 1)
-            chunk = said.reply
-            if chunk.prompt_token_ids:
-                captured.prompt_token_ids, captured.model = chunk.prompt_token_ids, chunk.model or ""
-            is_shown = not chunk.choices or call.wants_logprobs or call.wants_token_ids
-            for position, choice in enumerate(chunk.choices):
-                _take_delta(choice, said.logprobs[position:][:1], captured.choice(choice.index))
-                is_shown = is_shown or bool(choice.delta) or choice.finish_reason is not None
-            if is_shown:
-                shown.append(_shown(said, call, "delta"))
-        return shown
+            said = extract.read_reply(event, has_one_choice=has_one_choice)
+            if _take_chunk(said, captured) or shows_all:
+                shown.append(event if call.wants_logprobs else said.rest)
+        if shown and not call.wants_token_ids:
+            shown = extract.without_ids(b"\n".join(shown)).split(b"\n")
+        return [_without_thinking(chunk, "delta") for chunk in shown] if _hides_thinking(call.body) else shown
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's words are the client's
         """Return the reply as it is."""
@@ -144,12 +142,6 @@ def _is_refused(body: Json) -> bool:
     return not body.get("messages") or (bool(body.get("top_logprobs")) and not body.get("logprobs"))
 
 
-def _shown(said: extract.Extracted, call: Call, field: str) -> bytes:
-    """Return what the client asked for of a reply or chunk; `field` holds what its choices say."""
-    shown = said.shown(logprobs=call.wants_logprobs, token_ids=call.wants_token_ids)
-    return _without_thinking(shown, field) if _hides_thinking(call.body) else shown
-
-
 def _without_thinking(raw: bytes, field: str) -> bytes:
     """Take the thinking out, and the token ids that would tell it, as vLLM does for who does not want it."""
     reply = extract.decoded(raw)
@@ -162,14 +154,25 @@ def _without_thinking(raw: bytes, field: str) -> bytes:
     return orjson.dumps(reply)
 
 
-def _take_delta(said: extract.EngineChoice, logprobs: list[bytes], choice: Choice) -> None:
-    if said.token_ids:
-        choice.token_ids += said.token_ids
-    choice.logprobs += logprobs
-    if said.finish_reason is not None:
-        choice.finish_reason = said.finish_reason
-    for field, value in (said.delta or {}).items():
-        _join(choice.message, field, value)
+def _take_chunk(said: extract.Extracted, captured: Captured) -> bool:
+    """Capture a chunk, and say whether it tells something to a client that wants the text alone."""
+    chunk = said.reply
+    if chunk.prompt_token_ids:
+        captured.prompt_token_ids, captured.model = chunk.prompt_token_ids, chunk.model or ""
+    tells = not chunk.choices
+    for position, told in enumerate(chunk.choices):
+        choice = captured.choice(told.index)
+        if told.token_ids:
+            choice.token_ids += told.token_ids
+        if said.logprobs:
+            choice.logprobs.append(said.logprobs[position])
+        if told.finish_reason is not None:
+            choice.finish_reason, tells = told.finish_reason, True
+        if told.delta:
+            tells = True
+            for field, value in told.delta.items():
+                _join(choice.message, field, value)
+    return tells
 
 
 def _join(message: Json, field: str, value: Any) -> None:

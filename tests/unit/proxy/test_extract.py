@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from proxy.extract import read_logprobs, read_reply
+from proxy.extract import read_logprobs, read_reply, without_ids
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}
 TRAPS = '"logprobs":{"content":[]},"finish_reason":"stop" "token_ids":[1] "prompt_token_ids":[2] \u2028 ü'
@@ -61,10 +61,10 @@ def test_only_what_was_not_asked_for_becomes_null(choices, separators):
         kept = [{key: None if key in fields else value for key, value in each.items()} for each in choices]
         return reply(*kept, prompt_token_ids=None if "token_ids" in fields else [1, 2])
 
-    assert json.loads(said.shown(logprobs=True, token_ids=True)) == whole
-    assert json.loads(said.shown(logprobs=False, token_ids=True)) == stripped({"logprobs"})
-    assert json.loads(said.shown(logprobs=True, token_ids=False)) == stripped({"token_ids"})
-    assert json.loads(said.shown(logprobs=False, token_ids=False)) == stripped({"logprobs", "token_ids"})
+    assert said.raw == raw
+    assert json.loads(said.rest) == stripped({"logprobs"})
+    assert json.loads(without_ids(said.raw)) == stripped({"token_ids"})
+    assert json.loads(without_ids(said.rest)) == stripped({"logprobs", "token_ids"})
     assert [each.token_ids for each in said.reply.choices] == [each.get("token_ids") for each in choices]
     expected = [[entry["logprob"] for entry in (each["logprobs"] or {}).get("content") or ()] for each in choices]
     found = [read_logprobs(said.logprobs[position:][:1]) for position in range(len(choices))]
