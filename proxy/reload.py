@@ -24,8 +24,7 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer import Writer
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, LeaseLost, StoreError, TurnwiseError
-from turnwise.store import database as store_database
-from turnwise.store import policies, queries
+from turnwise.store import leases, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
@@ -214,13 +213,13 @@ class Reloader:
         """Write what came of driving, unless somebody else drives since: this process was frozen for too long."""
         if self._token is None:
             raise LeaseLost("this process no longer drives the reload")
-        await self._writer.do(store_database.under_lease, LEASE, self._token, LEASE_SECONDS, change, *arguments)
+        await self._writer.do(leases.under_lease, LEASE, self._token, LEASE_SECONDS, change, *arguments)
 
     @contextlib.asynccontextmanager
     async def _driving(self) -> AsyncIterator[bool]:
         """Hold the lease for as long as the block lasts; give False while another process holds it."""
         async with self._turn:
-            token = await self._writer.do(store_database.acquire_lease, LEASE, self._owner, LEASE_SECONDS)
+            token = await self._writer.do(leases.acquire_lease, LEASE, self._owner, LEASE_SECONDS)
             if token is None:
                 yield False
                 return
@@ -231,13 +230,13 @@ class Reloader:
             finally:
                 renewing.cancel()
                 self._token = None
-                await self._writer.do(store_database.release_lease, LEASE, token)
+                await self._writer.do(leases.release_lease, LEASE, token)
 
     async def _renew(self, token: int) -> None:
         while True:
             await asyncio.sleep(LEASE_SECONDS / 3)
             with contextlib.suppress(StoreError):  # while the store is away, nobody else can take the lease either
-                await self._writer.do(store_database.renew_lease, LEASE, token, LEASE_SECONDS)
+                await self._writer.do(leases.renew_lease, LEASE, token, LEASE_SECONDS)
 
     async def _check_engines(self, engines: list[Engine]) -> None:
         """See which engines answer; one that comes back is brought to the active version before it gets calls."""

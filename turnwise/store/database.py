@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import importlib.resources
-import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy.dialects import postgresql, sqlite
 
-from turnwise.errors import InvalidRequest, LeaseLost, SchemaMismatch, SettingsError, StoreUnavailable
-from turnwise.store import tables
+from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
+from turnwise.store.statements import execute
 
 Connection: TypeAlias = sa.Connection
 """An open transaction; what callers outside of the store know of SQLAlchemy."""
 
-T = TypeVar("T")
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 _MIGRATION_LOCK = 0x7475726E
@@ -221,7 +217,7 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
 
     @sa.event.listens_for(engine, "begin")
     def _begin(conn: sa.Connection) -> None:
-        _execute(conn, conn.get_execution_options().get("begin", "BEGIN"), ())
+        execute(conn, conn.get_execution_options().get("begin", "BEGIN"), ())
 
     return engine
 
@@ -242,115 +238,6 @@ def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float)
     )
 
 
-def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
-    """Insert the row unless one with its key is there; return whether it was inserted."""
-    insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
-    key, *_ = table.primary_key.columns
-    inserted = conn.execute(insert(table).values(**row).on_conflict_do_nothing().returning(key))
-    return inserted.one_or_none() is not None
-
-
-def _execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
-    """Run a statement of the hot path past SQLAlchemy, which would take longer than the database does.
-
-    Returns:
-        The driver's cursor.
-
-    Raises:
-        sqlalchemy.exc.DBAPIError: as SQLAlchemy itself would raise it.
-    """
-    driver = conn.dialect.dbapi
-    assert driver is not None
-    try:
-        return conn.connection.driver_connection.execute(sql, values)  # type: ignore[union-attr]
-    except driver.Error as error:
-        raise sa.exc.DBAPIError.instance(sql, values, error, driver.Error, dialect=conn.dialect) from error
-
-
-def fetch_at_once(conn: sa.Connection, query: sa.Select[*tuple[Any, ...]], parameters: Mapping[str, Any]) -> list[Any]:
-    """Return a query's rows, of numbers and texts, as sequences; SQLite gives them as one row of JSON.
-
-    This is the hot path: the driver gives the interpreter away before every row, and waits to get it back.
-    """
-    if conn.dialect.name == "postgresql":
-        return list(conn.execute(query, parameters))
-    sql, names = _json_sql(query)
-    found: list[Any] = json.loads(_execute(conn, sql, tuple(parameters[name] for name in names)).fetchone()[0])
-    return found
-
-
-@functools.lru_cache
-def _json_sql(query: sa.Select[*tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
-    """Return the statement that gives a query's rows as JSON, and the names of its parameters in order."""
-    rows = query.subquery()
-    compiled = sa.select(sa.func.json_group_array(sa.func.json_array(*rows.c))).compile(dialect=sqlite.dialect())
-    return str(compiled), tuple(compiled.positiontup or ())
-
-
-def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows, which must hold what the driver takes as it is: no enum, no datetime.
-
-    One statement takes many rows, because between two of them the driver gives the interpreter away and waits to get it
-    back.
-    """
-    columns = tuple(batch[0])
-    start = 0
-    for size in _ROWS_PER_STATEMENT:
-        while len(batch) - start >= size:
-            values = tuple(row[column] for row in batch[start : start + size] for column in columns)
-            _execute(conn, _insert_sql(table, columns, size, conn.dialect.name), values)
-            start += size
-
-
-_ROWS_PER_STATEMENT = (32, 8, 1)
-"""A batch is cut into these, so that there are few different statements to prepare."""
-
-
-@functools.lru_cache
-def _insert_sql(table: sa.Table, columns: tuple[str, ...], num_rows: int, dialect_name: str) -> str:
-    mark = "%s" if dialect_name == "postgresql" else "?"
-    row = f"({', '.join([mark] * len(columns))})"
-    return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES {', '.join([row] * num_rows)}"  # noqa: S608  names are ours
-
-
-def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) -> None:
-    """Add to sessions' counts of turns and chains, and move their last activity on, in one statement for many.
-
-    Args:
-        conn: a transaction of `Database.write`.
-        batch: session_pk, new turns, new chains, instant of the last activity; each session once.
-    """
-    start = 0
-    for size in _ROWS_PER_STATEMENT:
-        while len(batch) - start >= size:
-            values = tuple(value for row in batch[start : start + size] for value in row)
-            _execute(conn, _count_sql(size, conn.dialect.name), values)
-            start += size
-
-
-@functools.lru_cache
-def _count_sql(num_rows: int, dialect_name: str) -> str:
-    row = "(%s::bigint, %s::int, %s::int, %s::bigint)" if dialect_name == "postgresql" else "(?, ?, ?, ?)"
-    latest = "greatest" if dialect_name == "postgresql" else "max"
-    new = f"WITH new(session_pk, turns, chains, at) AS (VALUES {', '.join([row] * num_rows)})"
-    return (
-        f"{new} UPDATE sessions SET num_turns = num_turns + new.turns, num_chains = num_chains + new.chains, "  # noqa: S608
-        f"last_active_at = {latest}(last_active_at, new.at) FROM new WHERE sessions.session_pk = new.session_pk"
-    )
-
-
-def is_among(dialect_name: str, column: sa.Column[Any], parameter: str) -> sa.ColumnElement[bool]:
-    """Return the condition that the column is one of a list of values; its SQL is the same however many there are."""
-    if dialect_name == "postgresql":
-        return column == sa.any_(sa.bindparam(parameter, type_=postgresql.ARRAY(column.type)))
-    return column.in_(sa.select(sa.func.json_each(sa.bindparam(parameter)).table_valued("value").c.value))
-
-
-def members(dialect_name: str, values: Collection[Any]) -> Any:
-    """Return the list as the parameter of `is_among`."""
-    return list(values) if dialect_name == "postgresql" else json.dumps(list(values))
-
-
 def clock(conn: sa.Connection, now: datetime.datetime | None = None) -> int:
     """Return the database's own time in microseconds, so that a client's clock steals no lease; or `now`, if given."""
     if now is not None:
@@ -361,69 +248,3 @@ def clock(conn: sa.Connection, now: datetime.datetime | None = None) -> int:
         # julianday counts days from noon, 4714 BC; 2440587.5 of them came before 1970.
         sql = "SELECT CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000"
     return int(conn.exec_driver_sql(sql).scalar_one())
-
-
-def acquire_lease(
-    conn: sa.Connection, name: str, owner: str, seconds: float, now: datetime.datetime | None = None
-) -> int | None:
-    """Take a named lock between processes for some seconds, the same number for all who want it.
-
-    A lease that seems to last more than twice as long is from before the clock was set back, and is void.
-
-    Returns:
-        The fencing token, which grows by one with every change of holder; None while somebody else holds the lease.
-        Who holds it already gets the same token and a longer lease.
-    """
-    instant = clock(conn, now)
-    expires_at = instant + int(seconds * 1e6)
-    lease = tables.leases
-    first = {"name": name, "owner": owner, "fencing_token": 1, "expires_at": expires_at}
-    if insert_ignoring(conn, lease, first):
-        return 1
-    keeps = sa.and_(lease.c.owner == owner, lease.c.expires_at > instant)
-    void = lease.c.expires_at > instant + int(2 * seconds * 1e6)
-    return conn.execute(
-        sa.update(lease)
-        .where(lease.c.name == name, sa.or_(keeps, lease.c.expires_at <= instant, void))
-        .values(
-            owner=owner,
-            expires_at=expires_at,
-            fencing_token=lease.c.fencing_token + sa.case((keeps, 0), else_=1),
-        )
-        .returning(lease.c.fencing_token)
-    ).scalar_one_or_none()
-
-
-def renew_lease(
-    conn: sa.Connection, name: str, fencing_token: int, seconds: float, now: datetime.datetime | None = None
-) -> bool:
-    """Hold the lease for longer; False when somebody else took it since."""
-    lease = tables.leases
-    renewed = conn.execute(
-        sa.update(lease)
-        .where(lease.c.name == name, lease.c.fencing_token == fencing_token)
-        .values(expires_at=clock(conn, now) + int(seconds * 1e6))
-    )
-    return renewed.rowcount == 1
-
-
-def under_lease(
-    conn: sa.Connection, name: str, fencing_token: int, seconds: float, change: Callable[..., T], *arguments: Any
-) -> T:
-    """Make a change, and hold the lease for longer.
-
-    Raises:
-        LeaseLost: somebody else took the lease since; nothing is changed.
-    """
-    if not renew_lease(conn, name, fencing_token, seconds):
-        raise LeaseLost(f"another process has taken over the lease {name!r}; this one follows it now")
-    return change(conn, *arguments)
-
-
-def release_lease(conn: sa.Connection, name: str, fencing_token: int) -> bool:
-    """Give the lease back at once; False when somebody else took it since."""
-    lease = tables.leases
-    released = conn.execute(
-        sa.update(lease).where(lease.c.name == name, lease.c.fencing_token == fencing_token).values(expires_at=0)
-    )
-    return released.rowcount == 1

@@ -14,8 +14,9 @@ import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
-from turnwise.store.database import insert_ignoring, to_micros
+from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
+from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import GroupStatus, Session, utc_now
 

@@ -16,8 +16,9 @@ import secrets
 import sqlalchemy as sa
 
 from turnwise.errors import NotFound
-from turnwise.store.database import from_micros, insert_ignoring, to_micros
+from turnwise.store.database import from_micros, to_micros
 from turnwise.store.rows import StoredRow
+from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import api_keys
 from turnwise.store.tables import secrets as secrets_table
 from turnwise.types import utc_now

@@ -21,9 +21,10 @@ import sqlalchemy as sa
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import groups, queries, rows
-from turnwise.store.database import count_up, fetch_at_once, insert_ignoring, insert_rows, is_among, members, to_micros
+from turnwise.store.database import to_micros
 from turnwise.store.groups import close_stalled_groups
 from turnwise.store.policies import activate_policy, fail_policy, pin_policy, publish_policy
+from turnwise.store.statements import count_up, fetch_at_once, insert_ignoring, insert_rows, is_among, members
 from turnwise.store.tables import idempotency, rewards, sessions, turns
 from turnwise.types import Outcome, Reward, Session, SessionStatus, Split, Turn, utc_now
 

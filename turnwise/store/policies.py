@@ -12,7 +12,8 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
 from turnwise.store import rows
-from turnwise.store.database import insert_ignoring, to_micros
+from turnwise.store.database import to_micros
+from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import policies as table
 from turnwise.store.tables import serving
 from turnwise.types import Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now

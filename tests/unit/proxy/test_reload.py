@@ -19,8 +19,7 @@ from proxy.settings import ProxySettings
 from proxy.writer import Writer
 from turnwise.errors import EngineUnsuitable, LeaseLost
 from turnwise.stack import free_port
-from turnwise.store import database as store_database
-from turnwise.store import policies
+from turnwise.store import leases, policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
 
@@ -184,8 +183,8 @@ async def test_who_lost_the_lease_in_the_middle_writes_nothing(stage: Stage):
             with stage.database.write() as connection:
                 token = process.reloader._token
                 assert token is not None
-                store_database.release_lease(connection, LEASE, token)
-                assert store_database.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
+                leases.release_lease(connection, LEASE, token)
+                assert leases.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
             with pytest.raises(LeaseLost, match="another process has taken over"):
                 await process.reloader._succeed(target, 0.0)
         assert stage.statuses() == ["published"]

@@ -17,7 +17,8 @@ from private_postgres import PrivatePostgres
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import database as store_database
 from turnwise.store import ledger, queries, tables
-from turnwise.store.database import Database, acquire_lease, from_micros, release_lease, renew_lease, to_micros
+from turnwise.store.database import Database, from_micros, to_micros
+from turnwise.store.leases import acquire_lease, release_lease, renew_lease
 from turnwise.types import Session, utc_now
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)

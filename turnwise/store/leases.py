@@ -1,0 +1,82 @@
+"""Named locks between processes, held for some seconds under a fencing token: who may drive a reload now."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from turnwise.errors import LeaseLost
+from turnwise.store import tables
+from turnwise.store.database import clock
+from turnwise.store.statements import insert_ignoring
+
+T = TypeVar("T")
+
+
+def acquire_lease(
+    conn: sa.Connection, name: str, owner: str, seconds: float, now: datetime.datetime | None = None
+) -> int | None:
+    """Take a named lock between processes for some seconds, the same number for all who want it.
+
+    A lease that seems to last more than twice as long is from before the clock was set back, and is void.
+
+    Returns:
+        The fencing token, which grows by one with every change of holder; None while somebody else holds the lease.
+        Who holds it already gets the same token and a longer lease.
+    """
+    instant = clock(conn, now)
+    expires_at = instant + int(seconds * 1e6)
+    lease = tables.leases
+    first = {"name": name, "owner": owner, "fencing_token": 1, "expires_at": expires_at}
+    if insert_ignoring(conn, lease, first):
+        return 1
+    keeps = sa.and_(lease.c.owner == owner, lease.c.expires_at > instant)
+    void = lease.c.expires_at > instant + int(2 * seconds * 1e6)
+    return conn.execute(
+        sa.update(lease)
+        .where(lease.c.name == name, sa.or_(keeps, lease.c.expires_at <= instant, void))
+        .values(
+            owner=owner,
+            expires_at=expires_at,
+            fencing_token=lease.c.fencing_token + sa.case((keeps, 0), else_=1),
+        )
+        .returning(lease.c.fencing_token)
+    ).scalar_one_or_none()
+
+
+def renew_lease(
+    conn: sa.Connection, name: str, fencing_token: int, seconds: float, now: datetime.datetime | None = None
+) -> bool:
+    """Hold the lease for longer; False when somebody else took it since."""
+    lease = tables.leases
+    renewed = conn.execute(
+        sa.update(lease)
+        .where(lease.c.name == name, lease.c.fencing_token == fencing_token)
+        .values(expires_at=clock(conn, now) + int(seconds * 1e6))
+    )
+    return renewed.rowcount == 1
+
+
+def under_lease(
+    conn: sa.Connection, name: str, fencing_token: int, seconds: float, change: Callable[..., T], *arguments: Any
+) -> T:
+    """Make a change, and hold the lease for longer.
+
+    Raises:
+        LeaseLost: somebody else took the lease since; nothing is changed.
+    """
+    if not renew_lease(conn, name, fencing_token, seconds):
+        raise LeaseLost(f"another process has taken over the lease {name!r}; this one follows it now")
+    return change(conn, *arguments)
+
+
+def release_lease(conn: sa.Connection, name: str, fencing_token: int) -> bool:
+    """Give the lease back at once; False when somebody else took it since."""
+    lease = tables.leases
+    released = conn.execute(
+        sa.update(lease).where(lease.c.name == name, lease.c.fencing_token == fencing_token).values(expires_at=0)
+    )
+    return released.rowcount == 1

@@ -1,0 +1,124 @@
+"""Statements that are not SQLAlchemy's alone: those of the hot path, and those that each database writes its own way.
+
+One decision: what runs once a batch of turns goes to the driver as a text that is made once, because building and
+compiling it would take longer than running it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+
+def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
+    """Insert the row unless one with its key is there; return whether it was inserted."""
+    insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
+    key, *_ = table.primary_key.columns
+    inserted = conn.execute(insert(table).values(**row).on_conflict_do_nothing().returning(key))
+    return inserted.one_or_none() is not None
+
+
+def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
+    """Run a statement of the hot path past SQLAlchemy, which would take longer than the database does.
+
+    Returns:
+        The driver's cursor.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: as SQLAlchemy itself would raise it.
+    """
+    driver = conn.dialect.dbapi
+    assert driver is not None
+    try:
+        return conn.connection.driver_connection.execute(sql, values)  # type: ignore[union-attr]
+    except driver.Error as error:
+        raise sa.exc.DBAPIError.instance(sql, values, error, driver.Error, dialect=conn.dialect) from error
+
+
+def fetch_at_once(conn: sa.Connection, query: sa.Select[*tuple[Any, ...]], parameters: Mapping[str, Any]) -> list[Any]:
+    """Return a query's rows, of numbers and texts, as sequences; SQLite gives them as one row of JSON.
+
+    This is the hot path: the driver gives the interpreter away before every row, and waits to get it back.
+    """
+    if conn.dialect.name == "postgresql":
+        return list(conn.execute(query, parameters))
+    sql, names = _json_sql(query)
+    found: list[Any] = json.loads(execute(conn, sql, tuple(parameters[name] for name in names)).fetchone()[0])
+    return found
+
+
+@functools.lru_cache
+def _json_sql(query: sa.Select[*tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
+    """Return the statement that gives a query's rows as JSON, and the names of its parameters in order."""
+    rows = query.subquery()
+    compiled = sa.select(sa.func.json_group_array(sa.func.json_array(*rows.c))).compile(dialect=sqlite.dialect())
+    return str(compiled), tuple(compiled.positiontup or ())
+
+
+def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, which must hold what the driver takes as it is: no enum, no datetime.
+
+    One statement takes many rows, because between two of them the driver gives the interpreter away and waits to get it
+    back.
+    """
+    columns = tuple(batch[0])
+    start = 0
+    for size in _ROWS_PER_STATEMENT:
+        while len(batch) - start >= size:
+            values = tuple(row[column] for row in batch[start : start + size] for column in columns)
+            execute(conn, _insert_sql(table, columns, size, conn.dialect.name), values)
+            start += size
+
+
+_ROWS_PER_STATEMENT = (32, 8, 1)
+"""A batch is cut into these, so that there are few different statements to prepare."""
+
+
+@functools.lru_cache
+def _insert_sql(table: sa.Table, columns: tuple[str, ...], num_rows: int, dialect_name: str) -> str:
+    mark = "%s" if dialect_name == "postgresql" else "?"
+    row = f"({', '.join([mark] * len(columns))})"
+    return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES {', '.join([row] * num_rows)}"  # noqa: S608  names are ours
+
+
+def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) -> None:
+    """Add to sessions' counts of turns and chains, and move their last activity on, in one statement for many.
+
+    Args:
+        conn: a transaction of `Database.write`.
+        batch: session_pk, new turns, new chains, instant of the last activity; each session once.
+    """
+    start = 0
+    for size in _ROWS_PER_STATEMENT:
+        while len(batch) - start >= size:
+            values = tuple(value for row in batch[start : start + size] for value in row)
+            execute(conn, _count_sql(size, conn.dialect.name), values)
+            start += size
+
+
+@functools.lru_cache
+def _count_sql(num_rows: int, dialect_name: str) -> str:
+    row = "(%s::bigint, %s::int, %s::int, %s::bigint)" if dialect_name == "postgresql" else "(?, ?, ?, ?)"
+    latest = "greatest" if dialect_name == "postgresql" else "max"
+    new = f"WITH new(session_pk, turns, chains, at) AS (VALUES {', '.join([row] * num_rows)})"
+    return (
+        f"{new} UPDATE sessions SET num_turns = num_turns + new.turns, num_chains = num_chains + new.chains, "  # noqa: S608
+        f"last_active_at = {latest}(last_active_at, new.at) FROM new WHERE sessions.session_pk = new.session_pk"
+    )
+
+
+def is_among(dialect_name: str, column: sa.Column[Any], parameter: str) -> sa.ColumnElement[bool]:
+    """Return the condition that the column is one of a list of values; its SQL is the same however many there are."""
+    if dialect_name == "postgresql":
+        return column == sa.any_(sa.bindparam(parameter, type_=postgresql.ARRAY(column.type)))
+    return column.in_(sa.select(sa.func.json_each(sa.bindparam(parameter)).table_valued("value").c.value))
+
+
+def members(dialect_name: str, values: Collection[Any]) -> Any:
+    """Return the list as the parameter of `is_among`."""
+    return list(values) if dialect_name == "postgresql" else json.dumps(list(values))
