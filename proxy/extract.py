@@ -67,7 +67,7 @@ class _Logprobs(msgspec.Struct, gc=False):
 
 
 _reply = msgspec.json.Decoder(EngineReply)
-_logprobs = msgspec.json.Decoder(_Logprobs | None)
+_logprobs = msgspec.json.Decoder(list[_Logprobs | None])
 
 
 def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
@@ -99,7 +99,7 @@ def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
     """Return the logprobs of the sampled tokens; none if what the engine said of them cannot be read."""
     found: list[float | None] = []
     try:
-        for told in map(_logprobs.decode, pieces):
+        for told in _logprobs.decode(b"[%b]" % b",".join(pieces)):
             if told is not None:
                 found += [sampled.logprob for sampled in told.content or ()] + (told.token_logprobs or [])
     except msgspec.DecodeError:

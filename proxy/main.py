@@ -9,14 +9,13 @@ import sys
 import uvicorn
 
 from proxy.app import create_app
+from proxy.commits import GC_ALLOCATIONS
 from proxy.connections import limited_http
 from proxy.routes.data import Shortcut
 from proxy.settings import ProxySettings
 
 SWITCH_SECONDS = 0.0003
 """How long the event loop may keep the writer thread waiting for the interpreter, which it needs once a statement."""
-GC_ALLOCATIONS = 50_000
-"""Objects between two collections: decoding one long reply makes thousands, all of them freed by their counts."""
 DRAIN_SECONDS = 30
 """How long running calls may go on after the process was told to stop."""
 KEEP_ALIVE_SECONDS = 75
