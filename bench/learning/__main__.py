@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import tempfile
@@ -31,11 +32,14 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     names = options.algorithm or list(RECIPES)
     seeds = options.seed or list(SEEDS)
-    outcomes = [_run(name, seed, options) for name in names for seed in seeds]
+    outcomes: list[Outcome] = []
+    for name, seed in itertools.product(names, seeds):
+        outcomes.append(_run(name, seed, options))
+        if options.json:
+            document = [dataclasses.asdict(outcome) for outcome in outcomes]
+            options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     for line in _table(outcomes):
         print(line)
-    if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=2) + "\n")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
@@ -47,7 +51,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=JSON", help="of the trainer")
     parser.add_argument("--max-updates", type=int, help="instead of the recipe's own")
     parser.add_argument("--models", type=Path, default=ROOT / "runs/learning", help="where warmed models are kept")
-    parser.add_argument("--json", type=Path, help="write the outcomes there too")
+    parser.add_argument("--json", type=Path, help="write the outcomes there, after each run")
     options = parser.parse_args()
     if not options.all and not options.algorithm:
         parser.error("say which --algorithm, or --all")
