@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -171,7 +172,7 @@ def step_rewards(task: trail.TrailTask, replies: Sequence[Json]) -> list[float]:
         if not calls:
             values.append(trail.reward(task, reply["content"] or ""))
             continue
-        right = bool(people) and calls == [f'{{"name": "{people[0]}"}}']
+        right = bool(people) and calls == [json.dumps({"name": people[0]})]
         people = people[1:] if right else people
         values.append(float(right))
     return values
@@ -211,6 +212,7 @@ def learn(name: str, recipe: Recipe, seed: int, model: Path, directory: Path, sa
         outcome.staleness = sum(staleness) / len(staleness)
     finally:
         run.close()
+        gc.unfreeze()
     outcome.cpu_seconds = time.process_time() - started
     outcome.passed = outcome.after >= GOOD if recipe.learns else outcome.after <= POOR
     return outcome

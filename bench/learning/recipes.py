@@ -51,5 +51,5 @@ RECIPES = {
         groups_per_update=16,
     ),
     "coin_step_wise": Recipe(settings={}, coin=True, credit=Credit.STEP_WISE),
-    "coin_propagate": Recipe(settings={}, coin=True, credit=Credit.PROPAGATE, learns=False, max_updates=24),
+    "coin_propagate": Recipe(settings={}, coin=True, credit=Credit.PROPAGATE, learns=False, max_updates=32),
 }
