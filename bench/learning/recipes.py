@@ -32,16 +32,21 @@ class Recipe:
     max_updates: int = 48
 
 
+CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}
+"""For CISPO, which lets every token move the weights, for REINFORCE++, which has no baseline of its group, and for
+replay: one long reply of a rare kind may not move them far."""
+
 RECIPES = {
     "grpo": Recipe(settings={}),
     "rloo": Recipe(settings={"estimator": "rloo"}),
-    "reinforce_pp": Recipe(settings={"estimator": "reinforce_plus_plus"}),
+    "reinforce_pp": Recipe(settings=CALM | {"estimator": "reinforce_plus_plus"}),
     "gspo": Recipe(
         settings={"algorithm": "gspo", "aggregation": "session_mean", "clip_low": 0.1, "clip_high": 0.2},
     ),
-    "cispo": Recipe(settings={"algorithm": "cispo", "clip_low": 1.0, "clip_high": 1.0}),
+    "cispo": Recipe(settings=CALM | {"algorithm": "cispo", "clip_low": 1.0, "clip_high": 0.5}),
     "replay": Recipe(
-        settings={
+        settings=CALM
+        | {
             "workflow": "off_policy",
             "buffer_groups": 128,
             "buffer_min_groups": 32,
