@@ -34,7 +34,7 @@ class Recipe:
 
 CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}
 """For CISPO, which lets every token move the weights, for REINFORCE++, which has no baseline of its group, and for
-replay: one long reply of a rare kind may not move them far."""
+replay: no single step may move the weights far."""
 
 RECIPES = {
     "grpo": Recipe(settings={}),
@@ -48,12 +48,12 @@ RECIPES = {
         settings=CALM
         | {
             "workflow": "off_policy",
+            "groups_per_batch": 64,
             "buffer_groups": 128,
-            "buffer_min_groups": 32,
+            "buffer_min_groups": 64,
             "buffer_sampling": "recency",
             "wait_seconds": 0.0,
         },
-        groups_per_update=16,
     ),
     "coin_step_wise": Recipe(settings={}, coin=True, credit=Credit.STEP_WISE),
     "coin_propagate": Recipe(settings={}, coin=True, credit=Credit.PROPAGATE, learns=False, max_updates=32),
