@@ -8,7 +8,7 @@ export VLLM_NO_USAGE_STATS := 1
 MISMATCHED := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-all demo up bench docs compose-check conformance clean
+.PHONY: help setup constraints fmt lint test test-all demo up bench bench-learning docs compose-check conformance clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -64,6 +64,9 @@ bench: setup ## Measure what README and docs state
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/proxy.py
 	$(BIN)/python bench/training.py
+
+bench-learning: setup ## Show what is learnt by each algorithm, three seeds each: most of an hour
+	$(BIN)/python bench/learning --all
 
 docs: setup ## Bring the generated parts of docs/ up to date
 	$(BIN)/python docs/generate.py

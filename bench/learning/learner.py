@@ -1,0 +1,219 @@
+"""One run: agents play, the trainer learns, held-out tasks tell how well; as in the demo, one version apart."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from in_process import Chain, InProcessProxy
+from recipes import DEMO_SETTINGS, ROOT, Recipe
+from transformers import AutoTokenizer
+
+from proxy.templates import load_chat_template
+from trainer.off_policy import OffPolicyWorkflow
+from trainer.settings import TrainerSettings
+from trainer.small_model import SmallModelSpec, build_small_model
+from trainer.workflows import OnPolicyWorkflow
+from turnwise.demo import trail
+from turnwise.demo.rollouts import load_agent
+from turnwise.store import ledger
+from turnwise.store.database import Database
+from turnwise.types import Json, Reward, Session, Split
+
+AGENT = ROOT / "examples/trail/agent.py"
+GROUP_SIZE = 8
+GOOD = 0.85
+"""Held-out reward that counts as learnt."""
+POOR = 0.58
+"""Held-out reward up to which no rule was learnt: who answers at every city and follows boss or friend by chance gets
+(1 + 1/2 + 1/4) / 3. Noise alone moves a policy about below it."""
+ENOUGH = 0.88
+"""A run ends when two evaluations in a row reach this."""
+EVALUATE_EVERY = 4
+"""Updates between evaluations."""
+NUM_EVAL_TASKS = 256
+"""Of an evaluation; the one after the run plays twice as many. Each task is played once, at temperature 1."""
+
+
+Say = Callable[["Outcome", Json], None]
+"""Called after each evaluation with what came of the run so far, and the gauges of the latest batch."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What came of a run."""
+
+    name: str
+    seed: int
+    before: float
+    """Held-out reward of version 0."""
+    after: float = 0.0
+    """Held-out reward of the last version, over tasks that no evaluation on the way has seen."""
+    curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """Version and its held-out reward."""
+    num_updates: int = 0
+    num_sessions: int = 0
+    """Training sessions played."""
+    num_tokens: int = 0
+    """Tokens sampled in them."""
+    staleness: float = 0.0
+    """Mean over batches: versions between a turn and the weights that it trains."""
+    cpu_seconds: float = 0.0
+    """Of the whole run, evaluations included, the warm-up of the model not."""
+    passed: bool = False
+
+
+class Run:
+    """A ledger, the agents that fill it and the trainer that learns from it."""
+
+    def __init__(self, recipe: Recipe, seed: int, model: Path, directory: Path) -> None:
+        self._recipe, self._seed = recipe, seed
+        url = f"sqlite:///{directory / 'ledger.db'}"
+        self.db = Database(url)
+        self.db.upgrade()
+        values = {"database": url, "model": str(model), "policies_dir": directory / "policies", "progress": False}
+        settings = TrainerSettings(**(DEMO_SETTINGS | recipe.settings | values))
+        workflow = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
+        self.workflow = workflow.build_from_config(settings, enable_jit=False)
+        self.state = self.workflow.setup(seed)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        self.proxy = InProcessProxy(self.db, load_chat_template(str(model), "string"), tokenizer.decode, seed)
+        self.proxy.follow()
+        self._play = load_agent(AGENT)
+        self._coin = random.Random(f"coin/{seed}")
+        self._num_tasks = {Split.TRAIN: 0, Split.EVAL: 0}
+        self.num_sessions = self.num_tokens = 0
+
+    def play_groups(self) -> None:
+        """Let the agents play the next training tasks, each by a whole group."""
+        tokens = self.proxy.num_sampled_tokens
+        count = self._recipe.groups_per_update
+        self._play_tasks(Split.TRAIN, count, GROUP_SIZE)
+        self.num_sessions += count * GROUP_SIZE
+        self.num_tokens += self.proxy.num_sampled_tokens - tokens
+
+    def update(self) -> Json:
+        """Train on one batch and serve what came of it; return the batch's gauges."""
+        metrics, self.state = self.workflow.step(self.state)
+        self.proxy.follow()
+        return metrics
+
+    def evaluate(self, count: int) -> float:
+        """Return the mean reward of held-out tasks that were never played before."""
+        self._play_tasks(Split.EVAL, count, 1)
+        metrics, self.state = self.workflow.evaluate(self.state)
+        return float(metrics["reward_mean"])
+
+    def close(self) -> None:
+        """Let go of the ledger."""
+        self.workflow.close()
+        self.db.close()
+
+    def _play_tasks(self, split: Split, count: int, runs: int) -> None:
+        first = self._num_tasks[split]
+        self._num_tasks[split] += count
+        tasks = [trail.make_task(split.value, first + index, self._seed) for index in range(count) for _ in range(runs)]
+        sessions = [self._session(task, number % runs, split, runs) for number, task in enumerate(tasks)]
+        chains = self.proxy.open(sessions)
+        plays = [
+            self._play(self.proxy.client(chain), task.for_agent(), "policy")
+            for chain, task in zip(chains, tasks, strict=True)
+        ]
+        answers = asyncio.run(self.proxy.serve(plays))
+        lines = [
+            line
+            for chain, task, answer in zip(chains, tasks, answers, strict=True)
+            for line in self._rewards(chain, task, answer)
+        ]
+        with self.db.write() as conn:
+            ledger.add_rewards(conn, lines)
+            for session in sessions:
+                ledger.end_session(conn, session.tenant, session.session_id, "env_done")
+
+    def _session(self, task: trail.TrailTask, run: int, split: Split, runs: int) -> Session:
+        group = {"group_id": task.task_id, "group_size": runs, "credit": self._recipe.credit}
+        return Session(
+            session_id=f"{task.task_id}-{run}",
+            task_id=task.task_id,
+            run=run,
+            split=split,
+            **(group if split is Split.TRAIN else {}),
+        )
+
+    def _rewards(self, chain: Chain, task: trail.TrailTask, answer: str) -> list[Reward]:
+        """Return what the session is told of itself; held-out sessions always hear the truth."""
+        session_id = chain.session.session_id
+        if chain.session.split is Split.EVAL or not self._recipe.coin:
+            return [Reward(session_id=session_id, value=trail.reward(task, answer), source="trail")]
+        steps = step_rewards(task, [turn.response for turn in chain.turns])
+        lines = [Reward(session_id=session_id, step=step, value=value) for step, value in enumerate(steps)]
+        return [*lines, Reward(session_id=session_id, value=float(self._coin.random() < 0.5), source="coin")]
+
+
+def warmed_model(directory: Path, seed: int) -> Path:
+    """Return the demo's model for this seed, built once and kept."""
+    return build_small_model(directory / f"model-{seed}", SmallModelSpec(seed=seed))
+
+
+def step_rewards(task: trail.TrailTask, replies: Sequence[Json]) -> list[float]:
+    """Return 1.0 for each reply that looks up the next person on the trail, or answers with its city; else 0.0."""
+    people = [task.question.removeprefix("Follow each boss from ").partition(".")[0]]
+    while "boss" in (record := task.records[people[-1]]):
+        people.append(record["boss"])
+    values = []
+    for reply in replies:
+        calls = [call["function"]["arguments"] for call in reply.get("tool_calls") or []]
+        if not calls:
+            values.append(trail.reward(task, reply["content"] or ""))
+            continue
+        right = bool(people) and calls == [json.dumps({"name": people[0]})]
+        people = people[1:] if right else people
+        values.append(float(right))
+    return values
+
+
+def learn(name: str, recipe: Recipe, seed: int, model: Path, directory: Path, say: Say) -> Outcome:
+    """Learn until two evaluations in a row are good enough, or until the updates are spent.
+
+    Args:
+        name: What the recipe is called.
+        recipe: How it is learnt.
+        seed: Of the tasks, the coin, the sampling and the trainer.
+        model: Directory of the warmed model.
+        directory: Empty; ledger and versions go there.
+        say: Called with each evaluation as it comes.
+    """
+    torch.set_num_threads(1)
+    started = time.process_time()
+    run = Run(recipe, seed, model, directory)
+    gc.freeze()  # what was imported never becomes garbage; looking through it again and again costs a quarter of a run
+    try:
+        outcome = Outcome(name=name, seed=seed, before=run.evaluate(NUM_EVAL_TASKS))
+        staleness: list[float] = []
+        run.play_groups()
+        for number in range(1, recipe.max_updates + 1):
+            run.play_groups()  # with the version before the one that is trained meanwhile, as beside a real trainer
+            metrics = run.update()
+            staleness.append(metrics.get("staleness_mean", 0.0))
+            outcome.num_updates = run.state.progress.policy_version
+            if number % EVALUATE_EVERY == 0:
+                outcome.curve.append((outcome.num_updates, run.evaluate(NUM_EVAL_TASKS)))
+                say(outcome, metrics)
+                if recipe.learns and [held_out >= ENOUGH for _, held_out in outcome.curve[-2:]] == [True, True]:
+                    break
+        outcome.after = run.evaluate(2 * NUM_EVAL_TASKS)
+        outcome.num_sessions, outcome.num_tokens = run.num_sessions, run.num_tokens
+        outcome.staleness = sum(staleness) / len(staleness)
+    finally:
+        run.close()
+        gc.unfreeze()
+    outcome.cpu_seconds = time.process_time() - started
+    outcome.passed = outcome.after >= GOOD if recipe.learns else outcome.after <= POOR
+    return outcome
