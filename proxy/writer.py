@@ -133,10 +133,14 @@ class Writer:
             self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:
-        await asyncio.sleep(RESTART_SECONDS)
         if self._process is not None:
             await asyncio.to_thread(self._process.wait)
-        await self.start()
+        while self._transport is None:
+            await asyncio.sleep(RESTART_SECONDS)
+            try:
+                await self.start()
+            except OSError as error:  # no memory or no process left: the machine may recover
+                log.error("no writing process could be started: %s", error)
 
 
 class _Link(asyncio.Protocol):
