@@ -139,8 +139,8 @@ class Writer:
             await asyncio.sleep(RESTART_SECONDS)
             try:
                 await self.start()
-            except OSError as error:  # no memory or no process left: the machine may recover
-                log.error("no writing process could be started: %s", error)
+            except OSError:  # no memory or no process left: the machine may recover
+                log.exception("no writing process could be started")
 
 
 class _Link(asyncio.Protocol):
