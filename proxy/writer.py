@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ class Writer:
     """The one writer of a proxy."""
 
     def __init__(self, url: str, metrics: Metrics, *, timeout_seconds: float, fault: str | None = None) -> None:
-        self._setup = Setup(url, min(LOCK_SECONDS, timeout_seconds), fault)
+        self._setup = Setup(url, min(LOCK_SECONDS, timeout_seconds), fault, os.getpid())
         self._metrics = metrics
         self._timeout_seconds = timeout_seconds
         self._numbers = itertools.count()
