@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sqlite3
@@ -191,7 +192,42 @@ def test_a_writing_process_that_is_killed_is_replaced_and_what_it_had_is_told_to
     old, new = asyncio.run(run())
     assert old != new
     assert stored(database) == []
-    assert metrics.registry.get_sample_value("turnwise_background_errors_total", {"task": "writer"}) == 1.0
+    assert errors_of_writer(metrics) == 1.0
+
+
+def errors_of_writer(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("turnwise_background_errors_total", {"task": "writer"})
+
+
+def wait_for_errors(metrics: Metrics, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while (errors_of_writer(metrics) or 0) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_writing_process_that_cannot_be_replaced_at_once_is_replaced_later(database, database_url):
+    """No file descriptors are left when it is killed, so that not even a socket to the next one can be opened."""
+    metrics = Metrics()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def run() -> None:
+        async with writing(database_url, metrics=metrics) as writer, asyncio.timeout(20):
+            os.kill(await writer.do(pid_of_writer), signal.SIGKILL)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                await asyncio.to_thread(wait_for_errors, metrics, 3)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            while True:
+                with contextlib.suppress(StoreUnavailable):
+                    await writer.do(ledger.create_session, Session(session_id="s"))
+                    await writer.append([turn("after")])
+                    return
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert stored(database) == ["after"]
 
 
 def test_what_a_killed_proxy_left_with_its_writing_process_is_not_committed(locked):
