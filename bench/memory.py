@@ -1,17 +1,18 @@
-"""What open sessions cost in memory: `python bench/memory.py`.
+"""What open sessions cost in memory: `python bench/memory.py [--soak-seconds 300]`.
 
-Opens sessions, plays turns in each through a proxy in front of a fake engine, and reads how far the proxy's resident
-memory grew: at most 300 MB for 10,000 sessions of 20 turns. Fewer sessions get their share of that, and of the caches.
+Opens sessions, plays turns in each through a proxy in front of a fake engine, and reads how far the resident memory of
+the proxy and of the process that writes for it grew: at most 300 MB together for 10,000 sessions of 20 turns. Fewer
+sessions get their share of that, and of the caches. A soak then plays sessions that end, which must cost nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import orjson
@@ -23,6 +24,8 @@ CACHE_BYTES = 32 * 2**20
 """The settings' defaults."""
 WARM_UP_SESSIONS = 200
 """Until then the allocator's own pools grow, whatever comes."""
+SOAK_BYTES = 10 * 10**6
+"""How far the memory may move in a soak, whose sessions have all ended: pools and pages come and go."""
 CONCURRENCY = 32
 FORGET_EVERY = 50
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -34,6 +37,37 @@ def resident_bytes(pid: int) -> int:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"process {pid} is gone")
+
+
+class Grown(NamedTuple):
+    """How far two processes grew, bytes."""
+
+    proxy: int
+    writer: int
+
+    def __str__(self) -> str:
+        return (
+            f"{(self.proxy + self.writer) / 1e6:.0f} MB more "
+            f"(the proxy {self.proxy / 1e6:.0f}, its writing process {self.writer / 1e6:.0f})"
+        )
+
+
+class Watched:
+    """A proxy and its only child, the process that writes."""
+
+    def __init__(self, pid: int) -> None:
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        (writer,) = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+        self._pids = (pid, writer)
+        self.start()
+
+    def start(self) -> None:
+        """Measure from now on."""
+        self._before = [resident_bytes(pid) for pid in self._pids]
+
+    def grown(self) -> Grown:
+        """Return the growth since the start."""
+        return Grown(*(resident_bytes(pid) - before for pid, before in zip(self._pids, self._before, strict=True)))
 
 
 async def play(http: aiohttp.ClientSession, url: str, session_id: str, num_turns: int) -> None:
@@ -48,8 +82,8 @@ async def play(http: aiohttp.ClientSession, url: str, session_id: str, num_turns
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
 
 
-async def play_all(served: Served, name: str, num_sessions: int, num_turns: int) -> None:
-    """Play many sessions, some at once."""
+async def play_all(served: Served, name: str, num_sessions: int, num_turns: int, *, end: bool = False) -> None:
+    """Play many sessions, some at once; with `end`, each is ended when it has been played."""
     places = asyncio.Semaphore(CONCURRENCY)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -57,34 +91,49 @@ async def play_all(served: Served, name: str, num_sessions: int, num_turns: int)
         async def one(number: int) -> None:
             async with places:
                 await play(http, served.url, f"{name}-{number}", num_turns)
+                if end:
+                    (await http.post(f"{served.url}/v1/sessions/{name}-{number}/end", json={})).raise_for_status()
                 if number % FORGET_EVERY == 0:  # the fake engine lists every call that it saw, which is not measured
                     (await http.delete(f"{served.engine_url}/fake/calls")).release()
 
         await asyncio.gather(*(one(number) for number in range(num_sessions)))
-    gc.collect()
+
+
+def soak(served: Served, num_turns: int, seconds: float) -> int:
+    """Play sessions that end, for so long; return how many."""
+    rounds, stop = 0, time.monotonic() + seconds
+    while time.monotonic() < stop:
+        asyncio.run(play_all(served, f"soak-{rounds}", WARM_UP_SESSIONS, num_turns, end=True))
+        rounds += 1
+    return rounds * WARM_UP_SESSIONS
 
 
 def main() -> int:
-    """Print the growth; return 1 when it is more than the sessions' share of the limit."""
+    """Print the growth; return 1 when it is more than the sessions' share of the limit, or the soak's is not flat."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=FULL_SESSIONS)
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--soak-seconds", type=float, default=0.0)
     given = parser.parse_args()
     share = given.sessions / FULL_SESSIONS
     limit = int(LIMIT_BYTES * share)
     cache = str(int(CACHE_BYTES * share))
     with proxy_and_engine("--replay-bytes", cache, "--token-cache-bytes", cache) as served:
         asyncio.run(play_all(served, "warm", WARM_UP_SESSIONS, given.turns))
-        before, started = resident_bytes(served.pid), time.perf_counter()
+        watched, started = Watched(served.pid), time.perf_counter()
         asyncio.run(play_all(served, "memory", given.sessions, given.turns))
-        grown, seconds = resident_bytes(served.pid) - before, time.perf_counter() - started
-    calls = given.sessions * given.turns
-    print(
-        f"{given.sessions} open sessions of {given.turns} turns: {grown / 1e6:.0f} MB more, "
-        f"{grown / given.sessions / 1e3:.1f} KB a session; the limit is {limit / 1e6:.0f} MB "
-        f"({calls / seconds:.0f} calls/s)"
-    )
-    return 1 if grown > limit else 0
+        grown, seconds = watched.grown(), time.perf_counter() - started
+        print(
+            f"{given.sessions} open sessions of {given.turns} turns: {grown}, "
+            f"{sum(grown) / given.sessions / 1e3:.1f} KB a session; the limit is {limit / 1e6:.0f} MB "
+            f"({given.sessions * given.turns / seconds:.0f} calls/s)"
+        )
+        watched.start()
+        num_soaked = soak(served, given.turns, given.soak_seconds)
+        soaked = watched.grown()
+        if num_soaked:
+            print(f"{given.soak_seconds:.0f} s more, of {num_soaked} sessions that end: {soaked}")
+    return 1 if sum(grown) > limit or sum(soaked) > SOAK_BYTES else 0
 
 
 if __name__ == "__main__":

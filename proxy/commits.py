@@ -3,11 +3,13 @@
 One decision: one transaction for everything that arrived meanwhile, in a process of its own. A turn's reply leaves only
 after its commit, so commits must be cheap: while one is on its way to the disk, the next one fills up, and neither the
 statements nor the logprobs that are decoded here take the interpreter from the calls. Jobs of the control plane ride
-along, each in a savepoint, so that one that is refused takes nothing with it. The process ends with its proxy.
+along, each in a savepoint, so that one that is refused takes nothing with it. The process ends with its proxy, and
+commits nothing that is left over from a proxy that was killed: by then another may have sampled the same call anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -52,6 +54,8 @@ class Setup(NamedTuple):
     """How long one attempt waits for a lock."""
     fault: str | None
     """Where to die, in a test."""
+    proxy_pid: int
+    """Whose child this is, as long as it lives."""
 
 
 class Sampled(NamedTuple):
@@ -137,9 +141,10 @@ def complete(sampled: Sampled) -> Turn:
 class Committer:
     """Writes batches of jobs."""
 
-    def __init__(self, database: Database, faults: FaultPoints) -> None:
+    def __init__(self, database: Database, faults: FaultPoints, proxy_pid: int) -> None:
         self._database = database
         self._faults = faults
+        self._proxy_pid = proxy_pid
         self._results: dict[int, Any] = {}
         self._num_retries = 0
         self._num_errors = 0
@@ -157,6 +162,7 @@ class Committer:
 
     def _try(self, batch: list[Job]) -> list[Job]:
         """Write jobs in one transaction; return those to try again, because the store is locked or away."""
+        self._end_with_proxy()
         try:
             self._results |= self._transact(batch)
         except StoreUnavailable as error:
@@ -197,11 +203,17 @@ class Committer:
             endings = [Ending(turn.outcome, turn.reason) for turn in ledger.append_turns(connection, turns)]
             if turns:
                 self._faults.point("in_transaction")
+            self._end_with_proxy()
         stored = iter(endings)
         for job in batch:
             if isinstance(job.work, list):
                 results[job.number] = list(itertools.islice(stored, len(job.work)))
         return results
+
+    def _end_with_proxy(self) -> None:
+        """Leave at once, whatever is open, if the proxy is gone: nobody can have seen what it had here."""
+        if os.getppid() != self._proxy_pid:
+            os._exit(0)
 
 
 def _attempt(connection: Connection, work: Work) -> Any:
@@ -234,9 +246,12 @@ def _at_hand(link: socket.socket) -> bytes:
 def serve(link: socket.socket) -> None:
     """Write what the proxy at the other end sends, until it closes the link."""
     arriving = _arriving(link, Frames())
-    setup, *early = next(arriving)
+    first = next(arriving, None)
+    if first is None:
+        return
+    setup, *early = first
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
-    committer = Committer(database, FaultPoints(setup.fault, _die))
+    committer = Committer(database, FaultPoints(setup.fault, _die), setup.proxy_pid)
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
             link.sendall(b"".join(frame(committer.write(jobs[start : start + MAX_BATCH]))))
@@ -257,4 +272,5 @@ def main() -> None:
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(ConnectionError):  # the proxy was killed
+        serve(socket.socket(fileno=int(sys.argv[1])))

@@ -50,14 +50,11 @@ class Running:
     """One call on its way."""
 
     call: Call
-    principal: Principal
     live: LiveSession
     plan: Plan
     lane: Lane
     """What it samples with; chosen anew when it has waited out a reload."""
     call_id: str
-    inferred: bool
-    """Whether the session was inferred, so that its next call must be found by its conversation."""
     captured: Captured = dataclasses.field(default_factory=Captured)
     created_at: Any = dataclasses.field(default_factory=utc_now)
     started: float = dataclasses.field(default_factory=time.perf_counter)
@@ -108,8 +105,7 @@ class Relay:
         live = await self._sessions.of_call(call, principal)
         plan = await self._sessions.plan(live, call, self.template)
         lane = self._pool.lane(live.session)
-        inferred = principal.session_id is None and call.session_id is None
-        running = Running(call, principal, live, plan, lane, call_id, inferred)
+        running = Running(call, live, plan, lane, call_id)
         running.version_first = running.version_last = lane.version
         return running
 
@@ -246,7 +242,7 @@ class Relay:
         self._sessions.remember(
             running.live,
             [capture.known_turn(turn, running.plan) for turn, _ in sampled if len(turn.token_ids)],
-            inferred_for=running.principal.key_id if running.inferred else None,
+            inferred_for=running.call.inferred_by,
         )
         self._count(running, endings)
 

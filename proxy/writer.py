@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -30,7 +32,7 @@ class Writer:
     """The one writer of a proxy."""
 
     def __init__(self, url: str, metrics: Metrics, *, timeout_seconds: float, fault: str | None = None) -> None:
-        self._setup = Setup(url, min(LOCK_SECONDS, timeout_seconds), fault)
+        self._setup = Setup(url, min(LOCK_SECONDS, timeout_seconds), fault, os.getpid())
         self._metrics = metrics
         self._timeout_seconds = timeout_seconds
         self._numbers = itertools.count()
@@ -42,13 +44,19 @@ class Writer:
         self._is_closing = False
 
     async def start(self) -> None:
-        """Start the writing process; jobs may be given to it at once."""
+        """Start the writing process; jobs may be given to it at once.
+
+        Raises:
+            OSError: the system has no room for it.
+        """
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.enter_context(ours)
             # Not `-m`: what the process sends must be pickled under the name of its module, not of a program.
             argv = [sys.executable, "-c", "from proxy.commits import main; main()", str(theirs.fileno())]
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])  # noqa: ASYNC220, S603  a fork of our own
+            undo.pop_all()
         self._transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=ours)
         self._transport.writelines(frame(self._setup))
 
@@ -133,14 +141,16 @@ class Writer:
             self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:
+        """Start another, as soon as the old one is gone for good and the system has room for it."""
         if self._process is not None:
             await asyncio.to_thread(self._process.wait)
         while self._transport is None:
             await asyncio.sleep(RESTART_SECONDS)
             try:
                 await self.start()
-            except OSError:  # no memory or no process left: the machine may recover
-                log.exception("no writing process could be started")
+            except OSError as error:
+                log.warning("no writing process could be started: %s", error)
+                self._metrics.background_errors.labels("writer").inc()
 
 
 class _Link(asyncio.Protocol):

@@ -26,6 +26,10 @@ from turnwise.supervisor import is_ready, tail_of
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
+GONE_SECONDS = 10.0
+"""How soon what a proxy started must have ended after it."""
+WRITER = b"proxy.commits"
+"""Tells the process that writes from others, in its command line."""
 ALL_TURNS = 1_000_000
 BROKEN = frozenset({"faulted", "aborted"})
 """Outcomes of calls whose reply did not arrive whole."""
@@ -64,10 +68,37 @@ class RunningProxy:
         finally:
             database.close()
 
+    def writing_process(self) -> int:
+        """Return the process id of its child that writes, once there is one."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
+                for pid in map(int, (thread / "children").read_text().split()):
+                    if WRITER in command_line(pid):
+                        return pid
+            assert time.monotonic() < deadline, "the proxy has no writing process"
+            time.sleep(0.05)
+
     def kill(self) -> None:
-        """End it as a crash would."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """End it, and nothing else, as a crash would."""
+        self.process.kill()
         self.process.wait(STOP_SECONDS)
+
+
+def command_line(pid: int) -> bytes:
+    """Return how a process was started; nothing once it has ended, whether or not anyone has asked how."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait for the end of a process that is not the test's own child."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while command_line(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
 
 
 StartProxy = Callable[..., RunningProxy]

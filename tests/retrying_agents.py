@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 
 import aiohttp
@@ -158,6 +159,14 @@ class Agents:
         timeout = aiohttp.ClientTimeout(total=PATIENCE_SECONDS)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
             await asyncio.gather(*(agent.play(http, self._base, self._go, self._stop) for agent in self.all))
+
+
+def wait_for(agents: Agents, count: int) -> None:
+    """Wait until the agents have seen so many more replies."""
+    before, deadline = agents.num_seen, time.monotonic() + PATIENCE_SECONDS
+    while agents.num_seen < before + count:
+        assert time.monotonic() < deadline, f"the agents do not get on: {agents.refusals}"
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,14 @@
-"""`kill -9` of the proxy, at every named point of a call and at any moment: what a client saw whole is stored, once."""
+"""`kill -9` of the proxy, or of what writes for it: what a client saw whole is stored, once.
+
+Only the proxy is killed, at every named point of a call and at any moment; the process that writes has to see to its
+own end, before the next proxy begins, so that it stores nothing that its proxy has left behind.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import signal
 import statistics
@@ -14,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from proxies import RunningProxy, running_proxy
-from retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing
+from prometheus_client.parser import text_string_to_metric_families
+from proxies import RunningProxy, running_proxy, wait_until_gone
+from retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing, wait_for
 from safetensors.numpy import save_file
 
 from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
@@ -25,6 +31,8 @@ from turnwise.stack import free_port
 READY_SECONDS = 5.0
 """How soon a proxy that was killed serves again, at the median; see `report`."""
 DIES_SECONDS = 30.0
+WRITERS = 5
+"""How many writing processes one proxy loses."""
 REPETITIONS = [1, pytest.param(20, marks=pytest.mark.slow)]
 MOMENTS = [10, pytest.param(100, marks=pytest.mark.slow)]
 
@@ -71,10 +79,12 @@ def test_a_kill_at_any_point_of_a_call_loses_nothing_and_doubles_nothing(
             point = POINTS[life % len(POINTS)]
             fault = point if point == "mid_reload" else f"{point}:{rng.randint(1, 6)}"
             with proxy_with(fault, slow_engine, database_url, tmp_path, port, ready) as proxy:
+                writer = proxy.writing_process()
                 agents.go()
                 if point == "mid_reload":
                     publish(proxy, tmp_path, life)
                 assert proxy.process.wait(DIES_SECONDS) == -signal.SIGKILL
+                wait_until_gone(writer)
                 agents.hold()
         with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
             finish(agents, proxy, slow_engine)
@@ -91,20 +101,64 @@ def test_a_kill_at_any_moment_under_32_streams_loses_nothing_and_doubles_nothing
         agents.go()
         for _ in range(moments):
             with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
+                writer = proxy.writing_process()
                 time.sleep(rng.uniform(0.0, 1.0))  # the moment is what is tested: any will do
                 proxy.kill()
+                wait_until_gone(writer)
         with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
             finish(agents, proxy, slow_engine)
     report(ready, agents)
 
 
+def test_a_writing_process_that_is_killed_loses_nothing_and_doubles_nothing(slow_engine, database_url, tmp_path):
+    """The proxy goes on: what comes before the next one writes is told so, and what comes after works."""
+    with (
+        running_proxy(slow_engine.url, database_url, tmp_path) as proxy,
+        playing(proxy.url, 32) as agents,
+    ):
+        agents.go()
+        for _ in range(WRITERS):
+            wait_for(agents, len(agents.all))
+            writer = proxy.writing_process()
+            os.kill(writer, signal.SIGKILL)
+            wait_until_gone(writer)
+        wait_for(agents, len(agents.all))
+        agents.stop()
+        assert agents.refusals == {(503, "store_unavailable")}
+        assert_nothing_is_lost_or_doubled(agents, proxy, slow_engine)
+        assert num_errors_of_writer(proxy) == WRITERS
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_writing_process_outlives_its_proxy(start_proxy, slow_engine, number):
+    """Under load, so that it has something to write when its proxy ends; it says nothing of that."""
+    proxy = start_proxy(slow_engine.url)
+    with playing(proxy.url, 8) as agents:
+        agents.go()
+        wait_for(agents, 8)
+        writer = proxy.writing_process()
+        proxy.process.send_signal(number)
+        proxy.process.wait(DIES_SECONDS)
+        wait_until_gone(writer)
+    assert "Traceback" not in proxy.log.read_text()
+
+
+def num_errors_of_writer(proxy: RunningProxy) -> float:
+    """Return how often the proxy lost its writing process, as its metrics tell."""
+    with urllib.request.urlopen(f"{proxy.url}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "turnwise_background_errors_total" and sample.labels == {"task": "writer"}
+    )
+
+
 def finish(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
     """Let the agents get through a last proxy, then count."""
     agents.go()
-    before, deadline = agents.num_seen, time.monotonic() + DIES_SECONDS
-    while agents.num_seen < before + len(agents.all):
-        assert time.monotonic() < deadline, f"the agents do not get on: {agents.refusals}"
-        time.sleep(0.05)
+    wait_for(agents, len(agents.all))
     agents.stop()
     assert_nothing_is_lost_or_doubled(agents, proxy, engine)
 

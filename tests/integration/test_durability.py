@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from private_postgres import PrivatePostgres, binary
 from proxies import RunningProxy, running_proxy
-from retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing
+from retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
 
 from proxy.fake_engine import Script, running_fake_engine
 from turnwise.store import ledger
@@ -36,14 +36,6 @@ def postgres() -> Iterator[PrivatePostgres]:
     server.start()
     yield server
     server.close()
-
-
-def wait_for(agents: Agents, count: int) -> None:
-    """Wait until the agents have seen so many more replies."""
-    before, deadline = agents.num_seen, time.monotonic() + DEADLINE_SECONDS
-    while agents.num_seen < before + count:
-        assert time.monotonic() < deadline, f"the agents do not get on: {agents.refusals}"
-        time.sleep(0.05)
 
 
 def refused(proxy: RunningProxy) -> str:
@@ -80,14 +72,13 @@ def test_postgresql_that_is_stopped_in_mid_load_and_started_again_loses_nothing(
 @contextlib.contextmanager
 def file_limit(proxy: RunningProxy, database: Path) -> Iterator[None]:
     """Let no file of the proxy, or of the process that writes for it, grow any more."""
-    threads = Path(f"/proc/{proxy.process.pid}/task").iterdir()
-    children = {int(pid) for thread in threads for pid in (thread / "children").read_text().split()}
+    processes = (proxy.process.pid, proxy.writing_process())
     _, hard = resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE)
     size = max(path.stat().st_size for path in database.parent.iterdir())
-    for pid in {proxy.process.pid, *children}:
+    for pid in processes:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + 4096, hard))
     yield
-    for pid in {proxy.process.pid, *children}:
+    for pid in processes:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 

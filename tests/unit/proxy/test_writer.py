@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
+import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from proxy.commits import Ending, Sampled
+from proxy.commits import Ending, Frames, Job, Report, Sampled, Setup, frame
 from proxy.metrics import Metrics
 from proxy.writer import Writer
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
@@ -117,15 +121,17 @@ def test_a_store_that_stays_locked_is_told_to_all_at_their_deadline_and_not_one_
     """Twenty callers, half a second each: one waits no longer than the other. Nothing of theirs is stored later."""
     database, url, holder = locked
 
-    async def run() -> list[object]:
+    async def run() -> tuple[list[object], float]:
         async with writing(url, seconds=0.5) as writer:
+            with pytest.raises(StoreUnavailable):  # by then the process has started, which takes a busy machine long
+                await writer.do(pid_of_writer)
+            started = time.monotonic()
             calls = [writer.append([turn(f"t{number}")]) for number in range(20)]
-            return await asyncio.gather(*calls, return_exceptions=True)
+            return await asyncio.gather(*calls, return_exceptions=True), time.monotonic() - started
 
-    started = time.monotonic()
-    answers = asyncio.run(run())
+    answers, seconds = asyncio.run(run())
     assert {type(answer) for answer in answers} == {StoreUnavailable}
-    assert time.monotonic() - started < 3.0
+    assert seconds < 3.0
     holder.rollback()
     assert stored(database) == []
 
@@ -186,4 +192,67 @@ def test_a_writing_process_that_is_killed_is_replaced_and_what_it_had_is_told_to
     old, new = asyncio.run(run())
     assert old != new
     assert stored(database) == []
-    assert metrics.registry.get_sample_value("turnwise_background_errors_total", {"task": "writer"}) == 1.0
+    assert errors_of_writer(metrics) == 1.0
+
+
+def errors_of_writer(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("turnwise_background_errors_total", {"task": "writer"})
+
+
+def wait_for_errors(metrics: Metrics, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while (errors_of_writer(metrics) or 0) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_writing_process_that_cannot_be_replaced_at_once_is_replaced_later(database, database_url):
+    """No file descriptors are left when it is killed, so that not even a socket to the next one can be opened."""
+    metrics = Metrics()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def run() -> None:
+        async with writing(database_url, metrics=metrics) as writer, asyncio.timeout(20):
+            os.kill(await writer.do(pid_of_writer), signal.SIGKILL)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                await asyncio.to_thread(wait_for_errors, metrics, 3)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            while True:
+                with contextlib.suppress(StoreUnavailable):
+                    await writer.do(ledger.create_session, Session(session_id="s"))
+                    await writer.append([turn("after")])
+                    return
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert stored(database) == ["after"]
+
+
+def test_what_a_killed_proxy_left_with_its_writing_process_is_not_committed(locked):
+    """Another proxy may have sampled the same call anew by then. Here a shell is the one that starts it, and dies."""
+    database, url, holder = locked
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            program = f"'{sys.executable}' -c 'from proxy.commits import main; main()' {theirs.fileno()} & wait"
+            proxy = subprocess.Popen(["sh", "-c", program], pass_fds=[theirs.fileno()])
+        late = Job(0, time.monotonic(), [turn("late")])
+        ours.sendall(frame(Setup(url, 0.1, None, proxy.pid)) + frame(late))
+        assert type(receive(ours).results[0]) is StoreUnavailable
+        ours.sendall(frame(Job(1, time.monotonic() + 60, [turn("left")])))
+        proxy.kill()
+        proxy.wait()
+        holder.rollback()
+        ours.settimeout(20)
+        assert ours.recv(1) == b""
+    assert stored(database) == []
+
+
+def receive(link: socket.socket) -> Report:
+    """Return the next report of a writing process."""
+    frames, found = Frames(), []
+    while not found:
+        found = frames.feed(link.recv(1 << 16))
+    return found[0]
