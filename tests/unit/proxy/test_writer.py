@@ -239,7 +239,7 @@ def test_what_a_killed_proxy_left_with_its_writing_process_is_not_committed(lock
             program = f"'{sys.executable}' -c 'from proxy.commits import main; main()' {theirs.fileno()} & wait"
             proxy = subprocess.Popen(["sh", "-c", program], pass_fds=[theirs.fileno()])
         late = Job(0, time.monotonic(), [turn("late")])
-        ours.sendall(frame(Setup(url, 0.1, None, proxy.pid)) + frame(late))
+        ours.sendall(b"".join([*frame(Setup(url, 0.1, None, proxy.pid)), *frame(late)]))
         assert type(receive(ours).results[0]) is StoreUnavailable
         ours.sendall(frame(Job(1, time.monotonic() + 60, [turn("left")])))
         proxy.kill()
