@@ -241,7 +241,7 @@ def test_what_a_killed_proxy_left_with_its_writing_process_is_not_committed(lock
         late = Job(0, time.monotonic(), [turn("late")])
         ours.sendall(b"".join([*frame(Setup(url, 0.1, None, proxy.pid)), *frame(late)]))
         assert type(receive(ours).results[0]) is StoreUnavailable
-        ours.sendall(frame(Job(1, time.monotonic() + 60, [turn("left")])))
+        ours.sendall(b"".join(frame(Job(1, time.monotonic() + 60, [turn("left")]))))
         proxy.kill()
         proxy.wait()
         holder.rollback()
