@@ -251,16 +251,16 @@ def serve(link: socket.socket) -> None:
         return
     setup, *early = first
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
-    committer = Committer(database, FaultPoints(setup.fault, _die), setup.proxy_pid)
+    committer = Committer(database, FaultPoints(setup.fault, lambda: _die(setup.proxy_pid)), setup.proxy_pid)
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
             link.sendall(b"".join(frame(committer.write(jobs[start : start + MAX_BATCH]))))
     database.close()
 
 
-def _die() -> None:
+def _die(proxy_pid: int) -> None:
     """Take the proxy along: in a test, both are one victim."""
-    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(proxy_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
