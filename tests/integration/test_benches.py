@@ -30,7 +30,7 @@ def test_a_session_of_100_turns_stores_little_more_than_what_is_new_in_it():
 
 @pytest.mark.slow
 def test_open_sessions_cost_their_share_of_300_megabytes():
-    run("memory.py", "--sessions", "600")
+    run("memory.py", "--sessions", "2000")
 
 
 def test_merged_sessions_train_faster_than_one_row_a_turn_here_and_in_trl():
