@@ -15,7 +15,7 @@ from proxy.routes.data import Shortcut
 from proxy.settings import ProxySettings
 
 SWITCH_SECONDS = 0.0003
-"""How long the event loop may keep the writer thread waiting for the interpreter, which it needs once a statement."""
+"""How long the event loop may keep a thread that reads the store waiting for the interpreter: once a row, and more."""
 DRAIN_SECONDS = 30
 """How long running calls may go on after the process was told to stop."""
 KEEP_ALIVE_SECONDS = 75

@@ -9,10 +9,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from proxies import RunningProxy, running_proxy
-from safetensors.numpy import save_file
+from tiny_checkpoints import write_adapter, write_weights
 
 from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
 
@@ -42,20 +41,6 @@ def ask(url: str, path: str, body: dict | None = None) -> dict:
     request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
         return json.loads(response.read())
-
-
-def write_weights(place: Path) -> Path:
-    place.mkdir()
-    (place / "config.json").write_text("{}")
-    save_file({"w": np.zeros(1, np.float32)}, place / "model.safetensors")
-    return place
-
-
-def write_adapter(place: Path) -> Path:
-    place.mkdir()
-    (place / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
-    save_file({"layer.lora_A.weight": np.zeros((1, 1), np.float32)}, place / "adapter_model.safetensors")
-    return place
 
 
 def publish(proxy: RunningProxy, path: Path, kind: str = "full") -> int:
