@@ -1,15 +1,19 @@
 """A trainer process that learns nothing: it claims, holds for a moment, and acks, through the trainer's own source.
 
 Its wall clock may be off, and may jump while it runs: whatever asks for the time of day gets a wrong one, our own code,
-and SQLite, whose "database's own time" is this process's. It prints a line for every ack that was refused.
+and SQLite, whose "database's own time" is this process's. It prints a line for every batch that it
+has claimed, and for every ack that was refused.
 
-    python claiming_trainer.py URL NAME NUMBER SKEW_SECONDS CLOCK_FILE
+While the file HOLD exists it keeps what it has claimed.
+
+    python claiming_trainer.py URL NAME NUMBER SKEW_SECONDS CLOCK_FILE HOLD
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,7 +24,7 @@ from turnwise import types
 
 LEASE_SECONDS = 1.0
 WORK_SECONDS = 0.03
-"""How long a batch is held before it is acked: signals come then."""
+"""How long a batch is held before it is acked, and between two looks at whether it must be held on."""
 STALLED_SECONDS = 48 * 3600.0
 """More than any jump of the database's clock, and less than what some trainer's own clock is off by."""
 GROUPS_PER_BATCH = 4
@@ -49,7 +53,7 @@ class WrongClock:
         return self.now().timestamp() / 86400 + JULIAN_DAY_OF_1970
 
 
-def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> None:
+def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: str) -> None:
     """Train until everything is trained: the source gives no batch while nothing is ready, and the test ends us."""
     clock = WrongClock(float(skew_seconds), Path(jumps))
     types.utc_now = clock.now  # before those are imported who take it from there
@@ -80,7 +84,10 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str) -> Non
         last = queries.last_update(connection, name)
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
     while (batch := source.next_batch(0)) is not None:
+        print(os.getpid(), "holds", flush=True)
         time.sleep(WORK_SECONDS)
+        while Path(hold).exists():
+            time.sleep(WORK_SECONDS)
         update = types.UpdateRecord(
             update_id=next(ids),
             trainer_id=name,

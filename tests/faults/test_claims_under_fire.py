@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import random
 import signal
 import subprocess
@@ -85,6 +84,11 @@ class Trainer:
     output: Path
     process: subprocess.Popen[bytes]
 
+    def has_claimed(self) -> bool:
+        """Say whether this process, not one before it, has a batch, which it may have lost since."""
+        lines = self.output.read_text().splitlines()
+        return bool(lines) and lines[-1] == f"{self.process.pid} holds"
+
 
 class Crew:
     """The trainers, and what is done to them."""
@@ -92,37 +96,59 @@ class Crew:
     def __init__(self, database: Database, url: str, clock: DatabaseClock, directory: Path, size: int) -> None:
         self._database = database
         self._rng = random.Random(size)
+        self._hold = directory / "hold"
+        self._ahead: list[str] = []
         self.trainers: list[Trainer] = []
         self._outputs: list[Path] = []
         for number in range(1, size + 1):
             name = f"trainer-{number}"
             skew = str(SKEWS[database.dialect].get(number, 0.0))
-            command = [sys.executable, str(PROGRAM), url, name, str(number), skew, str(clock.file)]
+            command = [sys.executable, str(PROGRAM), url, name, str(number), skew, str(clock.file), str(self._hold)]
             output = directory / name
             self._outputs.append(output)
+            if database.dialect == "sqlite" and float(skew) > 0:
+                self._ahead.append(name)
             self.trainers.append(Trainer(name, command, output, _start(command, output)))
 
+    def hold(self) -> None:
+        """Let none ack from now on: what they claim stays in their hands."""
+        self._hold.touch()
+
+    def release(self) -> None:
+        """Let them ack."""
+        self._hold.unlink()
+
     def kill_and_restart(self) -> None:
-        """`kill -9` one; the next process of its name takes up what it held."""
-        trainer = self._rng.choice(self.trainers)
+        """`kill -9` one that holds groups; the next process of its name takes up what it held."""
+        trainer = self._holder()
         trainer.process.kill()
         trainer.process.wait()
         trainer.process = _start(trainer.command, trainer.output)
+        self.release()
 
     def kill_for_good(self) -> None:
         """`kill -9` one that holds groups; the others have to wait for its lease."""
-        trainer = self._frozen_holder()
+        trainer = self._holder()
         trainer.process.kill()
         trainer.process.wait()
         self.trainers.remove(trainer)
+        self.release()
 
     def freeze_beyond_the_lease(self) -> None:
-        """SIGSTOP one that holds groups until another has one of them, then let it go on: its ack must be refused."""
+        """SIGSTOP one that holds groups until another has one of them, then let it go on: its ack must be refused.
+
+        Not one whose leases last for long by the clocks of the others.
+        """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            trainer = self._frozen_holder()
+            trainer = self._holder(lambda one: one.name not in self._ahead)
+            trainer.process.send_signal(signal.SIGSTOP)
             refused = _refused(trainer.output)
-            taken = self._taken_from(self._held_by(trainer))
+            held = self._held_by(trainer)
+            self.release()
+            taken = self._taken(held)
+            if not taken:
+                self.hold()
             trainer.process.send_signal(signal.SIGCONT)
             if taken:
                 _wait_for(refused + 1, lambda: _refused(trainer.output), "refused acks")  # noqa: B023
@@ -143,22 +169,19 @@ class Crew:
             trainer.process.kill()
             trainer.process.wait()
 
-    def _frozen_holder(self) -> Trainer:
-        """Freeze trainers until one is caught with groups in its hands."""
+    def _holder(self, is_wanted: Callable[[Trainer], bool] = lambda _: True) -> Trainer:
+        """Wait for one that has groups in its hands, which it keeps: all are told to hold."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            trainer = self._rng.choice(self.trainers)
-            os.kill(trainer.process.pid, signal.SIGSTOP)
-            if self._held_by(trainer):
-                return trainer
-            trainer.process.send_signal(signal.SIGCONT)
-            time.sleep(0.01)
-        raise AssertionError("no trainer was caught while it held a group")
+            if holders := [one for one in filter(is_wanted, self.trainers) if one.has_claimed() and self._held_by(one)]:
+                return self._rng.choice(holders)
+            time.sleep(0.02)
+        raise AssertionError("no trainer claimed a group")
 
-    def _taken_from(self, held: set[tuple[int, int]]) -> bool:
+    def _taken(self, held: set[tuple[int, int]]) -> bool:
         """Wait until somebody else has one of the groups; False when it does not come to that.
 
-        One that was frozen in mid-transaction holds the database's lock, or is acking already.
+        One that was frozen while it renewed its lease holds SQLite's only lock.
         """
         deadline = time.monotonic() + 3 * LEASE_SECONDS
         columns = tables.groups.c
@@ -273,9 +296,16 @@ def test_every_experience_is_acked_exactly_once_whatever_is_done_to_the_trainers
     turn_ids = fill(database, num_experiences)
     with under_fire(database, database_url, tmp_path, num_trainers) as (crew, clock):
         jumps = itertools.cycle(JUMPS)
-        blows = [crew.kill_and_restart, crew.freeze_beyond_the_lease, lambda: clock.jump(next(jumps))]
+
+        def jump() -> None:
+            clock.jump(next(jumps))
+            crew.release()
+
+        blows = [crew.kill_and_restart, crew.freeze_beyond_the_lease, jump]
         waves = np.array_split(np.arange(num_experiences // GROUP_SIZE), num_rounds * len(blows) + 1)
         for number, wave in enumerate(waves):
+            _wait_for(int(wave[0]), lambda: num_trained(database), "groups trained")
+            crew.hold()
             finish(database, range(GROUP_SIZE * int(wave[0]), GROUP_SIZE * (int(wave[-1]) + 1)))
             if number < len(waves) - 1:
                 blows[number % len(blows)]()
