@@ -158,7 +158,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await pool.close()
+        pool.close()
         await writer.close()
         for opened in (database, exports):
             opened.close()

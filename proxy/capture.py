@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from array import array
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,12 @@ def build_turns(
 
     `aborted` says what cut the reply off, None for a whole one.
     """
-    echo = np.array(captured.prompt_token_ids, np.int32)
+    echo = as_token_ids(captured.prompt_token_ids)
     echoed = plan.prompt_token_ids is None or np.array_equal(echo, plan.prompt_token_ids)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
-        prompt = np.array(choice.prompt_token_ids, np.int32) if choice.prompt_token_ids else echo
+        prompt = as_token_ids(choice.prompt_token_ids) if choice.prompt_token_ids else echo
         outcome, reason = _outcome(prompt, choice, echoed=echoed, reason=plan.reason, aborted=aborted)
         # A repetition of a call that was cut off samples again; only a whole reply may be found by the key.
         keyed = call.idempotency_key is not None and aborted is None
@@ -60,7 +61,7 @@ def build_turns(
             model=captured.model or call.model,
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
             prompt_length=len(prompt),
-            token_ids=np.array(choice.token_ids, np.int32),
+            token_ids=as_token_ids(choice.token_ids),
             finish_reason=choice.finish_reason,
             outcome=outcome,
             reason=reason,
@@ -72,6 +73,11 @@ def build_turns(
         )
         turns.append(Sampled(turn, choice.logprobs))
     return turns
+
+
+def as_token_ids(numbers: list[int]) -> TokenIds:
+    """Return token ids as they are stored; `array` takes a list in half the time that numpy needs."""
+    return np.frombuffer(array("i", numbers), np.int32)
 
 
 def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:

@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any, Protocol
+from urllib.parse import urlencode
 
-import aiohttp
 import orjson
 
+from proxy.http_client import Answer, Disconnected, HttpClient
 from proxy.metrics import Metrics
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, Overloaded, ReloadFailed
 from turnwise.types import Json, Session
@@ -53,7 +54,7 @@ class Lane:
 class Engine:
     """One vLLM process."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, *, timeout_seconds: float) -> None:
+    def __init__(self, url: str, *, timeout_seconds: float) -> None:
         self.url = url.rstrip("/")
         self.healthy = False
         """Whether it answered lately and serves a version that it should; others get no calls."""
@@ -76,40 +77,27 @@ class Engine:
         self.gate = asyncio.Event()
         """Open unless weights are being exchanged; new calls wait at it inside the proxy."""
         self.gate.set()
-        self._http = http
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=timeout_seconds)
+        self._http = HttpClient(self.url, connect_seconds=CONNECT_SECONDS, silence_seconds=timeout_seconds)
 
-    @contextlib.asynccontextmanager
-    async def post(self, path: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a call; the caller reads the answer as it comes.
-
-        A pooled connection that the engine had closed is tried once more: nothing has been sampled for it.
+    async def post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        """Open a call; the caller reads the answer as it comes, in a `with` block.
 
         Raises:
-            EngineUnavailable: no connection, or one that broke before the answer's first byte.
+            EngineUnavailable: no connection, or one that broke before the answer's head.
             EngineRefused: an error status, with the engine's own body.
         """
         try:
-            response = await self._open(path, body, headers)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):
-            response = await self._open_again(path, body, headers)
-        except (aiohttp.ClientError, TimeoutError) as error:
+            answer = await self._http.request("POST", path, body, headers)
+            if answer.status >= 400:
+                with answer:
+                    raise EngineRefused(answer.status, await answer.read())
+        except Disconnected as error:
             raise self._unavailable(error) from error
-        try:
-            if response.status >= 400:
-                raise EngineRefused(response.status, await response.read())
-            yield response
-        finally:
-            response.release() if response.content.at_eof() else response.close()
+        return answer
 
-    async def _open(self, path: str, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        return await self._http.post(self.url + path, data=body, headers=headers, timeout=self._timeout)
-
-    async def _open_again(self, path: str, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        try:
-            return await self._open(path, body, headers)
-        except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
-            raise self._unavailable(error) from error
+    def close(self) -> None:
+        """Drop the connections that no call is on."""
+        self._http.close()
 
     def _unavailable(self, error: Exception) -> EngineUnavailable:
         return EngineUnavailable(
@@ -126,21 +114,17 @@ class Engine:
             EngineUnavailable: no answer in time.
             EngineRefused: an error status.
         """
-        data = None if body is None else orjson.dumps(body)
+        data = b"" if body is None else orjson.dumps(body)
+        if query:
+            path += "?" + urlencode(query)
         try:
-            async with self._http.request(
-                method,
-                self.url + path,
-                data=data,
-                params=query,
-                headers={"content-type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=seconds),
-            ) as response:
-                raw = await response.read()
-        except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
+            async with asyncio.timeout(seconds):
+                with await self._http.request(method, path, data, {"content-type": "application/json"}) as answer:
+                    raw = await answer.read()
+        except (Disconnected, TimeoutError) as error:
             raise self._unavailable(error) from error
-        if response.status >= 400:
-            raise EngineRefused(response.status, raw)
+        if answer.status >= 400:
+            raise EngineRefused(answer.status, raw)
         try:
             return orjson.loads(raw) if raw else None
         except orjson.JSONDecodeError:
@@ -290,10 +274,7 @@ class EnginePool:
     """All engines: which lane each session's calls take, and how many calls there are at once."""
 
     def __init__(self, urls: list[str], metrics: Metrics, *, timeout_seconds: float, max_concurrent_calls: int) -> None:
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60), auto_decompress=True, json_serialize=_unused
-        )
-        self.engines = [Engine(url, self._http, timeout_seconds=timeout_seconds) for url in urls]
+        self.engines = [Engine(url, timeout_seconds=timeout_seconds) for url in urls]
         self.trial: Arm | None = None
         """The canary under way: the version that only its share of the sessions samples with."""
         self._metrics = metrics
@@ -374,10 +355,7 @@ class EnginePool:
         self._in_flight += change
         self._metrics.in_flight.set(self._in_flight)
 
-    async def close(self) -> None:
-        """Drop all connections."""
-        await self._http.close()
-
-
-def _unused(_: Any) -> str:
-    raise NotImplementedError("bodies are encoded by orjson before they get here")
+    def close(self) -> None:
+        """Drop all connections that no call is on."""
+        for engine in self.engines:
+            engine.close()

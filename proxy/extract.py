@@ -123,8 +123,8 @@ def _cut_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:
     quotes. Where they stand otherwise they are left in place.
     """
     begin = raw.find(b'"logprobs":{') + len(b'"logprobs":')
-    stop = raw.find(b'},"finish_reason":', begin) + 1
-    if begin < len(b'"logprobs":') or not stop:
+    stop = raw.rfind(b'},"finish_reason":') + 1  # from behind, where it is near
+    if not len(b'"logprobs":') <= begin < stop:
         return raw, []
     return b"".join((raw[:begin], NULL, raw[stop:])), [raw[begin:stop]]
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 import orjson
 
@@ -25,6 +24,7 @@ from proxy.commits import Ending, Sampled
 from proxy.continuation import Plan
 from proxy.engines import EnginePool, Lane
 from proxy.fault import FaultPoints
+from proxy.http_client import Disconnected
 from proxy.metrics import Metrics
 from proxy.sessions import LiveSession, Sessions
 from proxy.templates import ChatTemplate
@@ -149,10 +149,10 @@ class Relay:
         return call.dialect.encode_reply(reply, call)
 
     async def _read_whole(self, running: Running) -> bytes:
-        async with running.lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as response:
+        with await running.lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as answer:
             try:
-                return await response.read()
-            except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
+                return await answer.read()
+            except Disconnected as error:
                 raise EngineUnavailable(
                     f"the engine at {running.lane.engine.url} broke off its reply; retry"
                 ) from error
@@ -184,12 +184,12 @@ class Relay:
         lane = running.lane
         running.version_first = lane.version
         buffer = sse.EventBuffer()
-        async with lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as response:
+        with await lane.engine.post(running.call.dialect.engine_route, *self._request(running)) as answer:
             try:
-                async for data in response.content.iter_any():
+                async for data in answer.parts():
                     running.version_last = lane.version
                     yield buffer.feed(data)
-            except (aiohttp.ClientError, TimeoutError, ConnectionResetError) as error:
+            except Disconnected as error:
                 raise EngineUnavailable(f"the engine at {lane.engine.url} broke off its stream; retry") from error
         if buffer.pending or not running.captured.is_finished(running.call.num_choices):
             raise EngineUnavailable(

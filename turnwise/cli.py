@@ -35,7 +35,7 @@ _EXTRA_OF = {
     "fastapi": "proxy",
     "starlette": "proxy",
     "uvicorn": "proxy",
-    "aiohttp": "proxy",
+    "httptools": "proxy",
     "orjson": "proxy",
     "jinja2": "proxy",
     "prometheus_client": "proxy",

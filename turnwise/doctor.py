@@ -22,7 +22,7 @@ from turnwise.errors import TurnwiseError
 
 _EXTRAS = {
     "store": ("sqlalchemy", "alembic"),
-    "proxy": ("fastapi", "uvicorn", "aiohttp", "orjson", "jinja2", "transformers"),
+    "proxy": ("fastapi", "uvicorn", "httptools", "orjson", "jinja2", "transformers"),
     "trainer": ("torch", "transformers", "safetensors"),
 }
 _TEMPERATURES = (1.0, 0.5)

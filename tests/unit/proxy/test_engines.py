@@ -30,7 +30,7 @@ def with_pool(use: Callable[[EnginePool], object], urls: list[str] = URLS, *, mo
             if asyncio.iscoroutine(outcome):
                 await asyncio.wait_for(outcome, 5)
         finally:
-            await pool.close()
+            pool.close()
 
     asyncio.run(run())
 

@@ -71,7 +71,7 @@ class Stage:
             await process.reloader.start()
             yield process
         finally:
-            await process.pool.close()
+            process.pool.close()
             await process.writer.close()
 
     def publish(self, version: int, kind: PolicyKind = PolicyKind.FULL, *, whole: bool = True) -> str:
@@ -230,7 +230,7 @@ async def test_an_engine_that_is_unsuitable_stops_the_start(stage: Stage):
         with pytest.raises(EngineUnsuitable, match="raw logprobs"):
             await process.reloader.start()
     finally:
-        await process.pool.close()
+        process.pool.close()
         await process.writer.close()
 
 

@@ -1,0 +1,301 @@
+"""The client that calls to the engine go over, against a server whose every byte is given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+
+import pytest
+
+from proxy.http_client import BUFFERED_BYTES, Disconnected, HttpClient
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+ONE_READ = 1 << 18
+"""The most that an event loop takes from a socket at once."""
+
+
+class Server:
+    """Answers each request with what its script does; a connection ends with its script."""
+
+    def __init__(self, script):
+        self._script = script
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self.has_lost = asyncio.Event()
+        """Set when a client has closed a connection."""
+
+    async def serve(self, reader, writer):
+        self.num_connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await self._script(self, reader, writer)
+        writer.close()
+
+    async def request(self, reader) -> bytes:
+        """Read one request."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        self.requests.append(head + await reader.readexactly(length))
+        return self.requests[-1]
+
+    async def wait_for_the_end(self, reader):
+        await reader.read()
+        self.has_lost.set()
+
+
+@contextlib.asynccontextmanager
+async def serving(script, *, path="", user="", silence_seconds=30.0):
+    server = Server(script)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    client = HttpClient(f"http://{user}127.0.0.1:{port}{path}", connect_seconds=5, silence_seconds=silence_seconds)
+    try:
+        yield server, client
+    finally:
+        client.close()
+        listening.close()
+
+
+async def get(client, path="/") -> tuple[int, bytes]:
+    with await client.request("GET", path, b"", {}) as answer:
+        return answer.status, await answer.read()
+
+
+def answering(*pieces: bytes, times=1):
+    """Return a script that answers so, piece by piece."""
+
+    async def script(server, reader, writer):
+        for _ in range(times):
+            await server.request(reader)
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+
+    return script
+
+
+async def test_a_connection_is_kept_for_the_next_request():
+    async with serving(answering(OK, times=3)) as (server, client):
+        assert [await get(client) for _ in range(3)] == [(200, b"ok")] * 3
+    assert server.num_connections == 1
+
+
+async def test_requests_at_once_have_a_connection_each():
+    async with serving(answering(OK, times=2)) as (server, client):
+        assert await asyncio.gather(*(get(client) for _ in range(8))) == [(200, b"ok")] * 8
+    assert server.num_connections == 8
+
+
+async def test_what_is_sent():
+    async with serving(answering(OK), path="/below/", user="me:p%40ss@") as (server, client):
+        with await client.request("POST", "/v1/x?y=1", b"body", {"x-request-id": "7"}) as answer:
+            assert await answer.read() == b"ok"
+    head, _, body = server.requests[0].partition(b"\r\n\r\n")
+    line, *headers = head.split(b"\r\n")
+    assert line == b"POST /below/v1/x?y=1 HTTP/1.1"
+    assert b"authorization: Basic bWU6cEBzcw==" in headers
+    assert b"x-request-id: 7" in headers
+    assert any(header.startswith(b"host: 127.0.0.1:") for header in headers)
+    assert body == b"body"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", b"he", b"llo"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n", b"3\r\nl", b"lo\r\n0\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"he", b"llo"),
+        (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"),
+        tuple(bytes([byte]) for byte in b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"),
+    ],
+    ids=["length", "chunks", "to the end of the connection", "after a hint", "byte by byte"],
+)
+async def test_a_body_however_it_comes(pieces):
+    async with serving(answering(*pieces)) as (_, client):
+        assert await get(client) == (200, b"hello")
+
+
+async def test_an_answer_without_a_body():
+    async with serving(answering(b"HTTP/1.1 204 No Content\r\n\r\n", times=2)) as (server, client):
+        assert [await get(client), await get(client)] == [(204, b"")] * 2
+    assert server.num_connections == 1
+
+
+async def test_a_connection_that_the_server_wants_closed_is_not_used_again():
+    answer = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"
+    async with serving(answering(answer, times=2)) as (server, client):
+        assert [await get(client), await get(client)] == [(200, b"ok")] * 2
+    assert server.num_connections == 2
+
+
+async def test_a_kept_connection_that_the_server_closes_is_replaced():
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK)
+        await server.request(reader)  # and closes, as if it had gone idle just before
+
+    async with serving(script) as (server, client):
+        assert [await get(client), await get(client)] == [(200, b"ok")] * 2
+    assert server.num_connections == 2
+    assert len(server.requests) == 3
+
+
+async def test_a_request_that_a_new_connection_dies_of_is_not_sent_again():
+    async def script(server, reader, _):
+        await server.request(reader)
+
+    async with serving(script) as (server, client):
+        with pytest.raises(Disconnected, match="closed the connection"):
+            await get(client)
+    assert len(server.requests) == 1
+
+
+async def test_a_request_whose_answer_broke_off_is_not_sent_again():
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK)
+        await server.request(reader)
+        writer.write(OK[:-1])
+
+    async with serving(script) as (server, client):
+        await get(client)
+        with pytest.raises(Disconnected):
+            await get(client)
+    assert len(server.requests) == 2
+
+
+async def test_what_came_before_the_break_is_read_first():
+    async with serving(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe")) as (_, client):
+        with await client.request("GET", "/", b"", {}) as answer:
+            parts = answer.parts()
+            assert await anext(parts) == b"he"
+            with pytest.raises(Disconnected):
+                await anext(parts)
+
+
+async def test_a_server_that_falls_silent_is_given_up():
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK[:-1])
+        await server.wait_for_the_end(reader)
+
+    async with serving(script, silence_seconds=0.2) as (server, client):
+        with pytest.raises(Disconnected, match=r"said nothing for 0\.2 s"):
+            await get(client)
+        await asyncio.wait_for(server.has_lost.wait(), 10)
+
+
+async def test_a_server_that_goes_on_speaking_is_not_given_up():
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n")
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            writer.write(b"x")
+
+    async with serving(script, silence_seconds=0.4) as (_, client):
+        assert await get(client) == (200, b"x" * 8)
+
+
+async def test_leaving_early_closes_the_connection():
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK[:-1])
+        await server.wait_for_the_end(reader)
+
+    async with serving(script) as (server, client):
+        with await client.request("GET", "/", b"", {}) as answer:
+            assert answer.status == 200
+        await asyncio.wait_for(server.has_lost.wait(), 10)
+
+
+async def test_being_cancelled_closes_the_connection():
+    asked = asyncio.Event()
+
+    async def script(server, reader, _):
+        await server.request(reader)
+        asked.set()
+        await server.wait_for_the_end(reader)
+
+    async with serving(script) as (server, client):
+        waiting = asyncio.create_task(get(client))
+        await asyncio.wait_for(asked.wait(), 10)
+        waiting.cancel()
+        await asyncio.wait_for(server.has_lost.wait(), 10)
+
+
+async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
+    body = bytes(range(256)) * (1 << 16)
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with serving(answering(head + body, OK)) as (_, client):
+        parts = []
+        with await client.request("GET", "/", b"", {}) as answer:
+            async for part in answer.parts():
+                parts.append(part)
+                await asyncio.sleep(0.01)  # much comes meanwhile
+    assert b"".join(parts) == body
+    assert max(map(len, parts)) <= BUFFERED_BYTES + ONE_READ
+
+
+async def test_a_connection_can_be_used_after_a_slow_reader():
+    body = bytes(1 << 23)
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with serving(answering(head + body, times=2)) as (server, client):
+        for _ in range(2):
+            with await client.request("GET", "/", b"", {}) as answer:
+                async for _ in answer.parts():
+                    await asyncio.sleep(0.01)
+    assert server.num_connections == 1
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n"])
+async def test_a_server_that_speaks_something_else(said):
+    async with serving(answering(said)) as (_, client):
+        with pytest.raises(Disconnected, match="no HTTP"):
+            await get(client)
+
+
+async def test_a_server_that_speaks_unasked_is_left():
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK)
+        writer.write(OK)
+        await server.wait_for_the_end(reader)
+
+    async with serving(script) as (server, client):
+        assert await get(client) == (200, b"ok")
+        await asyncio.wait_for(server.has_lost.wait(), 10)
+
+
+async def test_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    client = HttpClient(f"http://127.0.0.1:{port}", connect_seconds=5, silence_seconds=5)
+    with pytest.raises(Disconnected, match="Errno"):
+        await get(client)
+
+
+async def test_a_server_that_does_not_accept_in_time():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        port = full.getsockname()[1]
+        for _ in range(3):  # more than the backlog holds
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        client = HttpClient(f"http://127.0.0.1:{port}", connect_seconds=0.2, silence_seconds=5)
+        with pytest.raises(Disconnected, match=r"no connection within 0\.2 s"):
+            await get(client)
+
+
+async def test_a_server_without_tls_behind_an_https_url():
+    async def script(_, reader, writer):
+        writer.write(OK)
+        await reader.read()
+
+    async with serving(script) as (_, plain):
+        client = HttpClient(f"https://127.0.0.1:{plain._port}", connect_seconds=5, silence_seconds=5)
+        with pytest.raises(Disconnected) as caught:
+            await get(client)
+    assert isinstance(caught.value.__cause__, ssl.SSLError)
