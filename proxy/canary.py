@@ -9,13 +9,14 @@ is tried, later ones wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 from proxy.checkpoint import read_probe
@@ -166,18 +167,21 @@ class Canary:
         return target.kind is PolicyKind.LORA or len(self._pool.healthy) > 1
 
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
-        """Load a version for its trial and let its share of the new sessions have it."""
-        try:
-            await self._loader.check(policy, self._pool.healthy[0])
-            await self._place(policy, active)
-            reason = await self._drifted(policy)
-        except (BadCheckpoint, EngineError) as error:
-            reason = str(error)
-        if reason is not None:
-            await self._withdraw(policy, active, reason)
-            return
-        tried = await self._writer.do(policies.try_policy, policy.version)
-        self.show(tried)
+        """Load a version for its trial and let its share of the new sessions have it.
+
+        An engine that has taken whole weights gets no call until the pool knows which sessions are in the trial.
+        """
+        with self._all_let_in():
+            try:
+                await self._loader.check(policy, self._pool.healthy[0])
+                await self._place(policy, active)
+                reason = await self._drifted(policy)
+            except (BadCheckpoint, EngineError) as error:
+                reason = str(error)
+            if reason is not None:
+                await self._withdraw(policy, active, reason)
+                return
+            self.show(await self._writer.do(policies.try_policy, policy.version))
         log.info(
             "policy version %d is tried by %.0f %% of new sessions", policy.version, 100 * self._settings.canary_share
         )
@@ -186,7 +190,8 @@ class Canary:
         """Judge the trial; True promotes the version."""
         self._judged_at = time.monotonic()
         try:
-            await self._place(policy, active)
+            with self._all_let_in():
+                await self._place(policy, active)
         except (BadCheckpoint, EngineError) as error:
             await self._withdraw(policy, active, str(error))
             return False
@@ -219,13 +224,19 @@ class Canary:
                 if policy.version not in engine.adapters:
                     await self._loader.load_beside(engine, policy)
         elif len(healthy) > 1 and all(engine.version != policy.version for engine in healthy):
-            await self._drained(healthy[-1])
-            try:
-                await self._loader.exchange(healthy[-1], policy, active)
-            finally:
-                healthy[-1].draining = False
+            await self._drain(healthy[-1])
+            await self._loader.exchange(healthy[-1], policy, active)
 
-    async def _drained(self, engine: Engine) -> None:
+    @contextlib.contextmanager
+    def _all_let_in(self) -> Iterator[None]:
+        """Let new calls go to every engine again when the block ends."""
+        try:
+            yield
+        finally:
+            for engine in self._pool.engines:
+                engine.draining = False
+
+    async def _drain(self, engine: Engine) -> None:
         """Send new calls elsewhere and wait for the running ones, so that no session of the others sees the trial."""
         engine.draining = True
         deadline = time.monotonic() + DRAIN_SECONDS

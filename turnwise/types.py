@@ -188,16 +188,34 @@ class Turn:
     duration_seconds: float = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the values alone: a turn goes to the process that stores it, and its fields are known there."""
-        return _turn_of, _turn_values(self)
+        """Pickle the values alone, as plain as can be: each turn goes to the process that stores it."""
+        arrays = (
+            np.asarray(self.prompt_delta, np.int32).tobytes(),
+            np.asarray(self.token_ids, np.int32).tobytes(),
+            np.asarray(self.logprobs, np.float32).tobytes(),
+        )
+        return _turn_of, (*arrays, self.created_at.timestamp(), self.outcome.value, *_plain_values(self))
 
 
-_TURN_FIELDS = tuple(field.name for field in dataclasses.fields(Turn))
-_turn_values = operator.attrgetter(*_TURN_FIELDS)
+_PLAIN_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(Turn)
+    if field.name not in ("prompt_delta", "token_ids", "logprobs", "created_at", "outcome")
+)
+_plain_values = operator.attrgetter(*_PLAIN_FIELDS)
 
 
-def _turn_of(*values: Any) -> Turn:
-    return Turn(**dict(zip(_TURN_FIELDS, values, strict=True)))
+def _turn_of(
+    prompt_delta: bytes, token_ids: bytes, logprobs: bytes, created_at: float, outcome: str, *values: Any
+) -> Turn:
+    return Turn(
+        prompt_delta=np.frombuffer(prompt_delta, np.int32),
+        token_ids=np.frombuffer(token_ids, np.int32),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        created_at=datetime.datetime.fromtimestamp(created_at, datetime.UTC),
+        outcome=Outcome(outcome),
+        **dict(zip(_PLAIN_FIELDS, values, strict=True)),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

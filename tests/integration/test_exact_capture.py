@@ -174,10 +174,13 @@ def test_a_growing_history_is_one_chain_and_every_token_is_the_engines(
     assert gap < 1e-3
 
 
-def test_without_continuation_the_same_agents_leave_their_chains(engine: RunningEngine, start_proxy: StartProxy):
+@pytest.mark.parametrize("num_sessions", NUM_SESSIONS)
+def test_without_continuation_the_same_agents_leave_their_chains(
+    engine: RunningEngine, start_proxy: StartProxy, num_sessions
+):
     """The drift is real: with continuation off, histories are tokenised afresh, and say so."""
     proxy = start_proxy(engine.url, "--no-continuation")
-    counts = check(proxy, asyncio.run(play_all(proxy.url, 16)))
+    counts = check(proxy, asyncio.run(play_all(proxy.url, num_sessions)))
     print(f"\ncontinuation off: {dict(counts)}")
     assert counts["breaks"] == counts["turns"] - counts["agents"]
     assert counts["retokenised:continuation_off"] == counts["breaks"]

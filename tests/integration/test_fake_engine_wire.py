@@ -104,7 +104,8 @@ Shape = dict[str, tuple[frozenset[str], bool]]
 
 @pytest.fixture(scope="module")
 def real(engine: RunningEngine) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False) as client:
+    none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes those that idle for 5 s, maybe right now
+    with httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False, limits=none_kept) as client:
         yield client
 
 

@@ -194,8 +194,9 @@ def proxy_over_real(engine: RunningEngine, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def both(engine: RunningEngine, proxy_over_real: RunningProxy) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
     """Clients of the engine and of the proxy in front of it."""
+    none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes those that idle for 5 s, maybe right now
     with (
-        httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False) as straight,
+        httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False, limits=none_kept) as straight,
         httpx2.Client(base_url=proxy_over_real.url, timeout=60.0, trust_env=False) as through,
     ):
         yield straight, through

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from proxy.canary import Canary
 from proxy.engines import LOADING, Engine, EnginePool
 from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
 from proxy.metrics import Metrics
@@ -21,7 +22,7 @@ from turnwise.errors import EngineUnsuitable, LeaseLost
 from turnwise.stack import free_port
 from turnwise.store import leases, policies
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
+from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, Session
 
 
 class Process:
@@ -255,6 +256,27 @@ async def test_a_canary_is_begun_and_called_off_by_a_pin_or_by_taking_away_its_s
         assert (stage.statuses(), process.pool.trial) == (["active", "published"], None)
         await process.follow()
         assert (process.versions, stage.statuses()) == ([2, 2], ["retired", "active"])
+
+
+async def test_whole_weights_get_no_call_before_it_is_known_which_sessions_try_them(stage: Stage, monkeypatch):
+    """Whatever takes its time between the exchange and the trial's beginning, no session falls into the gap."""
+    sampled: list[int] = []
+    drifted = Canary._drifted
+
+    async def slowly(canary: Canary, policy: PolicyVersion) -> str | None:
+        lanes = [process.pool.lane(Session(session_id=f"s{number}")) for number in range(64)]
+        sampled.extend({lane.version for lane in lanes})
+        return await drifted(canary, policy)
+
+    monkeypatch.setattr(Canary, "_drifted", slowly)
+    async with stage.process(canary_share=0.5) as process:
+        stage.publish(1)
+        await process.follow()
+        stage.publish(2)
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([1, 2], ["active", "canary"])
+        assert sampled == [1]
+        assert not any(engine.draining for engine in process.pool.engines)
 
 
 async def test_the_first_version_of_all_is_not_tried_but_served(stage: Stage):
