@@ -20,6 +20,9 @@ import httptools
 BUFFERED_BYTES = 1 << 20
 """How much of an answer is kept for a slow reader before the engine has to wait."""
 
+STALE_SECONDS = 1.0
+"""A kept connection that ends so soon after a request, without a word, had ended before the request reached it."""
+
 
 class Disconnected(Exception):
     """No connection, or one that broke or fell silent before the answer was whole."""
@@ -51,7 +54,7 @@ class HttpClient:
     async def request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Send a request, and return its answer as soon as its head is there; use it in a `with` block.
 
-        A connection that was kept open and that the server had closed by then is replaced once: nothing was done on it.
+        A connection that was kept open and that the server had closed by then is replaced, once.
 
         Raises:
             Disconnected: no connection, or one that broke before the answer's head.
@@ -249,7 +252,7 @@ class _Connection(asyncio.Protocol):
         if answer.status and not self._has_length and exc is None:
             self._answer = None
             answer.end()
-        elif self._is_used and not answer.status:
+        elif self._is_used and not answer.status and self._loop.time() - self._heard_at < STALE_SECONDS:
             self._fail(_Stale("the server closed the connection"))
         else:
             self._fail(Disconnected(str(exc or "the server closed the connection")))

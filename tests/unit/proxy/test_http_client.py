@@ -142,6 +142,23 @@ async def test_a_kept_connection_that_the_server_closes_is_replaced():
     assert len(server.requests) == 3
 
 
+async def test_a_request_that_a_kept_connection_dies_of_is_not_sent_again(monkeypatch):
+    """After so long the server was at work on it."""
+    monkeypatch.setattr("proxy.http_client.STALE_SECONDS", 0.05)
+
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK)
+        await server.request(reader)
+        await asyncio.sleep(0.1)
+
+    async with serving(script) as (server, client):
+        await get(client)
+        with pytest.raises(Disconnected, match="closed the connection"):
+            await get(client)
+    assert len(server.requests) == 2
+
+
 async def test_a_request_that_a_new_connection_dies_of_is_not_sent_again():
     async def script(server, reader, _):
         await server.request(reader)
