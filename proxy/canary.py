@@ -9,14 +9,13 @@ is tried, later ones wait.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import datetime
 import logging
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from proxy.checkpoint import read_probe
@@ -145,6 +144,8 @@ class Canary:
         self._settings = settings
         self._metrics = metrics
         self._judged_at = 0.0
+        self._placed: int | None = None
+        """The version that was placed for a trial last."""
 
     def show(self, policy: PolicyVersion | None) -> None:
         """Let the pool know of the trial that the store tells of."""
@@ -171,17 +172,18 @@ class Canary:
 
         An engine that has taken whole weights gets no call until the pool knows which sessions are in the trial.
         """
-        with self._all_let_in():
-            try:
-                await self._loader.check(policy, self._pool.healthy[0])
-                await self._place(policy, active)
-                reason = await self._drifted(policy)
-            except (BadCheckpoint, EngineError) as error:
-                reason = str(error)
-            if reason is not None:
-                await self._withdraw(policy, active, reason)
-                return
-            self.show(await self._writer.do(policies.try_policy, policy.version))
+        self._placed = policy.version
+        self.let_in()
+        try:
+            await self._loader.check(policy, self._pool.healthy[0])
+            await self._place(policy, active)
+            reason = await self._drifted(policy)
+        except (BadCheckpoint, EngineError) as error:
+            reason = str(error)
+        if reason is not None:
+            await self._withdraw(policy, active, reason)
+            return
+        self.show(await self._writer.do(policies.try_policy, policy.version))
         log.info(
             "policy version %d is tried by %.0f %% of new sessions", policy.version, 100 * self._settings.canary_share
         )
@@ -190,8 +192,7 @@ class Canary:
         """Judge the trial; True promotes the version."""
         self._judged_at = time.monotonic()
         try:
-            with self._all_let_in():
-                await self._place(policy, active)
+            await self._place(policy, active)
         except (BadCheckpoint, EngineError) as error:
             await self._withdraw(policy, active, str(error))
             return False
@@ -227,14 +228,10 @@ class Canary:
             await self._drain(healthy[-1])
             await self._loader.exchange(healthy[-1], policy, active)
 
-    @contextlib.contextmanager
-    def _all_let_in(self) -> Iterator[None]:
-        """Let new calls go to every engine again when the block ends."""
-        try:
-            yield
-        finally:
-            for engine in self._pool.engines:
-                engine.draining = False
+    def let_in(self) -> None:
+        """Let new calls go to every engine, but for one that holds what is to be tried while no trial is known."""
+        for engine in self._pool.engines:
+            engine.draining = self._pool.trial is None and engine.main is engine.own and engine.holds == self._placed
 
     async def _drain(self, engine: Engine) -> None:
         """Send new calls elsewhere and wait for the running ones, so that no session of the others sees the trial."""

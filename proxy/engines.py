@@ -101,7 +101,7 @@ class Engine:
 
     def _unavailable(self, error: Exception) -> EngineUnavailable:
         return EngineUnavailable(
-            f"the engine at {self.url} cannot be reached ({error or type(error).__name__}); "
+            f"the engine at {self.url} cannot be reached ({str(error) or type(error).__name__}); "
             "check that it runs, then retry: nothing was sampled"
         )
 
@@ -119,7 +119,8 @@ class Engine:
             path += "?" + urlencode(query)
         try:
             async with asyncio.timeout(seconds):
-                with await self._http.request(method, path, data, {"content-type": "application/json"}) as answer:
+                headers = {"content-type": "application/json"}
+                with await self._http.request(method, path, data, headers, silence_seconds=seconds) as answer:
                     raw = await answer.read()
         except (Disconnected, TimeoutError) as error:
             raise self._unavailable(error) from error

@@ -22,6 +22,8 @@ BUFFERED_BYTES = 1 << 20
 
 STALE_SECONDS = 1.0
 """A kept connection that ends so soon after a request, without a word, had ended before the request reached it."""
+KEPT_SECONDS = 15.0
+"""How long an idle connection is good for another request; whatever lies in between may have forgotten an older one."""
 
 
 class Disconnected(Exception):
@@ -34,7 +36,7 @@ class HttpClient:
     Args:
         url: `http://` or `https://`, with a path that is put before every other if it has one.
         connect_seconds: How long a new connection may take.
-        silence_seconds: How long the server may say nothing while a request is with it.
+        silence_seconds: How long the server may say nothing while a request is with it, unless the request says more.
     """
 
     def __init__(self, url: str, *, connect_seconds: float, silence_seconds: float) -> None:
@@ -51,34 +53,55 @@ class HttpClient:
         self._silence_seconds = silence_seconds
         self._idle: list[_Connection] = []
 
-    async def request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def request(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, silence_seconds: float | None = None
+    ) -> Answer:
         """Send a request, and return its answer as soon as its head is there; use it in a `with` block.
 
         A connection that was kept open and that the server had closed by then is replaced, once.
 
         Raises:
-            Disconnected: no connection, or one that broke before the answer's head.
+            Disconnected: no connection, one that broke before the answer's head, or a redirect.
         """
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {len(body)}\r\n\r\n"
         sent = head.encode("latin-1") + body
-        if self._idle:
+        answer = await self._exchange(sent, silence_seconds or self._silence_seconds)
+        if 300 <= answer.status < 400:
+            with answer:
+                raise Disconnected(f"it redirects ({answer.status}); give the address that it redirects to")
+        return answer
+
+    async def _exchange(self, sent: bytes, patience: float) -> Answer:
+        kept = self._kept()
+        if kept is not None:
             try:
-                return await self._idle.pop().exchange(sent)
+                return await kept.exchange(sent, patience)
             except _Stale:
                 pass
-        return await (await self._connect()).exchange(sent)
+        return await (await self._connect()).exchange(sent, patience)
+
+    def _kept(self) -> _Connection | None:
+        """Return the connection that has idled for the shortest time; none if that is too long, and drop them all."""
+        if not self._idle:
+            return None
+        newest = self._idle.pop()
+        if newest.is_fresh():
+            return newest
+        newest.abort()
+        self.close()
+        return None
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_seconds):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._idle, self._silence_seconds), self._host, self._port, ssl=self._tls
+                    lambda: _Connection(self._idle), self._host, self._port, ssl=self._tls
                 )
         except TimeoutError as error:
             raise Disconnected(f"no connection within {self._connect_seconds:g} s") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
             raise Disconnected(str(error) or type(error).__name__) from error
         return connection
 
@@ -186,25 +209,34 @@ class _Connection(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, idle: list[_Connection], silence_seconds: float) -> None:
+    def __init__(self, idle: list[_Connection]) -> None:
         self._idle = idle
-        self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
+        self._patience = 0.0
+        """How long the server may be silent, seconds."""
         self._heard_at = 0.0
         self._answer: Answer | None = None
         self._is_paused = False
-        self._is_used = False
-        """Whether it has carried a request before this one."""
+        self._may_be_stale = False
+        """Whether it was kept open for this request, and has said nothing since."""
         self._has_length = False
         """Whether the answer says where it ends; another ends with the connection."""
 
-    async def exchange(self, request: bytes) -> Answer:
+    def is_fresh(self) -> bool:
+        """Say whether it has not idled for long."""
+        return self._loop.time() - self._heard_at < KEPT_SECONDS
+
+    async def exchange(self, request: bytes, patience: float) -> Answer:
         """Send a request and wait for the head of its answer."""
         self._heard_at = self._loop.time()
+        if self._timer is not None and patience < self._patience:
+            self._timer.cancel()
+            self._timer = None
+        self._patience = patience
         if self._timer is None:
-            self._timer = self._loop.call_later(self._silence_seconds, self._check)
+            self._timer = self._loop.call_later(patience, self._check)
         self._has_length = False
         answer = self._answer = Answer(self)
         if self._transport.is_closing():
@@ -214,7 +246,8 @@ class _Connection(asyncio.Protocol):
             while not answer.status:
                 await answer.news()
         except BaseException:
-            self.abort()
+            if self._answer is answer:  # it may be whole by now, and the connection another's
+                self.abort()
             raise
         return answer
 
@@ -226,6 +259,7 @@ class _Connection(asyncio.Protocol):
         """Let the server say more."""
         if self._is_paused and not self._transport.is_closing():
             self._is_paused = False
+            self._heard_at = self._loop.time()
             self._transport.resume_reading()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -235,10 +269,11 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take what the server says."""
         self._heard_at = self._loop.time()
+        self._may_be_stale = False
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(Disconnected(f"it answered no HTTP: {error}"))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(Disconnected(f"it answered no HTTP that was asked for: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request, if one is on its way, and stop being idle."""
@@ -252,7 +287,7 @@ class _Connection(asyncio.Protocol):
         if answer.status and not self._has_length and exc is None:
             self._answer = None
             answer.end()
-        elif self._is_used and not answer.status and self._loop.time() - self._heard_at < STALE_SECONDS:
+        elif self._may_be_stale and self._loop.time() - self._heard_at < STALE_SECONDS:
             self._fail(_Stale("the server closed the connection"))
         else:
             self._fail(Disconnected(str(exc or "the server closed the connection")))
@@ -289,7 +324,7 @@ class _Connection(asyncio.Protocol):
         answer.end()
         self.resume()
         if self._parser.should_keep_alive():
-            self._is_used = True
+            self._may_be_stale = True
             self._idle.append(self)
         else:
             self._transport.close()
@@ -299,11 +334,11 @@ class _Connection(asyncio.Protocol):
         self._timer = None
         if self._answer is None:
             return
-        silent = self._loop.time() - self._heard_at
-        if silent >= self._silence_seconds:
-            self._fail(Disconnected(f"it said nothing for {self._silence_seconds:g} s"))
+        silent = 0.0 if self._is_paused else self._loop.time() - self._heard_at  # paused, it is we who do not listen
+        if silent >= self._patience:
+            self._fail(Disconnected(f"it said nothing for {self._patience:g} s"))
         else:
-            self._timer = self._loop.call_later(self._silence_seconds - silent, self._check)
+            self._timer = self._loop.call_later(self._patience - silent, self._check)
 
     def _fail(self, error: Disconnected) -> None:
         answer, self._answer = self._answer, None

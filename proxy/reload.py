@@ -130,7 +130,10 @@ class Reloader:
             wanted = await self._wanted()
             self._canary.show(wanted.canary)
             await self._adopt(wanted)
-            await self._step(wanted)
+            try:
+                await self._step(wanted)
+            finally:
+                self._canary.let_in()
 
     def _is_settled(self, wanted: Wanted) -> bool:
         """Say whether there is nothing to do now."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from turnwise.settings import Settings
 
@@ -85,3 +86,16 @@ class ProxySettings(Settings):
     """JSON Lines of every call; off by default."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engines(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            try:
+                parts = urlsplit(url)
+                is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isascii()
+            except ValueError:  # a port that is none, half an IPv6 address
+                is_good = False
+            if not is_good:
+                raise ValueError(f"{url!r} is no URL of an engine; write http://HOST:PORT")
+        return urls

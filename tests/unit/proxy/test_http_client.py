@@ -183,6 +183,28 @@ async def test_a_request_whose_answer_broke_off_is_not_sent_again():
     assert len(server.requests) == 2
 
 
+async def test_a_request_on_a_kept_connection_that_said_a_word_is_not_sent_again():
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK)
+        await server.request(reader)
+        writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20")
+
+    async with serving(script) as (server, client):
+        await get(client)
+        with pytest.raises(Disconnected, match="closed the connection"):
+            await get(client)
+    assert len(server.requests) == 2
+
+
+async def test_a_connection_that_has_idled_for_too_long_is_not_used(monkeypatch):
+    monkeypatch.setattr("proxy.http_client.KEPT_SECONDS", 0.0)
+    async with serving(answering(OK, times=2)) as (server, client):
+        await asyncio.gather(get(client), get(client))
+        assert await get(client) == (200, b"ok")
+    assert server.num_connections == 3
+
+
 async def test_what_came_before_the_break_is_read_first():
     async with serving(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe")) as (_, client):
         with await client.request("GET", "/", b"", {}) as answer:
@@ -214,6 +236,53 @@ async def test_a_server_that_goes_on_speaking_is_not_given_up():
 
     async with serving(script, silence_seconds=0.4) as (_, client):
         assert await get(client) == (200, b"x" * 8)
+
+
+@pytest.mark.parametrize(("usual", "given", "is_enough"), [(0.2, 30.0, True), (30.0, 0.2, False)])
+async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given, is_enough):
+    """It holds on a connection that has been used, too, whose timer runs already."""
+
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK)
+        await server.request(reader)
+        await asyncio.sleep(0.5)
+        writer.write(OK)
+
+    async with serving(script, silence_seconds=usual) as (_, client):
+        await get(client)
+        asked = client.request("GET", "/", b"", {}, silence_seconds=given)
+        if is_enough:
+            with await asked as answer:
+                assert await answer.read() == b"ok"
+        else:
+            with pytest.raises(Disconnected, match=r"said nothing for 0\.2 s"):
+                await asked
+
+
+async def test_a_slow_reader_is_not_taken_for_a_silent_server():
+    body = bytes(1 << 24)
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with serving(answering(head + body), silence_seconds=0.1) as (_, client):
+        with await client.request("GET", "/", b"", {}) as answer:
+            await asyncio.sleep(0.5)
+            assert await answer.read() == body
+
+
+async def test_who_is_cancelled_too_late_leaves_the_connection_to_the_next():
+    """Its answer was whole already, and another request on the way, when it came to its turn."""
+    async with serving(answering(OK, times=3)) as (server, client):
+        await get(client)
+        connection = client._idle[-1]
+        first = asyncio.create_task(get(client))
+        while connection not in client._idle or len(server.requests) < 2:  # noqa: ASYNC110  this very round counts
+            await asyncio.sleep(0)
+        second = asyncio.create_task(get(client))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert await second == (200, b"ok")
+    assert server.num_connections == 1
+    assert len(server.requests) == 3
 
 
 async def test_leaving_early_closes_the_connection():
@@ -267,7 +336,22 @@ async def test_a_connection_can_be_used_after_a_slow_reader():
     assert server.num_connections == 1
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n"])
+@pytest.mark.parametrize("status", [301, 307, 308])
+async def test_a_redirect_is_named(status):
+    answer = f"HTTP/1.1 {status} Elsewhere\r\nlocation: /\r\ncontent-length: 0\r\n\r\n".encode()
+    async with serving(answering(answer)) as (_, client):
+        with pytest.raises(Disconnected, match=rf"redirects \({status}\)"):
+            await get(client)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+    ],
+)
 async def test_a_server_that_speaks_something_else(said):
     async with serving(answering(said)) as (_, client):
         with pytest.raises(Disconnected, match="no HTTP"):

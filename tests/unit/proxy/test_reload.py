@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from proxy.metrics import Metrics
 from proxy.reload import LEASE, LEASE_SECONDS, Reloader
 from proxy.settings import ProxySettings
 from proxy.writer import Writer
-from turnwise.errors import EngineUnsuitable, LeaseLost
+from turnwise.errors import EngineUnsuitable, LeaseLost, StoreUnavailable
 from turnwise.stack import free_port
 from turnwise.store import leases, policies
 from turnwise.store.database import Database
@@ -258,24 +259,55 @@ async def test_a_canary_is_begun_and_called_off_by_a_pin_or_by_taking_away_its_s
         assert (process.versions, stage.statuses()) == ([2, 2], ["retired", "active"])
 
 
+def versions_sampled(pool: EnginePool) -> set[int]:
+    """Return the versions that calls of many sessions would get now."""
+    return {pool.lane(Session(session_id=f"s{number}")).version for number in range(64)}
+
+
 async def test_whole_weights_get_no_call_before_it_is_known_which_sessions_try_them(stage: Stage, monkeypatch):
-    """Whatever takes its time between the exchange and the trial's beginning, no session falls into the gap."""
-    sampled: list[int] = []
-    drifted = Canary._drifted
+    """However long it takes from the exchange to the trial, and however often it is begun, nobody falls between."""
+    sampled: list[set[int]] = []
+    drifted, do = Canary._drifted, Writer.do
 
     async def slowly(canary: Canary, policy: PolicyVersion) -> str | None:
-        lanes = [process.pool.lane(Session(session_id=f"s{number}")) for number in range(64)]
-        sampled.extend({lane.version for lane in lanes})
+        sampled.append(versions_sampled(process.pool))
         return await drifted(canary, policy)
 
+    async def failing_once(writer: Writer, function: Any, *arguments: Any, **options: Any) -> Any:
+        if function is policies.try_policy and len(sampled) == 1:
+            raise StoreUnavailable("the database is away")
+        return await do(writer, function, *arguments, **options)
+
     monkeypatch.setattr(Canary, "_drifted", slowly)
+    monkeypatch.setattr(Writer, "do", failing_once)
     async with stage.process(canary_share=0.5) as process:
         stage.publish(1)
         await process.follow()
         stage.publish(2)
+        with pytest.raises(StoreUnavailable):
+            await process.follow()
+        assert versions_sampled(process.pool) == {1}
         await process.follow()
+        assert sampled == [{1}, {1}]
         assert (process.versions, stage.statuses()) == ([1, 2], ["active", "canary"])
-        assert sampled == [1]
+        assert not any(engine.draining for engine in process.pool.engines)
+
+
+async def test_an_engine_that_was_held_back_for_a_trial_gets_calls_again_when_there_is_none(stage: Stage, monkeypatch):
+    async def failing(canary: Canary, policy: PolicyVersion) -> str | None:
+        raise StoreUnavailable("the database is away")
+
+    monkeypatch.setattr(Canary, "_drifted", failing)
+    async with stage.process(canary_share=0.5) as process:
+        stage.publish(1)
+        await process.follow()
+        stage.publish(2)
+        with pytest.raises(StoreUnavailable):
+            await process.follow()
+        assert [engine.draining for engine in process.pool.engines] == [False, True]
+        stage.pin(1)
+        await process.follow()
+        assert process.versions == [1, 1]
         assert not any(engine.draining for engine in process.pool.engines)
 
 
