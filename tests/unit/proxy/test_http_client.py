@@ -231,14 +231,14 @@ async def test_a_server_that_goes_on_speaking_is_not_given_up():
         await server.request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n")
         for _ in range(8):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
             writer.write(b"x")
 
-    async with serving(script, silence_seconds=0.4) as (_, client):
+    async with serving(script, silence_seconds=1.2) as (_, client):
         assert await get(client) == (200, b"x" * 8)
 
 
-@pytest.mark.parametrize(("usual", "given", "is_enough"), [(0.2, 30.0, True), (30.0, 0.2, False)])
+@pytest.mark.parametrize(("usual", "given", "is_enough"), [(1.0, 30.0, True), (30.0, 0.2, False)])
 async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given, is_enough):
     """It holds on a connection that has been used, too, whose timer runs already."""
 
@@ -246,7 +246,7 @@ async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given,
         await server.request(reader)
         writer.write(OK)
         await server.request(reader)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         writer.write(OK)
 
     async with serving(script, silence_seconds=usual) as (_, client):
@@ -263,9 +263,9 @@ async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given,
 async def test_a_slow_reader_is_not_taken_for_a_silent_server():
     body = bytes(1 << 24)
     head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    async with serving(answering(head + body), silence_seconds=0.1) as (_, client):
+    async with serving(answering(head + body), silence_seconds=1.0) as (_, client):
         with await client.request("GET", "/", b"", {}) as answer:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.2)
             assert await answer.read() == body
 
 
