@@ -85,9 +85,8 @@ class Trainer:
     process: subprocess.Popen[bytes]
 
     def has_claimed(self) -> bool:
-        """Say whether this process, not one before it, has a batch, which it may have lost since."""
-        lines = self.output.read_text().splitlines()
-        return bool(lines) and lines[-1] == f"{self.process.pid} holds"
+        """Say whether this process, not one before it, has ever had a batch: what it holds now is in its hands."""
+        return f"{self.process.pid} holds" in self.output.read_text().splitlines()
 
 
 class Crew:
