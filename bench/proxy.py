@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from turnwise.stack import command, free_port
+from turnwise.processes.stack import command, free_port
+from turnwise.processes.supervisor import is_ready
 from turnwise.store.database import Database
-from turnwise.supervisor import is_ready
 
 HERE = Path(__file__).parent
 CASES = (("plain", 1), ("plain", 32), ("stream", 1), ("stream", 32))

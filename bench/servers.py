@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from turnwise.stack import command, free_port
+from turnwise.processes.stack import command, free_port
+from turnwise.processes.supervisor import is_ready
 from turnwise.store.database import Database
-from turnwise.supervisor import is_ready
 
 START_SECONDS = 60
 

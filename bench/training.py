@@ -26,11 +26,11 @@ import torch
 import transformers
 from rollouts import SIZES, play, read, write_model
 
-from trainer.advantages import AdvantageRule, assign
-from trainer.agent import AgentRule, PolicyAgent
-from trainer.batch import Batch, Row, build, pack
-from trainer.losses import LossRule
-from trainer.policy import Policy, PolicySpec
+from trainer.learning.advantages import AdvantageRule, assign
+from trainer.learning.batch import Batch, Row, build, pack
+from trainer.learning.losses import LossRule
+from trainer.policy.agent import AgentRule, PolicyAgent
+from trainer.policy.model import Policy, PolicySpec
 from turnwise.store.database import Database
 
 FEWER_TOKENS = 0.8

@@ -11,10 +11,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from trainer.settings import TrainerSettings
-from turnwise.cli import main as command
-from turnwise.engine import EngineSettings
+from turnwise.commands.cli import main as command
+from turnwise.processes.engine_command import EngineSettings
+from turnwise.processes.stack import UpSettings
 from turnwise.settings import Settings
-from turnwise.stack import UpSettings
 
 TARGET = Path(__file__).parent / "reference.md"
 SECTIONS: dict[str, type[Settings]] = {

@@ -9,10 +9,10 @@ import sys
 import uvicorn
 
 from proxy.app import create_app
-from proxy.commits import GC_ALLOCATIONS
 from proxy.connections import limited_http
-from proxy.routes.data import Shortcut
+from proxy.routes.calls import Shortcut
 from proxy.settings import ProxySettings
+from proxy.writer.process import GC_ALLOCATIONS
 
 SWITCH_SECONDS = 0.0003
 """How long the event loop may keep a thread that reads the store waiting for the interpreter: once a row, and more."""

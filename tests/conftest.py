@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from private_postgres import PrivatePostgres, binary
+from support.private_postgres import PrivatePostgres, binary
 
 from turnwise.store.database import Database
 
-pytest_plugins = ["engines", "node_projects", "proxies"]
+pytest_plugins = ["support.engines", "support.node_projects", "support.proxies"]
 
 DIALECTS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 

@@ -14,10 +14,10 @@ from types import FrameType
 
 import torch
 
+from trainer.loop.workflows import OnPolicyWorkflow, RLWorkflow
 from trainer.parallel import leave_world
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, WeightsAndBiases
 from trainer.settings import TrainerSettings
-from trainer.workflows import OnPolicyWorkflow, RLWorkflow
 from turnwise.errors import TurnwiseError
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def run(settings: TrainerSettings) -> int:
 
 def _workflow_class(settings: TrainerSettings) -> type[RLWorkflow]:
     if settings.workflow == "off_policy":
-        from trainer.off_policy import OffPolicyWorkflow
+        from trainer.loop.off_policy import OffPolicyWorkflow
 
         return OffPolicyWorkflow
     return OnPolicyWorkflow

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from trainer.advantages import AdvantageRule, Estimator, GroupBy, Singleton
-from trainer.batch import Aggregation, Packing
-from trainer.losses import Algorithm, Estimate, LossRule
-from trainer.policy import PolicySpec
+from trainer.learning.advantages import AdvantageRule, Estimator, GroupBy, Singleton
+from trainer.learning.batch import Aggregation, Packing
+from trainer.learning.losses import Algorithm, Estimate, LossRule
+from trainer.policy.model import PolicySpec
 from trainer.source import SourceRule
 from turnwise.settings import Settings
 from turnwise.store.claims import LONGEST_LEASE_SECONDS

@@ -16,13 +16,13 @@ from in_process import Chain, InProcessProxy
 from recipes import DEMO_SETTINGS, ROOT, Recipe
 from transformers import AutoTokenizer
 
-from proxy.templates import load_chat_template
-from trainer.off_policy import OffPolicyWorkflow
+from proxy.continuation.chat_template import load_chat_template
+from trainer.loop.off_policy import OffPolicyWorkflow
+from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.settings import TrainerSettings
-from trainer.small_model import SmallModelSpec, build_small_model
-from trainer.workflows import OnPolicyWorkflow
 from turnwise.demo import trail
 from turnwise.demo.rollouts import load_agent
+from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.store import ledger
 from turnwise.store.database import Database
 from turnwise.types import Json, Reward, Session, Split

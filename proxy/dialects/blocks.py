@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
-from proxy import extract
+from proxy.dialects import engine_reply
 from proxy.dialects.chat import ChatCompletions
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
@@ -70,7 +70,7 @@ class BlockEncoder(abc.ABC):
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Return the events that tell what chunks of the engine, stripped, tell; there may be none."""
-        return b"".join([self._tell(extract.decoded(chunk)) for chunk in chunks])
+        return b"".join([self._tell(engine_reply.decoded(chunk)) for chunk in chunks])
 
     def _tell(self, chunk: Json) -> bytes:
         self.usage = chunk.get("usage") or self.usage

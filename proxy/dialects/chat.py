@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from proxy import extract
-from proxy.call import Call, Captured, Choice
+from proxy.dialects import engine_reply
+from proxy.dialects.base import Call, Captured, Choice
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, TokenIds
 
@@ -72,14 +72,14 @@ class ChatCompletions:
         Raises:
             msgspec.DecodeError: it is no chat completion.
         """
-        said = extract.read_reply(raw, has_one_choice=call.num_choices == 1)
+        said = engine_reply.read_reply(raw, has_one_choice=call.num_choices == 1)
         captured = Captured(said.reply.prompt_token_ids or [], model=said.reply.model or "")
         for position, choice in enumerate(said.reply.choices):
             captured.choices[choice.index] = Choice(
                 choice.message or {}, choice.token_ids or [], said.logprobs[position:][:1], choice.finish_reason
             )
         shown = said.raw if call.wants_logprobs else said.rest
-        shown = shown if call.wants_token_ids else extract.without_ids(shown)
+        shown = shown if call.wants_token_ids else engine_reply.without_ids(shown)
         return captured, _without_thinking(shown, "message") if _hides_thinking(call.body) else shown
 
     def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
@@ -91,11 +91,11 @@ class ChatCompletions:
         shown = []
         has_one_choice, shows_all = call.num_choices == 1, call.wants_logprobs or call.wants_token_ids
         for event in events:
-            said = extract.read_reply(event, has_one_choice=has_one_choice)
+            said = engine_reply.read_reply(event, has_one_choice=has_one_choice)
             if _take_chunk(said, captured) or shows_all:
                 shown.append(event if call.wants_logprobs else said.rest)
         if shown and not call.wants_token_ids:
-            shown = extract.without_ids(b"\n".join(shown)).split(b"\n")
+            shown = engine_reply.without_ids(b"\n".join(shown)).split(b"\n")
         return [_without_thinking(chunk, "delta") for chunk in shown] if _hides_thinking(call.body) else shown
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's words are the client's
@@ -144,7 +144,7 @@ def _is_refused(body: Json) -> bool:
 
 def _without_thinking(raw: bytes, field: str) -> bytes:
     """Take the thinking out, and the token ids that would tell it, as vLLM does for who does not want it."""
-    reply = extract.decoded(raw)
+    reply = engine_reply.decoded(raw)
     for choice in reply["choices"]:
         said = choice[field]
         if "token_ids" in choice:
@@ -154,7 +154,7 @@ def _without_thinking(raw: bytes, field: str) -> bytes:
     return orjson.dumps(reply)
 
 
-def _take_chunk(said: extract.Extracted, captured: Captured) -> bool:
+def _take_chunk(said: engine_reply.Extracted, captured: Captured) -> bool:
     """Capture a chunk, and say whether it tells something to a client that wants the text alone."""
     chunk = said.reply
     if chunk.prompt_token_ids:

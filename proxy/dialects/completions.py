@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from proxy import extract
-from proxy.call import Call, Captured, Choice
+from proxy.dialects import engine_reply
+from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.chat import check_kinds, number_of_choices
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, TokenIds
@@ -77,7 +77,7 @@ class TextCompletions:
         return body
 
     def _take(self, raw: bytes, captured: Captured, call: Call) -> bytes:
-        reply = extract.decoded(raw)
+        reply = engine_reply.decoded(raw)
         captured.model = reply.get("model") or captured.model
         shown = not reply["choices"]
         for said in reply["choices"]:

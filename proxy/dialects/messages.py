@@ -12,11 +12,11 @@ from typing import Any
 
 import orjson
 
-from proxy import extract
-from proxy.call import Call
+from proxy.dialects import engine_reply
+from proxy.dialects.base import Call
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments, parts_of
 from proxy.dialects.chat import ChatCompletions, check_kinds
-from proxy.sse import named_event
+from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
@@ -73,7 +73,7 @@ class Messages(ChatCompletions):
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the reply says it all
         """Return a chat reply as a message of blocks."""
-        said = extract.decoded(reply)
+        said = engine_reply.decoded(reply)
         choice = said["choices"][0]
         blocks = list(blocks_of(choice["message"]))
         message = _head(said, self.id_prefix)

@@ -11,12 +11,12 @@ from typing import Any
 
 import orjson
 
-from proxy import extract
-from proxy.call import Call
+from proxy.dialects import engine_reply
+from proxy.dialects.base import Call
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
 from proxy.dialects.chat import ChatCompletions, check_kinds
 from proxy.dialects.response_items import chat_messages, chat_tool_choice, chat_tools, output_item
-from proxy.sse import named_event
+from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
@@ -59,7 +59,7 @@ class Responses(ChatCompletions):
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
         """Return a chat reply as a response of items."""
-        said = extract.decoded(reply)
+        said = engine_reply.decoded(reply)
         choice = said["choices"][0]
         response = _head(said, self.id_prefix, call.asked)
         blocks = list(blocks_of(choice["message"])) or [Block("text", "")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.call import Call
+from proxy.dialects.base import Call
 from turnwise.store.lineage import TurnView
 
 

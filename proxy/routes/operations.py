@@ -10,11 +10,11 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
 
-from proxy.app import Services, services_of
 from proxy.auth import Principal
-from proxy.openapi import describe
-from proxy.routes.answers import Answer, answer, says
-from proxy.routes.common import caller
+from proxy.routes.models import Answer, answer, says
+from proxy.routes.openapi import describe
+from proxy.routes.serialise import caller
+from proxy.services import Services, services_of
 from turnwise.errors import StoreError
 from turnwise.store import queries
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from proxy.app import Services, services_of
 from proxy.auth import Principal
-from proxy.checkpoint import check_policy
-from proxy.routes.answers import PolicyAnswer, PolicyPage, answer, says
-from proxy.routes.common import caller, page, policy_json
-from proxy.routes.limited import Count, LimitedRoute
+from proxy.reload.checkpoint import check_policy
+from proxy.routes.limits import Count, LimitedRoute
+from proxy.routes.models import PolicyAnswer, PolicyPage, answer, says
+from proxy.routes.serialise import caller, page, policy_json
+from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint
 from turnwise.store import policies, queries
 from turnwise.types import Json, PolicyKind

@@ -13,12 +13,12 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from proxy.app import Services, services_of
 from proxy.asgi import Receive, Scope, Send
 from proxy.auth import Principal
-from proxy.routes.answers import RewardsAnswer, answer, says
-from proxy.routes.common import caller, experience_json
-from proxy.routes.limited import Count, Id, LimitedRoute, Number, Text
+from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
+from proxy.routes.models import RewardsAnswer, answer, says
+from proxy.routes.serialise import caller, experience_json
+from proxy.services import Services, services_of
 from turnwise.store import ledger, queries
 from turnwise.types import Credit, Reward, SessionStatus, Split
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from proxy.app import Services, services_of
 from proxy.auth import Principal
-from proxy.routes.answers import NewSessionAnswer, SessionAnswer, SessionPage, TurnAnswer, TurnPage, answer, says
-from proxy.routes.common import caller, page, session_json, turn_json
-from proxy.routes.limited import Count, Id, LimitedRoute, Number, Text
-from proxy.sessions import SESSION_ID, check_id
+from proxy.continuation.sessions import SESSION_ID, check_id
+from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
+from proxy.routes.models import NewSessionAnswer, SessionAnswer, SessionPage, TurnAnswer, TurnPage, answer, says
+from proxy.routes.serialise import caller, page, session_json, turn_json
+from proxy.services import Services, services_of
 from turnwise.errors import NotFound
 from turnwise.store import ledger, queries
 from turnwise.types import Credit, Json, Reward, Session, SessionStatus, Split

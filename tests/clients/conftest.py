@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 import httpx2
 import openai
 import pytest
-from proxies import ProxyAndEngine, RunningProxy, assert_served_is_stored
+from support.proxies import ProxyAndEngine, RunningProxy, assert_served_is_stored
 
-from proxy.fake_engine import RunningFakeEngine
+from turnwise.fake_engine import RunningFakeEngine
 
 
 @pytest.fixture

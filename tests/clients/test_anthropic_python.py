@@ -7,9 +7,9 @@ from typing import Any
 
 import anthropic
 import pytest
-from proxies import RunningProxy
+from support.proxies import RunningProxy
 
-from proxy.fake_engine import Reply, Rule, RunningFakeEngine
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
 
 USER: Any = {"role": "user", "content": "Hello there"}
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from proxies import ProxyAndEngine, RunningProxy, running_proxy
+from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 
-from proxy.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DOCUMENTED_URL = "http://127.0.0.1:8100"

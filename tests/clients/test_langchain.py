@@ -10,9 +10,9 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
-from proxies import ProxyAndEngine
+from support.proxies import ProxyAndEngine
 
-from proxy.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
 # What the suite and its plugins warn of is theirs to mend.
 pytestmark = pytest.mark.filterwarnings("default")

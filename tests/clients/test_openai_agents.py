@@ -9,9 +9,9 @@ import httpx2
 import openai
 import pydantic
 import pytest
-from proxies import RunningProxy
+from support.proxies import RunningProxy
 
-from proxy.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
 pytestmark = pytest.mark.filterwarnings("default")
 agents.set_tracing_disabled(disabled=True)

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from proxies import RunningProxy
+from support.proxies import RunningProxy
 
 NUM_CHECKS = 11
 SUITE = Path(__file__).with_name("node_suite.mjs")

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from proxies import RunningProxy
+from support.proxies import RunningProxy
 
-from proxy.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
 
 USER: Any = {"role": "user", "content": "Hello there"}
 TOOL: Any = openai.pydantic_function_tool

@@ -8,15 +8,15 @@ from typing import Any
 import httpx2
 import pydantic
 import pytest
-from proxies import RunningProxy
 from pydantic_ai import Agent
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
+from support.proxies import RunningProxy
 
-from proxy.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -29,7 +29,7 @@ OUR_IMAGE = "localhost/turnwise-check"
 BUILD_SECONDS = 1800.0
 BUILD_MODEL = """
 from pathlib import Path
-from trainer.small_model import build_small_model
+from turnwise.demo.small_model import build_small_model
 build_small_model(Path("/build/model"))
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
-from stand_in_proxy import StandIn, serving  # noqa: E402  the path is set above
+from support.stand_in_proxy import StandIn, serving  # noqa: E402  the path is set above
 
 from turnwise.workflows import trinity as ours  # noqa: E402
 

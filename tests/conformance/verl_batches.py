@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from stand_in_proxy import StandIn, serving
+from support.stand_in_proxy import StandIn, serving
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from claiming_trainer import LEASE_SECONDS
+from support.claiming_trainer import LEASE_SECONDS
 
 from turnwise.store import ledger, queries, tables
 from turnwise.store.database import Database
@@ -32,7 +32,7 @@ HOUR = 3600.0
 GROUP_SIZE = 2
 SESSIONS_A_TRANSACTION = 250
 PATIENCE_SECONDS = 180.0
-PROGRAM = Path(__file__).parents[1] / "claiming_trainer.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "claiming_trainer.py"
 SKEWS = {"sqlite": {2: HOUR / 2}, "postgresql": {1: 3 * HOUR, 2: -5 * HOUR, 3: 72 * HOUR}}
 """By how much the clocks of trainers are off, by their number. On SQLite such a one takes every other's lease for run
 out; on PostgreSQL it makes no difference, though the third would take every open group for stalled."""

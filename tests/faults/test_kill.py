@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from proxies import RunningProxy, running_proxy, wait_until_gone
-from retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing, wait_for
 from safetensors.numpy import save_file
+from support.proxies import RunningProxy, running_proxy, wait_until_gone
+from support.retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing, wait_for
 
-from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
 from proxy.fault import POINTS
-from turnwise.stack import free_port
+from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
+from turnwise.processes.stack import free_port
 
 READY_SECONDS = 5.0
 """How soon a proxy that was killed serves again, at the median; see `report`."""

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from breakable_engine import BreakableEngine
-from proxies import RunningProxy, StartProxy
 from safetensors.numpy import save_file
+from support.breakable_engine import BreakableEngine
+from support.proxies import RunningProxy, StartProxy
 
-from turnwise.stack import free_port
+from turnwise.processes.stack import free_port
 from turnwise.types import Outcome
 
 DONE_SECONDS = 30.0

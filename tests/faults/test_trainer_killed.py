@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from killed_trainer import STAGES
 from safetensors.torch import load_file
-from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.killed_trainer import STAGES
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from turnwise.store import queries
 
-PROGRAM = Path(__file__).parents[1] / "killed_trainer.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "killed_trainer.py"
 VERSIONS = (1, 2)
 IN_EVERY_RUN = (
     "between two rows of a minibatch",

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from proxies import ProxyAndEngine
+from support.proxies import ProxyAndEngine
 
-from proxy.fake_engine import Fault, FaultKind
+from turnwise.fake_engine import Fault, FaultKind
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 Shared = tuple[ProxyAndEngine, httpx2.Client]

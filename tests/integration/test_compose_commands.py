@@ -18,10 +18,10 @@ from compose import compose_file
 from compose.check import TRAIN_CONFIG
 from compose.compose_file import Service
 from compose.play import GROUP_SIZE, NUM_GROUPS, Proxy, play
-from private_postgres import PrivatePostgres
+from support.private_postgres import PrivatePostgres
 
-from turnwise.stack import command, free_port
-from turnwise.supervisor import Child, State, Supervisor
+from turnwise.processes.stack import command, free_port
+from turnwise.processes.supervisor import Child, State, Supervisor
 
 pytestmark = [pytest.mark.engine, pytest.mark.postgres]
 

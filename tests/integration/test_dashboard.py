@@ -8,9 +8,9 @@ import re
 
 import httpx2
 import pytest
-from proxies import StartProxy
+from support.proxies import StartProxy
 
-from proxy.fake_engine import RunningFakeEngine
+from turnwise.fake_engine import RunningFakeEngine
 from turnwise.store import keys
 from turnwise.store.database import Database
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from proxies import StartProxy
+from support.proxies import StartProxy
 
-from proxy.fake_engine import Script, running_fake_engine
+from turnwise.fake_engine import Script, running_fake_engine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}]}

@@ -10,10 +10,10 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from engines import RunningEngine
-from proxies import ProxyAndEngine, RunningProxy, StartProxy, assert_served_is_stored
+from support.engines import RunningEngine
+from support.proxies import ProxyAndEngine, RunningProxy, StartProxy, assert_served_is_stored
 
-from proxy.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
 from turnwise.types import Outcome
 
 SCHEMA = {

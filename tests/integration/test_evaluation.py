@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from proxies import RunningProxy
 from safetensors.numpy import save_file
+from support.proxies import RunningProxy
 
-from trainer.evaluator import LedgerEvaluator
+from trainer.loop.evaluator import LedgerEvaluator
 from turnwise.store import ledger, queries
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion

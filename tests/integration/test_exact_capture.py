@@ -14,9 +14,9 @@ import random
 
 import numpy as np
 import pytest
-from engines import RunningEngine
 from openai import AsyncOpenAI
-from proxies import RunningProxy, StartProxy
+from support.engines import RunningEngine
+from support.proxies import RunningProxy, StartProxy
 
 from turnwise.demo.trail import SYSTEM_PROMPT, TOOLS
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from engines import RunningEngine
+from support.engines import RunningEngine
 
-from proxy.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 from turnwise.demo import trail
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 
 pytestmark = pytest.mark.engine
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy, StartProxy
 
-from proxy.fake_engine import RunningFakeEngine
+from turnwise.fake_engine import RunningFakeEngine
 from turnwise.store import keys
 from turnwise.store.database import Database
 

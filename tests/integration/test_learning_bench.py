@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from proxy.templates import load_chat_template
-from trainer.off_policy import ReplayBuffer
-from trainer.small_model import SmallModelSpec, build_small_model
+from proxy.continuation.chat_template import load_chat_template
+from trainer.loop.off_policy import ReplayBuffer
 from turnwise.demo import trail
+from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.store import queries
 from turnwise.store.filters import SessionFilter
 from turnwise.types import Credit, PolicyStatus

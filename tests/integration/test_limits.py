@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import aiohttp
 import httpx2
 import pytest
-from proxies import ProxyAndEngine, RunningProxy, running_proxy
+from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 
-from proxy.fake_engine import Rule, Script, running_fake_engine
-from proxy.fake_engine.script import Reply
+from turnwise.fake_engine import Rule, Script, running_fake_engine
+from turnwise.fake_engine.script import Reply
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 WHOLE_SECONDS = 1.0

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from engines import RunningEngine
-from proxies import RunningProxy, StartProxy
+from support.engines import RunningEngine
+from support.proxies import RunningProxy, StartProxy
 
 from turnwise.client import Client
 from turnwise.demo.trail import make_task
-from turnwise.stack import command
+from turnwise.processes.stack import command
 
 pytestmark = pytest.mark.engine
 

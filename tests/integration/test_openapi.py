@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from proxies import RunningProxy, running_proxy
+from support.proxies import RunningProxy, running_proxy
 
-from proxy.fake_engine import running_fake_engine
-from turnwise.stack import command
+from turnwise.fake_engine import running_fake_engine
+from turnwise.processes.stack import command
 
 EXAMPLES = [pytest.param(3), pytest.param(100, marks=pytest.mark.slow)]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from engines import RunningEngine
-from proxies import RunningProxy, running_proxy
+from support.engines import RunningEngine
+from support.proxies import RunningProxy, running_proxy
 
 from turnwise.demo import trail
 from turnwise.types import Outcome

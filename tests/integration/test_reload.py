@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import Forward, copied, forward_of, write_adapter, write_checkpoint, write_perturbed
-from engines import RunningEngine
 from openai import APIError, AsyncOpenAI, OpenAI
-from proxies import RunningProxy, StartProxy, running_proxy
 from safetensors.torch import load_file, save_file
+from support.checkpoints import Forward, copied, forward_of, write_adapter, write_checkpoint, write_perturbed
+from support.engines import RunningEngine
+from support.proxies import RunningProxy, StartProxy, running_proxy
 
 from turnwise.store import policies
 from turnwise.store.database import Database

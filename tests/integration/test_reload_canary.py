@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from proxies import RunningProxy, StartProxy
 from pydantic import PrivateAttr
-from tiny_checkpoints import write_adapter, write_weights
+from support.proxies import RunningProxy, StartProxy
+from support.tiny_checkpoints import write_adapter, write_weights
 
-from proxy.fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
-from proxy.fake_engine.ledger import EngineState
-from proxy.fake_engine.sampling import logprobs_of
+from turnwise.fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
+from turnwise.fake_engine.ledger import EngineState
+from turnwise.fake_engine.sampling import logprobs_of
 
 DONE_SECONDS = 60.0
 SHARE = 0.25

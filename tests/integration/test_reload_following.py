@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from proxies import RunningProxy, running_proxy
-from tiny_checkpoints import write_adapter, write_weights
+from support.proxies import RunningProxy, running_proxy
+from support.tiny_checkpoints import write_adapter, write_weights
 
-from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
+from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 DONE_SECONDS = 30.0
 

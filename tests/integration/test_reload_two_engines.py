@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Forward, forward_of, write_perturbed
-from engines import RunningEngine, _end_group, _wait_healthy
 from openai import APIError, AsyncOpenAI
-from proxies import RunningProxy, StartProxy
+from support.checkpoints import Forward, forward_of, write_perturbed
+from support.engines import RunningEngine, _end_group, _wait_healthy
+from support.proxies import RunningProxy, StartProxy
 
-from turnwise.engine import EngineSettings, engine_command
-from turnwise.stack import free_port
+from turnwise.processes.engine_command import EngineSettings, build_command
+from turnwise.processes.stack import free_port
 from turnwise.types import Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -40,7 +40,7 @@ NUM_STREAMS = 8
 def running_vllm(model_dir: Path, log: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """A vLLM of this test's own, with its original weights."""
     settings = EngineSettings(model=str(model_dir), port=port, served_model_name="small")
-    command = engine_command(settings, gpu=False)
+    command = build_command(settings, gpu=False)
     assignments = [f"{name}={value}" for name, value in command.environment.items()]
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 PROGRAM = """
 import sys

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.errors import ChildFailed
-from turnwise.supervisor import Child, State, Supervisor, describe_exit
+from turnwise.processes.supervisor import Child, State, Supervisor, describe_exit
 
 ROOT = Path(__file__).parents[2]
 SLEEPER = "import time\nopen({path!r}, 'a').write(f'{{__import__(\"os\").getpid()}}\\n')\ntime.sleep(600)"
@@ -189,7 +189,7 @@ def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
     """A process of its own that supervises a child with a grandchild, and would for ever."""
     code = f"""
     import pathlib, sys, threading
-    from turnwise.supervisor import Child, Supervisor
+    from turnwise.processes.supervisor import Child, Supervisor
     path = pathlib.Path({str(path)!r})
     ready = lambda: path.exists() and len(path.read_text().splitlines()) == 2
     child = Child(name="family", argv=[sys.executable, "-c", {_grandparent(path)!r}], ready=ready, grace_seconds=2)

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import httpx2
 import pytest
-from proxies import RunningProxy, running_proxy
+from support.proxies import RunningProxy, running_proxy
 
-from proxy.fake_engine import running_fake_engine
-from turnwise.stack import command
+from turnwise.fake_engine import running_fake_engine
+from turnwise.processes.stack import command
 
 NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0}
 HEALTH = {"/healthz", "/readyz"}

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from ledger_samples import make_turn
+from support.ledger_samples import make_turn
 
 from turnwise.chains import chain_paths, is_trainable, merge_chain, merge_session, split_session
 from turnwise.types import Outcome, Turn

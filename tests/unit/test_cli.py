@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
-from turnwise.cli import main
+from turnwise.commands.cli import main
+from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,8 @@ def test_every_command_explains_itself(command):
 def test_the_command_line_starts_without_what_the_extras_bring():
     """The SDK alone has a `turnwise` command; fastapi, torch and a database driver come with extras."""
     code = (
-        "import sys, turnwise.cli; print(*sorted({'fastapi', 'starlette', 'torch', 'sqlalchemy'} & set(sys.modules)))"
+        "import sys, turnwise.commands.cli; "
+        "print(*sorted({'fastapi', 'starlette', 'torch', 'sqlalchemy'} & set(sys.modules)))"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT
@@ -74,7 +75,7 @@ def test_the_dry_run_of_the_stack_shows_every_process_in_its_order():
     assert shown["commands"]["proxy"][-2:] == ["--port", "8123"]
     for name, subcommand in (("proxy", "proxy"), ("trainer", "train")):
         argv = shown["commands"][name]
-        assert argv[1:4] == ["-m", "turnwise.cli", subcommand]
+        assert argv[1:4] == ["-m", "turnwise", subcommand]
         dry = _run(*argv[3:], "--dry-run")
         assert dry.exit_code == 0, dry.output
 

@@ -6,10 +6,10 @@ import sys
 import time
 
 import pytest
-from stand_in_proxy import StandIn, encode, serving
+from support.stand_in_proxy import StandIn, encode, serving
 
-from turnwise import errors, wire
-from turnwise.client import AsyncClient, Client
+from turnwise import errors
+from turnwise.client import AsyncClient, Client, wire
 
 
 @pytest.fixture

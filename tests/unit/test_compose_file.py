@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from compose import compose_file
 from compose.compose_file import COMPOSE_FILE, ROOT, Service
 
-from turnwise.cli import main
-from turnwise.engine import EngineSettings, engine_command
+from turnwise.commands.cli import main
+from turnwise.processes.engine_command import EngineSettings, build_command
 from turnwise.settings import ENVIRONMENT_PREFIX, SECTIONS
 
 FILLED_IN = {"POSTGRES_PASSWORD": "swordfish", "MODEL_DIR": "/srv/model"}
@@ -118,7 +118,7 @@ def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
     name = "engine" if profile == "gpu" else "engine-cpu"
     service = service_of(profile, name)
     settings = EngineSettings(model="/models/policy", served_model_name="policy", host="0.0.0.0", allow_remote=True)
-    wanted = engine_command(settings, gpu=profile == "gpu")
+    wanted = build_command(settings, gpu=profile == "gpu")
     flags = list(wanted.argv[wanted.argv.index("/models/policy") + 1 :])
     share = ["--gpu-memory-utilization", "0.45"] if profile == "gpu" else []
     assert shlex.split(service["command"]) == ["/models/policy", *flags, *share]

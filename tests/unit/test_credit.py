@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledger_samples import make_turn
+from support.ledger_samples import make_turn
 
 from turnwise.credit import assign_credit, latest_lines, session_reward, shape_returns
 from turnwise.types import Credit, Outcome, Reward, Turn

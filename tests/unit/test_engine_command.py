@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from turnwise import engine
-from turnwise.engine import EngineSettings, check_model_directory, check_startable, engine_command
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
+from turnwise.processes import engine_command
+from turnwise.processes.engine_command import EngineSettings, build_command, check_model_directory, check_startable
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def _flag(argv: tuple[str, ...], name: str) -> str:
 
 
 def test_without_a_gpu_the_engine_runs_on_one_core_without_the_executor_that_spins(model_dir):
-    command = engine_command(EngineSettings(model=str(model_dir)), gpu=False)
+    command = build_command(EngineSettings(model=str(model_dir)), gpu=False)
     assert command.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     assert _flag(command.argv, "--distributed-executor-backend") == "uni"
     assert _flag(command.argv, "--dtype") == "float32"
@@ -44,7 +44,7 @@ def test_without_a_gpu_the_engine_runs_on_one_core_without_the_executor_that_spi
 
 
 def test_with_a_gpu_it_is_the_official_command_and_nothing_of_the_cpu_recipe():
-    command = engine_command(EngineSettings(model="Qwen/Qwen3-0.6B"), gpu=True)
+    command = build_command(EngineSettings(model="Qwen/Qwen3-0.6B"), gpu=True)
     assert Path(command.argv[0]).name == "vllm"
     assert command.argv[1:3] == ("serve", "Qwen/Qwen3-0.6B")
     assert not {"--enforce-eager", "--distributed-executor-backend", "--dtype"} & set(command.argv)
@@ -53,7 +53,7 @@ def test_with_a_gpu_it_is_the_official_command_and_nothing_of_the_cpu_recipe():
 
 def test_what_capture_needs_is_the_default_on_any_device():
     for gpu in (False, True):
-        argv = engine_command(EngineSettings(model="owner/name"), gpu=gpu).argv
+        argv = build_command(EngineSettings(model="owner/name"), gpu=gpu).argv
         assert _flag(argv, "--logprobs-mode") == "processed_logprobs"
         assert _flag(argv, "--tool-call-parser") == "hermes"
         assert "--enable-auto-tool-choice" in argv
@@ -61,23 +61,23 @@ def test_what_capture_needs_is_the_default_on_any_device():
 
 
 def test_flags_of_vllm_itself_come_last_so_that_they_win(model_dir):
-    argv = engine_command(EngineSettings(model=str(model_dir)), ("--seed", "3"), gpu=False).argv
+    argv = build_command(EngineSettings(model=str(model_dir)), ("--seed", "3"), gpu=False).argv
     assert argv[-2:] == ("--seed", "3")
 
 
 def test_an_empty_tool_parser_turns_tool_parsing_off(model_dir):
-    argv = engine_command(EngineSettings(model=str(model_dir), tool_call_parser=""), gpu=False).argv
+    argv = build_command(EngineSettings(model=str(model_dir), tool_call_parser=""), gpu=False).argv
     assert not {"--enable-auto-tool-choice", "--tool-call-parser"} & set(argv)
 
 
 def test_lora_opens_vllms_adapter_routes(model_dir):
-    command = engine_command(EngineSettings(model=str(model_dir), lora=True), gpu=False)
+    command = build_command(EngineSettings(model=str(model_dir), lora=True), gpu=False)
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     assert "--enable-lora" in command.argv
 
 
 def test_the_shell_line_quotes_what_a_shell_would_take_apart(tmp_path):
-    line = engine_command(EngineSettings(model=str(tmp_path / "my model")), gpu=False).shell()
+    line = build_command(EngineSettings(model=str(tmp_path / "my model")), gpu=False).shell()
     assert f"'{tmp_path}/my model'" in line
     assert line.startswith("VLLM_SERVER_DEV_MODE=1 ")
 
@@ -90,11 +90,11 @@ def test_an_address_that_others_reach_needs_the_explicit_flag(model_dir, host):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
 def test_loopback_is_nobody_elses(host):
-    assert engine.is_loopback(host)
+    assert engine_command.is_loopback(host)
 
 
 def test_a_taken_port_is_named(model_dir, monkeypatch):
-    monkeypatch.setattr(engine, "packages_problem", lambda: None)
+    monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -125,25 +125,25 @@ def test_a_missing_shard_is_named_from_the_index(model_dir):
 def test_packages_built_for_another_torch_are_named_with_the_command_that_removes_them(monkeypatch):
     """`import vllm` dies with a riddle about torchvision's operators when the two builds differ."""
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu", "torchcodec": None}
-    monkeypatch.setattr(engine, "installed_version", versions.get)
-    problem = engine.packages_problem()
+    monkeypatch.setattr(engine_command, "installed_version", versions.get)
+    problem = engine_command.packages_problem()
     assert problem is not None
     assert "pip uninstall -y torchvision (" in problem
 
 
 def test_packages_of_the_same_build_are_no_problem(monkeypatch):
     versions = {"torch": "2.13.0+cu130", "torchvision": "0.28.0+cu130"}
-    monkeypatch.setattr(engine, "installed_version", versions.get)
-    assert engine.packages_problem() is None
+    monkeypatch.setattr(engine_command, "installed_version", versions.get)
+    assert engine_command.packages_problem() is None
 
 
 def test_a_missing_vllm_is_said_with_the_command_that_installs_it(model_dir, monkeypatch):
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(engine_command.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(EngineError, match=r"turnwise\[engine-cpu\]"):
         check_startable(EngineSettings(model=str(model_dir)))
 
 
 def test_a_gpu_that_is_not_there_is_refused(model_dir, monkeypatch):
-    monkeypatch.setattr(engine, "packages_problem", lambda: None)
+    monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
     with pytest.raises(EngineError, match="--device cpu"):
         check_startable(EngineSettings(model=str(model_dir), device="gpu"), gpu=False)

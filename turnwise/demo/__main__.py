@@ -8,8 +8,8 @@ import time
 
 import click
 
+from turnwise.commands.flags import SettingsCommand
 from turnwise.demo.driver import DemoSettings, main
-from turnwise.flags import SettingsCommand
 
 
 def run(settings: DemoSettings) -> None:

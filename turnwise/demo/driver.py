@@ -19,9 +19,9 @@ from turnwise.client import AsyncClient
 from turnwise.demo.report import Point, Report
 from turnwise.demo.rollouts import Rollouts, load_agent
 from turnwise.errors import TurnwiseError
+from turnwise.processes.stack import UpSettings, children, demo_model, free_port
+from turnwise.processes.supervisor import Supervisor
 from turnwise.settings import Settings
-from turnwise.stack import UpSettings, children, demo_model, free_port
-from turnwise.supervisor import Supervisor
 
 POLL_SECONDS = 0.25
 """How often a new policy version is looked for."""

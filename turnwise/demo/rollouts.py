@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from turnwise.client import AsyncClient
+from turnwise.client.wire import SessionFields
 from turnwise.demo import trail
 from turnwise.errors import SettingsError, TurnwiseError
-from turnwise.wire import SessionFields
 
 log = logging.getLogger(__name__)
 

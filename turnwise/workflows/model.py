@@ -13,9 +13,8 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
-from turnwise import wire
-from turnwise.client import Client
-from turnwise.connection import step_header
+from turnwise.client import Client, wire
+from turnwise.client.connection import step_header
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.types import Json
 from turnwise.workflows.experience import Experience, experience_of_turn, is_complete

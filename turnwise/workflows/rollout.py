@@ -12,9 +12,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from turnwise.client import AsyncClient, AsyncSessionHandle
+from turnwise.client.wire import given
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
-from turnwise.wire import given
 from turnwise.workflows.episodes import Episode, ModelOutput, TerminationEvent, TerminationReason
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
+from turnwise.client.wire import SessionFields
 from turnwise.types import Json
-from turnwise.wire import SessionFields
 from turnwise.workflows.experience import Experience
 
 if TYPE_CHECKING:

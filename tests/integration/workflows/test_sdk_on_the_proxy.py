@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import httpx2
 import pytest
-from proxies import assert_served_is_stored
+from support.proxies import assert_served_is_stored
 
 from turnwise import errors
 from turnwise.client import AsyncClient, Client
@@ -79,7 +79,7 @@ def test_errors_are_those_of_the_tree(client):
 
 def test_sessions_and_turns_are_paged(client, monkeypatch):
     """Pages of two give the same as one page."""
-    monkeypatch.setattr("turnwise.wire.PAGE_SIZE", 2)
+    monkeypatch.setattr("turnwise.client.wire.PAGE_SIZE", 2)
     sessions = [client.create_session(task_id="paged").session_id for _ in range(5)]
     assert sorted(row["session_id"] for row in client.sessions(task_id="paged")) == sorted(sessions)
     session = client.create_session()

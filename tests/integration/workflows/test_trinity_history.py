@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 
-from proxy.fake_engine import Reply, Rule, ToolCall, tokens
+from turnwise.fake_engine import Reply, Rule, ToolCall, tokens
 from turnwise.workflows import RewardPropagationWorkflow, StepWiseRewardWorkflow, Task
 from turnwise.workflows.trinity import ModelWrapper
 

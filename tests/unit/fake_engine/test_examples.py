@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.fake_engine.examples import example_of
+from turnwise.fake_engine.examples import example_of
 
 SCHEMAS = {
     "object": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}, "required": ["a"]},

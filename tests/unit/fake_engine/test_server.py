@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from proxy.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine, tokens
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine, tokens
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Grüße 7"}]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.fake_engine import tokens
+from turnwise.fake_engine import tokens
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"x":"é"}'}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

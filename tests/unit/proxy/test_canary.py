@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from proxy.canary import Trial, drift, judge
+from proxy.reload.canary import Trial, drift, judge
 from proxy.settings import ProxySettings
 from turnwise.store.arms import Arm
 from turnwise.types import Session, utc_now

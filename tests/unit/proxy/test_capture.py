@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxy.call import Call, Captured, Choice
-from proxy.capture import Timing, build_turns, failed_turn, known_turn
-from proxy.commits import complete
-from proxy.continuation import KnownTurn, Plan, digest_call
+from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn
+from proxy.continuation.plan import KnownTurn, Plan, digest_call
+from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
+from proxy.writer.process import complete
 from turnwise.types import Json, Outcome, Session, Turn, utc_now
 
 SESSION = Session(session_id="s", tenant="team")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from proxy.checkpoint import Probe, check_policy, check_values, read_probe
-from proxy.safetensors_header import find_not_finite, read_header
+from proxy.reload.checkpoint import Probe, check_policy, check_values, read_probe
+from proxy.reload.safetensors_header import find_not_finite, read_header
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
 

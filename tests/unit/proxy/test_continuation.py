@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from proxy.continuation import (
+from proxy.continuation.chat_template import ChatTemplate, Reply, Unsafe
+from proxy.continuation.plan import (
     Forest,
     KnownTurn,
     Plan,
@@ -16,7 +17,6 @@ from proxy.continuation import (
     with_thinking,
 )
 from proxy.dialects.chat import ChatCompletions
-from proxy.templates import ChatTemplate, Reply, Unsafe
 from turnwise.types import Json
 
 SYSTEM = {"role": "system", "content": "S"}

@@ -9,7 +9,7 @@ import ssl
 
 import pytest
 
-from proxy.http_client import BUFFERED_BYTES, Disconnected, HttpClient
+from proxy.engines.http_client import BUFFERED_BYTES, Disconnected, HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ONE_READ = 1 << 18
@@ -76,6 +76,24 @@ def answering(*pieces: bytes, times=1):
     return script
 
 
+def answering_once_and_then(said=b"", *, after_seconds=0.0):
+    """Return a script that answers one request, reads another, waits, says something or nothing, and closes."""
+
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(OK)
+        await server.request(reader)
+        if after_seconds:
+            await asyncio.sleep(after_seconds)
+        writer.write(said)
+
+    return script
+
+
+def ok_with(body: bytes) -> bytes:
+    return f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
 async def test_a_connection_is_kept_for_the_next_request():
     async with serving(answering(OK, times=3)) as (server, client):
         assert [await get(client) for _ in range(3)] == [(200, b"ok")] * 3
@@ -131,12 +149,8 @@ async def test_a_connection_that_the_server_wants_closed_is_not_used_again():
 
 
 async def test_a_kept_connection_that_the_server_closes_is_replaced():
-    async def script(server, reader, writer):
-        await server.request(reader)
-        writer.write(OK)
-        await server.request(reader)  # and closes, as if it had gone idle just before
-
-    async with serving(script) as (server, client):
+    """It closes as if it had idled for too long just before."""
+    async with serving(answering_once_and_then()) as (server, client):
         assert [await get(client), await get(client)] == [(200, b"ok")] * 2
     assert server.num_connections == 2
     assert len(server.requests) == 3
@@ -144,15 +158,9 @@ async def test_a_kept_connection_that_the_server_closes_is_replaced():
 
 async def test_a_request_that_a_kept_connection_dies_of_is_not_sent_again(monkeypatch):
     """After so long the server was at work on it."""
-    monkeypatch.setattr("proxy.http_client.STALE_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.engines.http_client.STALE_SECONDS", 0.05)
 
-    async def script(server, reader, writer):
-        await server.request(reader)
-        writer.write(OK)
-        await server.request(reader)
-        await asyncio.sleep(0.1)
-
-    async with serving(script) as (server, client):
+    async with serving(answering_once_and_then(after_seconds=0.1)) as (server, client):
         await get(client)
         with pytest.raises(Disconnected, match="closed the connection"):
             await get(client)
@@ -170,13 +178,7 @@ async def test_a_request_that_a_new_connection_dies_of_is_not_sent_again():
 
 
 async def test_a_request_whose_answer_broke_off_is_not_sent_again():
-    async def script(server, reader, writer):
-        await server.request(reader)
-        writer.write(OK)
-        await server.request(reader)
-        writer.write(OK[:-1])
-
-    async with serving(script) as (server, client):
+    async with serving(answering_once_and_then(OK[:-1])) as (server, client):
         await get(client)
         with pytest.raises(Disconnected):
             await get(client)
@@ -184,13 +186,7 @@ async def test_a_request_whose_answer_broke_off_is_not_sent_again():
 
 
 async def test_a_request_on_a_kept_connection_that_said_a_word_is_not_sent_again():
-    async def script(server, reader, writer):
-        await server.request(reader)
-        writer.write(OK)
-        await server.request(reader)
-        writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20")
-
-    async with serving(script) as (server, client):
+    async with serving(answering_once_and_then(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20")) as (server, client):
         await get(client)
         with pytest.raises(Disconnected, match="closed the connection"):
             await get(client)
@@ -198,7 +194,7 @@ async def test_a_request_on_a_kept_connection_that_said_a_word_is_not_sent_again
 
 
 async def test_a_connection_that_has_idled_for_too_long_is_not_used(monkeypatch):
-    monkeypatch.setattr("proxy.http_client.KEPT_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.engines.http_client.KEPT_SECONDS", 0.0)
     async with serving(answering(OK, times=2)) as (server, client):
         await asyncio.gather(get(client), get(client))
         assert await get(client) == (200, b"ok")
@@ -241,15 +237,7 @@ async def test_a_server_that_goes_on_speaking_is_not_given_up():
 @pytest.mark.parametrize(("usual", "given", "is_enough"), [(1.0, 30.0, True), (30.0, 0.2, False)])
 async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given, is_enough):
     """It holds on a connection that has been used, too, whose timer runs already."""
-
-    async def script(server, reader, writer):
-        await server.request(reader)
-        writer.write(OK)
-        await server.request(reader)
-        await asyncio.sleep(1.2)
-        writer.write(OK)
-
-    async with serving(script, silence_seconds=usual) as (_, client):
+    async with serving(answering_once_and_then(OK, after_seconds=1.2), silence_seconds=usual) as (_, client):
         await get(client)
         asked = client.request("GET", "/", b"", {}, silence_seconds=given)
         if is_enough:
@@ -262,8 +250,7 @@ async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given,
 
 async def test_a_slow_reader_is_not_taken_for_a_silent_server():
     body = bytes(1 << 24)
-    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    async with serving(answering(head + body), silence_seconds=1.0) as (_, client):
+    async with serving(answering(ok_with(body)), silence_seconds=1.0) as (_, client):
         with await client.request("GET", "/", b"", {}) as answer:
             await asyncio.sleep(1.2)
             assert await answer.read() == body
@@ -314,8 +301,7 @@ async def test_being_cancelled_closes_the_connection():
 
 async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
     body = bytes(range(256)) * (1 << 16)
-    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    async with serving(answering(head + body, OK)) as (_, client):
+    async with serving(answering(ok_with(body), OK)) as (_, client):
         parts = []
         with await client.request("GET", "/", b"", {}) as answer:
             async for part in answer.parts():
@@ -327,8 +313,7 @@ async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
 
 async def test_a_connection_can_be_used_after_a_slow_reader():
     body = bytes(1 << 23)
-    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    async with serving(answering(head + body, times=2)) as (server, client):
+    async with serving(answering(ok_with(body), times=2)) as (server, client):
         for _ in range(2):
             with await client.request("GET", "/", b"", {}) as answer:
                 async for _ in answer.parts():

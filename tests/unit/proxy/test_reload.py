@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from proxy.canary import Canary
-from proxy.engines import LOADING, Engine, EnginePool
-from proxy.fake_engine import RunningFakeEngine, Script, running_fake_engine
+from proxy.engines.pool import LOADING, Engine, EnginePool
 from proxy.metrics import Metrics
-from proxy.reload import LEASE, LEASE_SECONDS, Reloader
+from proxy.reload.canary import Canary
+from proxy.reload.reloader import LEASE, LEASE_SECONDS, Reloader
 from proxy.settings import ProxySettings
-from proxy.writer import Writer
+from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, LeaseLost, StoreUnavailable
-from turnwise.stack import free_port
+from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
+from turnwise.processes.stack import free_port
 from turnwise.store import leases, policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, Session
@@ -293,7 +293,10 @@ async def test_whole_weights_get_no_call_before_it_is_known_which_sessions_try_t
         assert not any(engine.draining for engine in process.pool.engines)
 
 
-async def test_an_engine_that_was_held_back_for_a_trial_gets_calls_again_when_there_is_none(stage: Stage, monkeypatch):
+@pytest.mark.parametrize("pinned", [1, 2])
+async def test_an_engine_that_was_held_back_for_a_trial_gets_calls_again_when_there_is_none(
+    stage: Stage, monkeypatch, pinned: int
+):
     async def failing(canary: Canary, policy: PolicyVersion) -> str | None:
         raise StoreUnavailable("the database is away")
 
@@ -305,9 +308,9 @@ async def test_an_engine_that_was_held_back_for_a_trial_gets_calls_again_when_th
         with pytest.raises(StoreUnavailable):
             await process.follow()
         assert [engine.draining for engine in process.pool.engines] == [False, True]
-        stage.pin(1)
+        stage.pin(pinned)
         await process.follow()
-        assert process.versions == [1, 1]
+        assert process.versions == [pinned, pinned]
         assert not any(engine.draining for engine in process.pool.engines)
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from proxy.auth import Principal
-from proxy.call import Call
-from proxy.continuation import KnownTurn, digest_call
+from proxy.continuation.plan import KnownTurn, digest_call
+from proxy.continuation.sessions import LiveSession, Sessions
+from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
-from proxy.sessions import LiveSession, Sessions
 from proxy.settings import ProxySettings
-from proxy.writer import Writer
+from proxy.writer.client import Writer
 from turnwise.errors import Conflict
 from turnwise.store import ledger
 from turnwise.store.database import Connection, Database

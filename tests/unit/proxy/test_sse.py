@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy import sse
+from proxy.dialects import sse
 
 EVENTS = [b'{"a": 1}', '{"text": "ž\\n"}'.encode(), b"[DONE]"]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proxy.templates import ChatTemplate, Reply, Unsafe
-from trainer.small_model import SmallModelSpec, train_tokenizer
+from proxy.continuation.chat_template import ChatTemplate, Reply, Unsafe
+from turnwise.demo.small_model import SmallModelSpec, train_tokenizer
 
 TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"
 FAMILIES = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from proxy.continuation import KnownTurn
-from proxy.sessions import Tips
+from proxy.continuation.plan import KnownTurn
+from proxy.continuation.sessions import Tips
 
 
 def known(turn_id: str, parent: str | None = None, size: int = 40) -> KnownTurn:

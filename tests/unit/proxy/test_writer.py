@@ -17,9 +17,9 @@ import time
 import numpy as np
 import pytest
 
-from proxy.commits import Ending, Frames, Job, Report, Sampled, Setup, frame
 from proxy.metrics import Metrics
-from proxy.writer import Writer
+from proxy.writer.client import Writer
+from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, frame
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import ledger, queries
 from turnwise.store.database import Connection, Database
@@ -236,7 +236,7 @@ def test_what_a_killed_proxy_left_with_its_writing_process_is_not_committed(lock
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            program = f"'{sys.executable}' -c 'from proxy.commits import main; main()' {theirs.fileno()} & wait"
+            program = f"'{sys.executable}' -c 'from proxy.writer.process import main; main()' {theirs.fileno()} & wait"
             proxy = subprocess.Popen(["sh", "-c", program], pass_fds=[theirs.fileno()])
         late = Job(0, time.monotonic(), [turn("late")])
         ours.sendall(b"".join([*frame(Setup(url, 0.1, None, proxy.pid)), *frame(late)]))

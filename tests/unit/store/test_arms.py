@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 
 import pytest
-from ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
 from turnwise.store import ledger, policies

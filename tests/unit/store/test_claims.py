@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
 from turnwise.store import claims, ledger, queries, tables

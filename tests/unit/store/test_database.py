@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from ledger_samples import add_session
-from private_postgres import PrivatePostgres
+from support.ledger_samples import add_session
+from support.private_postgres import PrivatePostgres
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import database as store_database
@@ -163,7 +163,7 @@ def test_kill_9_loses_no_turn_whose_commit_returned(database: Database, database
     program = textwrap.dedent(
         """
         import sys
-        from ledger_samples import make_turn
+        from support.ledger_samples import make_turn
         from turnwise.store import ledger
         from turnwise.store.database import Database
         database = Database(sys.argv[1])

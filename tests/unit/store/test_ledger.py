@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import ledger, queries

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from ledger_samples import add_session, finish, make_turn
+from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
 from turnwise.store import ledger, queries

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from experience_factory import experience
 from hypothesis import given
 from hypothesis import strategies as st
+from support.experience_factory import experience
 
-from trainer.advantages import AdvantageRule, assign, estimate, uniform_groups
+from trainer.learning.advantages import AdvantageRule, assign, estimate, uniform_groups
 
 ONE_GROUP = [0, 0, 0, 0]
 REWARDS = np.array([1.0, 2.0, 3.0, 6.0])

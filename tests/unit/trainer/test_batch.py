@@ -3,16 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from experience_factory import experience
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.experience_factory import experience
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
-from trainer.agent import AgentRule, PolicyAgent
-from trainer.batch import build, minibatches, pack
-from trainer.forest import Forest
-from trainer.losses import LossRule, loss_of
-from trainer.policy import Policy, PolicySpec, selected_logprobs
+from trainer.learning.batch import build, minibatches, pack
+from trainer.learning.forest import Forest
+from trainer.learning.losses import LossRule, loss_of
+from trainer.policy.agent import AgentRule, PolicyAgent
+from trainer.policy.model import Policy, PolicySpec, selected_logprobs
 from turnwise.chains import merge_session, split_session
 from turnwise.store import queries
 from turnwise.types import EID, Experience, Turn
@@ -213,7 +213,7 @@ def test_experiences_of_a_real_ledger_pack_to_the_same_logprobs(tmp_path, policy
 
 def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax(monkeypatch):
     """In chunks of two predictors, one of them shared, at several temperatures, with entropy in the loss."""
-    monkeypatch.setattr("trainer.policy.LOGITS_IN_CHUNK", 2 * 11)
+    monkeypatch.setattr("trainer.policy.model.LOGITS_IN_CHUNK", 2 * 11)
     torch.manual_seed(0)
     logits = torch.randn(5, 11, requires_grad=True)
     which, target = torch.tensor([0, 1, 1, 4, 3]), torch.tensor([2, 3, 9, 0, 10])

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
-from trainer.schedules import make_scheduler
+from trainer.build import make_scheduler
+from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.settings import TrainerSettings
-from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import queries
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import tensor
 
-from trainer import losses
-from trainer.losses import LossRule, TrainedTokens, loss_of
+from trainer.learning import losses
+from trainer.learning.losses import LossRule, TrainedTokens, loss_of
 
 LN2 = math.log(2.0)
 

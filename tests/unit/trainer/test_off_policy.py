@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
-from trainer.off_policy import OffPolicyWorkflow, ReplayBuffer
+from trainer.loop.off_policy import OffPolicyWorkflow, ReplayBuffer
 from trainer.settings import TrainerSettings
 
 

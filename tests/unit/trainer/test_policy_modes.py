@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
-from trainer.agent import AgentRule, PolicyAgent
-from trainer.batch import Batch, build
-from trainer.losses import LossRule
-from trainer.policy import Policy, PolicySpec
+from trainer.learning.batch import Batch, build
+from trainer.learning.losses import LossRule
+from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.policy.agent import AgentRule, PolicyAgent
+from trainer.policy.model import Policy, PolicySpec
 from trainer.settings import TrainerSettings
-from trainer.workflows import OnPolicyWorkflow
 from turnwise.store import queries
 from turnwise.types import PolicyKind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish
 
 from trainer.source import LedgerSource, SourceRule
 from turnwise.store import queries

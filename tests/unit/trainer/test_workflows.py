@@ -9,17 +9,17 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from killed_trainer import STAGES, dying
 from safetensors.torch import load_file
-from trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.killed_trainer import STAGES, dying
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
-from trainer import agent
-from trainer.checkpoint import read_manifest
-from trainer.losses import loss_of
+from trainer.learning.losses import loss_of
+from trainer.loop.off_policy import OffPolicyWorkflow
+from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
-from trainer.off_policy import OffPolicyWorkflow
+from trainer.policy import agent
+from trainer.publish.checkpoint import read_manifest
 from trainer.settings import TrainerSettings
-from trainer.workflows import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint
 from turnwise.store import queries
 

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from stand_in_proxy import StandIn, encode, serving
+from support.stand_in_proxy import StandIn, encode, serving
 
-from turnwise import wire
-from turnwise.client import AsyncClient
+from turnwise.client import AsyncClient, wire
 from turnwise.errors import InvalidRequest, RolloutFailed
 from turnwise.workflows import (
     AgentWorkflowEngine,

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import openai
 import pytest
-from stand_in_proxy import StandIn, encode, render, serving
+from support.stand_in_proxy import StandIn, encode, render, serving
 
 from turnwise.errors import InvalidRequest
 from turnwise.workflows import trinity

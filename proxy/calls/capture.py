@@ -1,0 +1,159 @@
+"""From what the engine said to turns as they are stored, with the one outcome that each call has."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from array import array
+from typing import Any
+
+import numpy as np
+
+from proxy.continuation.plan import KnownTurn, Plan
+from proxy.dialects.base import Call, Captured, Choice
+from proxy.writer.process import Sampled
+from turnwise.types import Outcome, Session, TokenIds, Turn
+
+MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
+"""What is kept of a reply."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """When a call's parts happened, and under which weights."""
+
+    created_at: datetime.datetime
+    ttft_seconds: float | None
+    duration_seconds: float
+    policy_version_first: int
+    policy_version_last: int
+
+
+def failed_turn(call: Call, timing: Timing, reason: str, *, turn_id: str, session: Session) -> Turn:
+    """Return the turn of a call that brought no completion: what was asked is kept, nothing was sampled."""
+    asked = {"chain_id": turn_id, "model": call.model, "messages": call.messages, "tools": call.tools}
+    return _turn(call, timing, session, turn_id=turn_id, outcome=Outcome.ERROR, reason=reason, **asked)
+
+
+def build_turns(
+    call: Call, plan: Plan, captured: Captured, timing: Timing, *, turn_id: str, session: Session, aborted: str | None
+) -> list[Sampled]:
+    """Return one turn per choice; the later ones have `#1`, `#2` behind the call's id.
+
+    `aborted` says what cut the reply off, None for a whole one.
+    """
+    echo = as_token_ids(captured.prompt_token_ids)
+    echoed = plan.prompt_token_ids is None or np.array_equal(echo, plan.prompt_token_ids)
+    turns = []
+    for index in sorted(captured.choices) or [0]:
+        choice = captured.choices.get(index) or Choice()
+        prompt = as_token_ids(choice.prompt_token_ids) if choice.prompt_token_ids else echo
+        outcome, reason = _outcome(prompt, choice, echoed=echoed, reason=plan.reason, aborted=aborted)
+        # A repetition of a call that was cut off samples again; only a whole reply may be found by the key.
+        keyed = call.idempotency_key is not None and aborted is None
+        history_digest, messages_digest, dialogue_digest = plan.history.extended(choice.message)
+        own_id = turn_id if index == 0 else f"{turn_id}#{index}"
+        turn = _turn(
+            call,
+            timing,
+            session,
+            turn_id=own_id,
+            model=captured.model or call.model,
+            response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
+            prompt_length=len(prompt),
+            token_ids=as_token_ids(choice.token_ids),
+            finish_reason=choice.finish_reason,
+            outcome=outcome,
+            reason=reason,
+            request_key=request_key(str(call.idempotency_key), index) if keyed else None,
+            history_digest=history_digest,
+            messages_digest=messages_digest,
+            dialogue_digest=dialogue_digest,
+            **_place(call, plan, prompt, own_id, plan.parent if echoed else None, is_first=index == 0),
+        )
+        turns.append(Sampled(turn, choice.logprobs))
+    return turns
+
+
+def as_token_ids(numbers: list[int]) -> TokenIds:
+    """Return token ids as they are stored; `array` takes a list in half the time that numpy needs."""
+    return np.frombuffer(array("i", numbers), np.int32)
+
+
+def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:
+    """Return a turn of what was asked, when, and what else is known."""
+    return Turn(
+        session_id=session.session_id,
+        tenant=session.tenant,
+        step=call.step,
+        dialect=call.dialect.name,
+        sampling=call.sampling,
+        inferred_by=call.inferred_by,
+        policy_version_first=timing.policy_version_first,
+        policy_version_last=timing.policy_version_last,
+        created_at=timing.created_at,
+        ttft_seconds=timing.ttft_seconds,
+        duration_seconds=timing.duration_seconds,
+        **known,
+    )
+
+
+def _place(
+    call: Call, plan: Plan, prompt: TokenIds, turn_id: str, parent: KnownTurn | None, *, is_first: bool
+) -> dict[str, Any]:
+    """Return the fields that put a turn behind its parent, or at the root of a chain.
+
+    The first choice goes on with the parent's chain if the parent has no child yet; every other one opens a chain.
+    """
+    if parent is None:
+        return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools, "prompt_delta": prompt}
+    goes_on = is_first and not parent.has_child
+    return {
+        "parent_turn_id": parent.turn_id,
+        "chain_id": parent.chain_id if goes_on else turn_id,
+        "messages": plan.new_messages(call.messages),
+        "prompt_delta": prompt[plan.parent_length :],
+    }
+
+
+def request_key(idempotency_key: str, index: int) -> str:
+    """Return what a repetition of a call finds its choice by."""
+    return f"{idempotency_key}#{index}"
+
+
+def _outcome(
+    prompt: TokenIds, choice: Choice, *, echoed: bool, reason: str | None, aborted: str | None
+) -> tuple[Outcome, str | None]:
+    """Name how a choice ended, its logprobs apart; the first thing that is wrong with it gives the reason."""
+    if aborted is not None:
+        return Outcome.ABORTED, aborted
+    if not len(prompt):
+        return Outcome.UNTRAINABLE, "no_prompt_ids"
+    if not choice.token_ids:
+        return Outcome.UNTRAINABLE, "no_token_ids"
+    if not echoed:
+        return Outcome.RETOKENISED, "echo_differs"
+    if reason is not None:
+        return Outcome.RETOKENISED, reason
+    return Outcome.EXACT, None
+
+
+def known_turn(turn: Turn, plan: Plan) -> KnownTurn:
+    """Return what the session must remember to extend a turn that was just stored."""
+    before = (
+        plan.prompt_token_ids[: plan.parent_length]
+        if turn.parent_turn_id and plan.prompt_token_ids is not None
+        else None
+    )
+    parts = [turn.prompt_delta, turn.token_ids] if before is None else [before, turn.prompt_delta, turn.token_ids]
+    return KnownTurn(
+        turn_id=turn.turn_id,
+        parent_turn_id=turn.parent_turn_id,
+        chain_id=turn.chain_id,
+        num_messages=len(plan.history.full) + 1,
+        history_digest=turn.history_digest,
+        messages_digest=turn.messages_digest,
+        dialogue_digest=turn.dialogue_digest,
+        reasoning=turn.response.get("reasoning") or "",
+        tokens=b"".join([part.astype(np.int32, copy=False).tobytes() for part in parts]),
+    )

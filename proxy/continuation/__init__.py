@@ -1,0 +1,1 @@
+"""Which turn a request extends, and the exact prompt for it."""

@@ -1,0 +1,1 @@
+"""The engines: processes reached over HTTP."""

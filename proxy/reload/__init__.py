@@ -1,0 +1,1 @@
+"""New weights under running agents."""

@@ -1,0 +1,60 @@
+"""Control-plane requests under the same limits as calls: size, nesting, and JSON without NaN or half a character.
+
+One decision: the body is read and decoded here, before FastAPI sees it, by the functions that the data plane uses, so
+both planes refuse the same things in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import Field
+
+from proxy.asgi import check_depth, read_body
+from proxy.services import services_of
+
+TEXT = r"^[^\x00-\x1f\x7f]*$"
+"""No control character: PostgreSQL stores no NUL, and nobody means one."""
+Id = Annotated[str, Field(min_length=1, max_length=256, pattern=TEXT)]
+"""An id that a client chose."""
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+"""A finite JSON number; neither a text that looks like one nor a boolean."""
+Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+"""A whole JSON number that the store's columns hold."""
+Text = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*$")]
+"""A remark in a client's own words."""
+
+
+class LimitedRequest(Request):
+    """A request whose body is decoded strictly."""
+
+    async def json(self) -> Any:
+        """Return the decoded body; what cannot be decoded is FastAPI's to refuse, with every other invalid body."""
+        return orjson.loads(await self.body())
+
+
+class LimitedRoute(APIRoute):
+    """A route that reads its body under the proxy's limits."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return FastAPI's handler, with the limits in front of it."""
+        handle = super().get_route_handler()
+
+        async def limited(request: Request) -> Response:
+            settings = services_of(request).settings
+            checked = LimitedRequest(request.scope, request.receive)
+            if request.method == "POST":
+                raw = await read_body(
+                    request.receive,
+                    max_bytes=settings.max_body_bytes,
+                    timeout_seconds=settings.header_timeout_seconds,
+                )
+                check_depth(raw, settings.max_json_depth)
+                checked._body = raw  # noqa: SLF001  where Starlette keeps a body that it has read
+            return await handle(checked)
+
+        return limited

@@ -1,0 +1,1 @@
+"""Group commit: one process writes the turns of a proxy."""

@@ -1,0 +1,276 @@
+"""The process that writes for a proxy.
+
+One decision: one transaction for everything that arrived meanwhile, in a process of its own. A turn's reply leaves only
+after its commit, so commits must be cheap: while one is on its way to the disk, the next one fills up, and neither the
+statements nor the logprobs that are decoded here take the interpreter from the calls. Jobs of the control plane ride
+along, each in a savepoint, so that one that is refused takes nothing with it. The process ends with its proxy, and
+commits nothing that is left over from a proxy that was killed: by then another may have sampled the same call anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from proxy.dialects.engine_reply import read_logprobs
+from proxy.fault import FaultPoints
+from turnwise.chains import TRAINABLE_OUTCOMES
+from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
+from turnwise.store import ledger
+from turnwise.store.database import Connection, Database
+from turnwise.types import Outcome, Turn
+
+log = logging.getLogger(__name__)
+MAX_BATCH = 256
+"""Jobs in one transaction."""
+RETRY_SECONDS = 0.05
+"""Pause before a transaction is tried again while the store is locked or away."""
+READ_BYTES = 1 << 20
+GC_ALLOCATIONS = 50_000
+"""Objects between two collections: decoding one long reply makes thousands, all of them freed by their counts."""
+_LENGTH = struct.Struct("<Q")
+
+
+class Setup(NamedTuple):
+    """The first thing that the process is told."""
+
+    url: str
+    """Of the database."""
+    lock_seconds: float
+    """How long one attempt waits for a lock."""
+    fault: str | None
+    """Where to die, in a test."""
+    proxy_pid: int
+    """Whose child this is, as long as it lives."""
+
+
+class Sampled(NamedTuple):
+    """A turn to append, its logprobs still as the engine wrote them."""
+
+    turn: Turn
+    logprobs: list[bytes]
+
+
+class Work(NamedTuple):
+    """Something else to do with the open transaction."""
+
+    function: Callable[..., Any]
+    """Takes the connection first; importable by its name."""
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+class Job(NamedTuple):
+    """One thing to write."""
+
+    number: int
+    deadline: float
+    """On the monotonic clock, which all processes of a machine share; seconds."""
+    work: list[Sampled] | Work
+
+
+class Ending(NamedTuple):
+    """How a turn is stored."""
+
+    outcome: Outcome
+    reason: str | None
+
+
+class Report(NamedTuple):
+    """What became of one batch."""
+
+    results: dict[int, Any]
+    """By the jobs' numbers: a value, or an exception to raise. Of appended turns their endings."""
+    seconds: float
+    num_retries: int
+    num_errors: int
+    """Failures that nobody foresaw; the log has them."""
+
+
+def frame(content: object) -> tuple[bytes, bytes]:
+    """Return something as it is sent between the two processes, which are of one release: its length and itself."""
+    raw = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(raw)), raw
+
+
+class Frames:
+    """Turns a byte stream back into what was sent."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Return what is whole by now."""
+        self._pending += data
+        found, at = [], 0
+        while len(self._pending) >= at + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending, at)
+            end = at + _LENGTH.size + length
+            if len(self._pending) < end:
+                break
+            found.append(pickle.loads(memoryview(self._pending)[at + _LENGTH.size : end]))  # noqa: S301  from our own process
+            at = end
+        del self._pending[:at]
+        return found
+
+
+def complete(sampled: Sampled) -> Turn:
+    """Read a turn's logprobs; a turn that has not one for each token cannot be trained on."""
+    turn = sampled.turn
+    told = read_logprobs(sampled.logprobs)
+    logprobs = np.array(told, np.float32)
+    if turn.outcome not in TRAINABLE_OUTCOMES or (len(told) == len(turn.token_ids) and None not in told):
+        return dataclasses.replace(turn, logprobs=logprobs)
+    return dataclasses.replace(turn, logprobs=logprobs, outcome=Outcome.UNTRAINABLE, reason="no_logprobs")
+
+
+class Committer:
+    """Writes batches of jobs."""
+
+    def __init__(self, database: Database, faults: FaultPoints, proxy_pid: int) -> None:
+        self._database = database
+        self._faults = faults
+        self._proxy_pid = proxy_pid
+        self._results: dict[int, Any] = {}
+        self._num_retries = 0
+        self._num_errors = 0
+
+    def write(self, batch: list[Job]) -> Report:
+        """Give each job its result, or the exception to raise at its caller."""
+        self._results, self._num_retries, self._num_errors = {}, 0, 0
+        started = time.perf_counter()
+        self._write(batch)
+        return Report(self._results, time.perf_counter() - started, self._num_retries, self._num_errors)
+
+    def _write(self, batch: list[Job]) -> None:
+        while batch:
+            batch = self._try(batch)
+
+    def _try(self, batch: list[Job]) -> list[Job]:
+        """Write jobs in one transaction; return those to try again, because the store is locked or away."""
+        self._end_with_proxy()
+        try:
+            self._results |= self._transact(batch)
+        except StoreUnavailable as error:
+            return self._wait(batch, error)
+        except TurnwiseError as error:
+            self._refuse(batch, error)
+        except Exception as error:  # the process's outermost edge: a dead writer would fail every call
+            log.exception("a write failed")
+            self._num_errors += 1
+            self._refuse(batch, StoreError(f"the write failed: {error!r}; nothing of it is stored"))
+        return []
+
+    def _wait(self, batch: list[Job], error: StoreUnavailable) -> list[Job]:
+        """Give up the jobs whose deadline has passed, pause, and return the others."""
+        now = time.monotonic()
+        self._results |= {job.number: error for job in batch if job.deadline <= now}
+        waiting = [job for job in batch if job.deadline > now]
+        if waiting:
+            self._num_retries += 1
+            time.sleep(RETRY_SECONDS)
+        return waiting
+
+    def _refuse(self, batch: list[Job], error: TurnwiseError) -> None:
+        """Give the error to the job that it is about: where there are several, each is written by itself."""
+        if len(batch) == 1:
+            self._results[batch[0].number] = error
+            return
+        for job in batch:
+            self._write([job])
+
+    def _transact(self, batch: list[Job]) -> dict[int, Any]:
+        results: dict[int, Any] = {}
+        turns = [complete(sampled) for job in batch if isinstance(job.work, list) for sampled in job.work]
+        with self._database.write() as connection:
+            for job in batch:
+                if isinstance(job.work, Work):
+                    results[job.number] = _attempt(connection, job.work)
+            endings = [Ending(turn.outcome, turn.reason) for turn in ledger.append_turns(connection, turns)]
+            if turns:
+                self._faults.point("in_transaction")
+            self._end_with_proxy()
+        stored = iter(endings)
+        for job in batch:
+            if isinstance(job.work, list):
+                results[job.number] = list(itertools.islice(stored, len(job.work)))
+        return results
+
+    def _end_with_proxy(self) -> None:
+        """Leave at once, whatever is open, if the proxy is gone: nobody can have seen what it had here."""
+        if os.getppid() != self._proxy_pid:
+            os._exit(0)
+
+
+def _attempt(connection: Connection, work: Work) -> Any:
+    try:
+        with connection.begin_nested():
+            return work.function(connection, *work.arguments, **work.options)
+    except StoreUnavailable:
+        raise
+    except TurnwiseError as refusal:
+        return refusal
+
+
+def _arriving(link: socket.socket, frames: Frames) -> Iterator[list[Any]]:
+    """Yield what has been sent, all of it at once, until the proxy has gone."""
+    while data := link.recv(READ_BYTES):
+        found = frames.feed(data)
+        while found and (data := _at_hand(link)):
+            found += frames.feed(data)
+        if found:
+            yield found
+
+
+def _at_hand(link: socket.socket) -> bytes:
+    try:
+        return link.recv(READ_BYTES, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return b""
+
+
+def serve(link: socket.socket) -> None:
+    """Write what the proxy at the other end sends, until it closes the link."""
+    arriving = _arriving(link, Frames())
+    first = next(arriving, None)
+    if first is None:
+        return
+    setup, *early = first
+    database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
+    committer = Committer(database, FaultPoints(setup.fault, lambda: _die(setup.proxy_pid)), setup.proxy_pid)
+    for jobs in itertools.chain([early], arriving):
+        for start in range(0, len(jobs), MAX_BATCH):
+            link.sendall(b"".join(frame(committer.write(jobs[start : start + MAX_BATCH]))))
+    database.close()
+
+
+def _die(proxy_pid: int) -> None:
+    """Take the proxy along: in a test, both are one victim."""
+    os.kill(proxy_pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Run as a process: its only argument is the descriptor of the socket to the proxy, which it inherits."""
+    # A terminal's ctrl-C reaches the whole group; what is queued must be written first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gc.freeze()
+    gc.set_threshold(GC_ALLOCATIONS, 20, 100)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with contextlib.suppress(ConnectionError):  # the proxy was killed
+        serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,73 @@
+"""A fake engine as a process that breaks in the middle of a reload when it is told to, by the name of the directory.
+
+    python breakable_engine.py PORT [WORD=WHAT ...]
+
+A directory with WORD in its path makes the engine do WHAT while it loads it: `die` at once, `die_late` after a second,
+`hang`, or `refuse`. Everything else it does as `turnwise fake-engine` does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from turnwise.processes.supervisor import is_ready
+
+START_SECONDS = 30.0
+LATE_SECONDS = 1.0
+DEATH = 9
+
+
+class BreakableEngine:
+    """The process, as a test holds it; it can be started again on the same port, with fresh weights."""
+
+    def __init__(self, port: int, **faults: str) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._argv = [sys.executable, __file__, str(port), *(f"{word}={what}" for word, what in faults.items())]
+        self.process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(self._argv)
+        deadline = time.monotonic() + START_SECONDS
+        while not is_ready(f"{self.url}/health"):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return process
+
+    def restart(self) -> None:
+        """Come back as a new process."""
+        self.kill()
+        self.process = self._started()
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self.process.kill()
+        self.process.wait()
+
+
+def serve(port: int, faults: Mapping[str, str]) -> None:
+    """Serve until killed."""
+    from turnwise.fake_engine import Script, control
+    from turnwise.fake_engine import serve as serve_fake
+
+    def has_weights(directory: Path) -> bool:
+        what = next((what for word, what in faults.items() if word in directory.name), "load")
+        if what == "die_late":
+            time.sleep(LATE_SECONDS)
+        if what.startswith("die"):
+            os._exit(DEATH)
+        if what == "hang":
+            time.sleep(3600)
+        return what != "refuse" and directory.is_dir()
+
+    control._has_weights = has_weights
+    serve_fake(Script(pace_seconds=0.01), host="127.0.0.1", port=port)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), dict(argument.split("=") for argument in sys.argv[2:]))

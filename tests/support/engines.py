@@ -1,0 +1,96 @@
+"""Engines for tests: one real vLLM for the whole session, and fake ones, each as a fixture.
+
+The real one serves the small model, built once into a cache directory; it starts when the first test asks for it and
+ends with its process group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
+from turnwise.processes.engine_command import EngineSettings, build_command
+from turnwise.processes.stack import free_port
+from turnwise.processes.supervisor import is_ready, tail_of
+
+START_SECONDS = 180.0
+WARM_UP_STEPS = 60
+"""Enough for the model to speak the tool format now and then; the demo's model is trained for longer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningEngine:
+    """A real vLLM."""
+
+    url: str
+    """Its base URL, without `/v1`."""
+    model: str
+    """Name that it serves its model under."""
+    model_dir: Path
+    log: Path
+    pid: int
+
+
+@pytest.fixture(scope="session")
+def small_model_dir() -> Path:
+    """A small model with tokenizer and chat template, built once and kept between runs."""
+    from turnwise.demo.small_model import SmallModelSpec, build_small_model
+
+    spec = SmallModelSpec(num_warm_up_steps=WARM_UP_STEPS)
+    cache = Path(tempfile.gettempdir()) / f"turnwise-tests-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    return build_small_model(cache / spec.digest()[:16], spec)
+
+
+@pytest.fixture(scope="session")
+def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """A real vLLM on a free port, with its control routes and runtime LoRA."""
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    settings = EngineSettings(model=str(small_model_dir), port=free_port(), served_model_name="small", lora=True)
+    command = build_command(settings, gpu=False)
+    assignments = [f"{name}={value}" for name, value in command.environment.items()]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["env", *assignments, *command.argv], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{settings.port}"
+        _wait_healthy(url, process, log)
+        yield RunningEngine(url, "small", small_model_dir, log, process.pid)
+    finally:
+        _end_group(process)
+
+
+@pytest.fixture
+def fake_engine() -> Iterator[RunningFakeEngine]:
+    """A fake engine that echoes, served from a thread."""
+    with running_fake_engine() as running:
+        yield running
+
+
+def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not is_ready(f"{url}/health"):
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"vLLM did not start ({sys.executable}); the end of its log:\n{tail_of(log, 40)}")
+        time.sleep(0.2)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                continue

@@ -1,0 +1,63 @@
+"""A trainer that dies in the middle of what it does: at the n-th call of a function, wherever that is.
+
+    python killed_trainer.py CONFIG [MODULE:FUNCTION:N]
+
+As a program it dies as under `kill -9`. At `torch:save:N` half of the N-th file is on disk; every other function has
+not done anything yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainer.main import run
+from trainer.settings import TrainerSettings
+from turnwise.settings import load_settings
+
+STAGES = {
+    "claimed": "trainer.loop.workflows:select:2",
+    "between two rows of a minibatch": "trainer.policy.agent:loss_of:3",
+    "between two rows of the last minibatch": "trainer.policy.agent:loss_of:23",
+    "after some optimizer steps": "trainer.policy.agent:pack:4",
+    "after the last optimizer step": "trainer.publish.directory:probe_of:2",
+    "the policy's directory half written": "trainer.publish.checkpoint:file_digest:2",
+    "the trainer's state half written": "torch:save:2",
+    "after the checkpoint": "turnwise.store.claims:ack:2",
+    "inside the publishing transaction": "turnwise.store.claims:publish_policy:2",
+    "after the first publication": "turnwise.store.queries:pinned_version:1",
+    "after the last publication": "turnwise.store.queries:pinned_version:2",
+}
+"""How far an update has come, and what the trainer is about to call then: two batches of two optimizer steps each, in
+rows of one session."""
+
+
+def dying(where: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callable[..., Any]]:
+    """Return module, name and stand-in of the function; the stand-in dies at its n-th call."""
+    module_name, name, number = where.split(":")
+    module = importlib.import_module(module_name)
+    original = getattr(module, name)
+    calls = itertools.count(1)
+
+    def stand_in(*args: Any, **options: Any) -> Any:
+        if next(calls) == int(number):
+            if where.startswith("torch:save"):
+                original(*args, **options)
+                os.truncate(args[1], Path(args[1]).stat().st_size // 2)
+            die()
+        return original(*args, **options)
+
+    return module, name, stand_in
+
+
+if __name__ == "__main__":
+    for where in sys.argv[2:]:
+        setattr(*dying(where, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="trainer", overrides={})))

@@ -1,0 +1,230 @@
+"""Real proxies for tests: each a process of its own, started as an operator starts it, over a database of the test's.
+
+The fixtures make the common case one word; `running_proxy` is there for modules that share one, or that kill it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
+from turnwise.processes.stack import command, free_port
+from turnwise.processes.supervisor import is_ready, tail_of
+from turnwise.store import filters, queries
+from turnwise.store.database import Database
+from turnwise.store.lineage import TurnView
+
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+GONE_SECONDS = 10.0
+"""How soon what a proxy started must have ended after it."""
+WRITER = b"proxy.writer.process"
+"""Tells the process that writes from others, in its command line."""
+ALL_TURNS = 1_000_000
+BROKEN = frozenset({"faulted", "aborted"})
+"""Outcomes of calls whose reply did not arrive whole."""
+
+
+@dataclasses.dataclass(slots=True)
+class RunningProxy:
+    """A proxy process, and the database behind it."""
+
+    url: str
+    """Its base URL, without `/v1`."""
+    database_url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def v1(self) -> str:
+        """What an OpenAI client takes as `base_url`."""
+        return f"{self.url}/v1"
+
+    def session_v1(self, session_id: str) -> str:
+        """The same, for one session."""
+        return f"{self.url}/sessions/{session_id}/v1"
+
+    def turns(self, session_id: str | None = None) -> list[TurnView]:
+        """Return all turns that are stored, of one session or of all."""
+        database = Database(self.database_url)
+        try:
+            with database.read() as connection:
+                listed, _ = queries.sessions(connection, filters.SessionFilter(session_id=session_id), limit=ALL_TURNS)
+                return [
+                    view
+                    for each in listed
+                    for view in queries.turns(connection, each.tenant, each.session_id, limit=ALL_TURNS)[0]
+                ]
+        finally:
+            database.close()
+
+    def writing_process(self) -> int:
+        """Return the process id of its child that writes, once there is one."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
+                for pid in map(int, (thread / "children").read_text().split()):
+                    if WRITER in command_line(pid):
+                        return pid
+            assert time.monotonic() < deadline, "the proxy has no writing process"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End it, and nothing else, as a crash would."""
+        self.process.kill()
+        self.process.wait(STOP_SECONDS)
+
+
+def command_line(pid: int) -> bytes:
+    """Return how a process was started; nothing once it has ended, whether or not anyone has asked how."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait for the end of a process that is not the test's own child."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while command_line(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+StartProxy = Callable[..., RunningProxy]
+
+
+@contextlib.contextmanager
+def running_proxy(
+    engine_url: str,
+    database_url: str,
+    directory: Path,
+    *flags: str,
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningProxy]:
+    """Bring the database up to date and run a proxy over it until the block ends.
+
+    Args:
+        engine_url: the engine's base URL.
+        database_url: its store.
+        directory: where the log goes.
+        flags: further flags of `turnwise proxy`.
+        port: where to listen; by default a free port.
+        environment: variables besides the test's own.
+    """
+    database = Database(database_url)
+    database.upgrade()
+    database.close()
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}"
+    log = directory / f"proxy-{port}.log"
+    argv = command("proxy", "--engine", engine_url, "--database", database_url, "--port", str(port), *flags)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            argv,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=directory,
+            env={**os.environ, **(environment or {})},
+        )
+    try:
+        _wait_ready(url, process, log)
+        yield RunningProxy(url, database_url, log, process)
+    finally:
+        _end_group(process)
+
+
+@pytest.fixture
+def start_proxy(tmp_path: Path) -> Iterator[StartProxy]:
+    """Start proxies: `start_proxy(engine_url, *flags, database_url=…)`; else over the test's own SQLite."""
+    with contextlib.ExitStack() as running:
+
+        def start(engine_url: str, *flags: str, database_url: str | None = None, **others: object) -> RunningProxy:
+            url = database_url or f"sqlite:///{tmp_path}/turnwise.db"
+            return running.enter_context(running_proxy(engine_url, url, tmp_path, *flags, **others))  # type: ignore[arg-type]
+
+        yield start
+
+
+@pytest.fixture
+def proxy(fake_engine: RunningFakeEngine, start_proxy: StartProxy) -> RunningProxy:
+    """A proxy of the test's own in front of a fake engine of its own; the probe's calls are forgotten."""
+    started = start_proxy(fake_engine.url)
+    fake_engine.calls.clear()
+    return started
+
+
+@dataclasses.dataclass(frozen=True)
+class ProxyAndEngine:
+    """A proxy in front of a fake engine, shared by the tests of a module."""
+
+    proxy: RunningProxy
+    engine: RunningFakeEngine
+
+
+@pytest.fixture(scope="module")
+def shared_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyAndEngine]:
+    """One proxy and one fake engine for a whole module."""
+    directory = tmp_path_factory.mktemp("proxy")
+    with (
+        running_fake_engine() as engine,
+        running_proxy(engine.url, f"sqlite:///{directory}/turnwise.db", directory) as proxy,
+    ):
+        engine.calls.clear()
+        yield ProxyAndEngine(proxy, engine)
+
+
+def assert_served_is_stored(proxy: RunningProxy, engine: RunningFakeEngine) -> None:
+    """Check that the store holds exactly the calls that the engine saw, token for token; and that there were some.
+
+    Of a reply that broke on its way, what had come of it is stored.
+    """
+    stored = {}
+    for view in proxy.turns():
+        turn_id, _, index = view.turn.turn_id.partition("#")
+        stored[_call_id(turn_id), int(index or 0)] = view
+    seen = {
+        (_call_id(call.reply_id), index): call for call in engine.calls for index in range(len(call.token_ids) or 1)
+    }
+    assert seen
+    assert stored.keys() == seen.keys()
+    for (call_id, index), call in seen.items():
+        view, sampled = stored[call_id, index], call.token_ids[index] if call.token_ids else []
+        kept = view.turn.token_ids.tolist()
+        assert kept == (sampled[: len(kept)] if call.outcome in BROKEN else sampled)
+        if kept:
+            assert view.prompt_token_ids.tolist() == call.prompt_token_ids
+
+
+def _call_id(completion_id: str) -> str:
+    """Return what a completion's id is made from, whatever the dialect puts before it."""
+    return re.split("[-_]", completion_id, maxsplit=1)[1]
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not is_ready(f"{url}/readyz"):
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"the proxy did not start; the end of its log:\n{tail_of(log, 40)}")
+        time.sleep(0.05)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)

@@ -1,0 +1,206 @@
+"""Agents that go on through crashes: each plays one conversation after the other, each call until it is seen whole.
+
+They run in a thread of their own, so that a test can kill what they talk to. Half of them stream; half mark each call
+with an `Idempotency-Key`, so that what they repeat must be found again and not be sampled twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+import aiohttp
+import orjson
+from support.proxies import RunningProxy
+
+from turnwise.fake_engine import RunningFakeEngine
+
+PAUSE_SECONDS = 0.05
+"""Between two attempts of one call."""
+PATIENCE_SECONDS = 30.0
+CALLS_PER_SESSION = 5
+
+
+@dataclasses.dataclass(slots=True)
+class Seen:
+    """A reply that an agent saw whole."""
+
+    turn_id: str
+    text: str
+
+
+@dataclasses.dataclass(slots=True)
+class Agent:
+    """One who plays."""
+
+    number: int
+    seen: list[Seen] = dataclasses.field(default_factory=list)
+    refusals: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+    """Statuses and codes of the errors it was answered."""
+
+    def session_id(self, call: int) -> str:
+        """The session of its n-th call."""
+        return f"agent-{self.number}-{call // CALLS_PER_SESSION}"
+
+    def messages(self, call: int) -> list[dict[str, str]]:
+        """The conversation up to its n-th call."""
+        first = call - call % CALLS_PER_SESSION
+        replies = [{"role": "assistant", "content": seen.text} for seen in self.seen[first:call]]
+        asked = [{"role": "user", "content": f"{self.number} asks {number}"} for number in range(first, call + 1)]
+        return [message for pair in zip(asked, replies, strict=False) for message in pair] + asked[-1:]
+
+    @property
+    def streams(self) -> bool:
+        """Whether it streams."""
+        return self.number % 2 == 0
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it marks its calls."""
+        return self.number % 4 < 2
+
+    async def play(self, http: aiohttp.ClientSession, base: str, go: asyncio.Event, stop: asyncio.Event) -> None:
+        """Call after call, until it is stopped."""
+        while not stop.is_set():
+            await go.wait()
+            seen = await self._try(http, base)
+            if seen is not None:
+                self.seen.append(seen)
+            else:
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _try(self, http: aiohttp.ClientSession, base: str) -> Seen | None:
+        call = len(self.seen)
+        headers = {"idempotency-key": f"{self.number}-{call}"} if self.has_keys else {}
+        body = {"model": "fake", "messages": self.messages(call), "stream": self.streams}
+        url = f"{base}/sessions/{self.session_id(call)}/v1/chat/completions"
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
+            async with http.post(url, data=orjson.dumps(body), headers=headers) as response:
+                if response.status != 200:
+                    self.refusals.add((response.status, (await response.json())["error"]["code"]))
+                    return None
+                return await (_streamed(response) if self.streams else _whole(response))
+        return None
+
+
+async def _whole(response: aiohttp.ClientResponse) -> Seen:
+    reply = await response.json()
+    return Seen(reply["id"], reply["choices"][0]["message"]["content"])
+
+
+async def _streamed(response: aiohttp.ClientResponse) -> Seen | None:
+    """Return the reply if its finish was seen, whether or not anything came after that."""
+    text, turn_id, finished = "", "", False
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = orjson.loads(line[len(b"data: ") :])
+            if "error" in chunk:
+                return None
+            for choice in chunk["choices"]:
+                turn_id = chunk["id"]
+                text += choice["delta"].get("content") or ""
+                finished = finished or choice["finish_reason"] is not None
+    return Seen(turn_id, text) if finished else None
+
+
+class Agents:
+    """All of them, in a thread."""
+
+    def __init__(self, base: str, count: int) -> None:
+        self.all = [Agent(number) for number in range(count)]
+        self._base = base
+        self._loop = asyncio.new_event_loop()
+        self._go, self._stop = asyncio.Event(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
+
+    def start(self) -> None:
+        """Let them begin, once `go` is called."""
+        self._thread.start()
+
+    def go(self) -> None:
+        """Let them call."""
+        self._loop.call_soon_threadsafe(self._go.set)
+
+    def hold(self) -> None:
+        """Let them finish the attempt that they are in, and then wait."""
+        self._loop.call_soon_threadsafe(self._go.clear)
+
+    def stop(self) -> None:
+        """End them, each after the attempt that it is in."""
+        if not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self.go()
+        self._thread.join(PATIENCE_SECONDS + 5)
+        assert not self._thread.is_alive()
+
+    @property
+    def num_seen(self) -> int:
+        """How many replies were seen whole by now."""
+        return sum(len(agent.seen) for agent in self.all)
+
+    @property
+    def refusals(self) -> set[tuple[int, str]]:
+        """Statuses and codes of all errors."""
+        return set().union(*(agent.refusals for agent in self.all))
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._play())
+        self._loop.close()
+
+    async def _play(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_SECONDS)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+            await asyncio.gather(*(agent.play(http, self._base, self._go, self._stop) for agent in self.all))
+
+
+def wait_for(agents: Agents, count: int) -> None:
+    """Wait until the agents have seen so many more replies."""
+    before, deadline = agents.num_seen, time.monotonic() + PATIENCE_SECONDS
+    while agents.num_seen < before + count:
+        assert time.monotonic() < deadline, f"the agents do not get on: {agents.refusals}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def playing(base: str, count: int) -> Iterator[Agents]:
+    """Let agents play until the block ends; they wait until `go`."""
+    agents = Agents(base, count)
+    agents.start()
+    try:
+        yield agents
+    finally:
+        agents.stop()
+
+
+def assert_nothing_is_lost_or_doubled(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
+    """Check every reply that was seen whole against the store, and the store against the engine."""
+    stored = {view.turn.turn_id: view for view in proxy.turns()}
+    sampled = {call.reply_id: call.token_ids[0] for call in engine.calls if call.token_ids}
+    assert agents.num_seen
+    for turn_id, view in stored.items():
+        if len(view.turn.token_ids):
+            told = view.turn.token_ids.tolist()
+            assert told == sampled[turn_id][: len(told)]
+    by_session = collections.defaultdict(list)
+    for view in stored.values():
+        by_session[view.turn.session_id].append(view)
+    for views in by_session.values():
+        assert sorted(view.turn.seq for view in views) == list(range(len(views)))
+    for agent in agents.all:
+        for call, seen in enumerate(agent.seen):
+            view = stored[seen.turn_id]
+            assert view.turn.response["content"] == seen.text
+            assert view.turn.finish_reason is not None
+            assert view.turn.token_ids.tolist() == sampled[seen.turn_id]
+            assert view.turn.parent_turn_id == (agent.seen[call - 1].turn_id if call % CALLS_PER_SESSION else None)
+            if agent.has_keys:
+                same = [other for other in by_session[agent.session_id(call)] if other.messages == view.messages]
+                assert [other.turn.turn_id for other in same if other.turn.finish_reason] == [seen.turn_id]

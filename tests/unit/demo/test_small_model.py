@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from turnwise.demo import trail
+from turnwise.demo.small_model import (
+    CHAT_TEMPLATE,
+    SPEC_FILE,
+    SmallModelSpec,
+    assistant_mask,
+    build_small_model,
+    train_tokenizer,
+)
+
+TINY = SmallModelSpec(hidden_size=32, intermediate_size=64, num_layers=1, num_warm_up_steps=3)
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": '{"name": "Kim"}'}}
+
+CONVERSATION = [
+    {"role": "system", "content": trail.SYSTEM_PROMPT},
+    {"role": "user", "content": "Follow each boss from Kim. Which city?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": '{"city": "Oslo"}'},
+    {"role": "assistant", "content": 'The answer is "Oslo".'},
+    {"role": "user", "content": "Thanks."},
+    {"role": "assistant", "content": "Both at once:", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(SmallModelSpec())
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_small_model(tmp_path_factory.mktemp("small") / "model", TINY)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, messages: list[dict], *, prompt: bool) -> list[int]:
+    return tokenizer.apply_chat_template(messages, tools=trail.TOOLS, add_generation_prompt=prompt)["input_ids"]
+
+
+def test_the_template_writes_chatml_with_hermes_tool_calls(tokenizer: PreTrainedTokenizerFast):
+    """The exact text, because the engine's tool parser reads it."""
+    text = tokenizer.apply_chat_template(CONVERSATION, tools=trail.TOOLS, tokenize=False, add_generation_prompt=True)
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"name": "Kim"}}\n</tool_call>'
+    assert text == (
+        '<|im_start|>system\nLook people up, then reply: The answer is "CITY".\n<tools>\n'
+        '{"name": "lookup", "description": "Look a person up.", "parameters": {"type": "object", '
+        '"properties": {"name": {"type": "string"}}, "required": ["name"]}}\n</tools><|im_end|>\n'
+        "<|im_start|>user\nFollow each boss from Kim. Which city?<|im_end|>\n"
+        f"<|im_start|>assistant\n{call}<|im_end|>\n"
+        '<|im_start|>user\n<tool_response>\n{"city": "Oslo"}\n</tool_response><|im_end|>\n'
+        '<|im_start|>assistant\nThe answer is "Oslo".<|im_end|>\n'
+        "<|im_start|>user\nThanks.<|im_end|>\n"
+        f"<|im_start|>assistant\nBoth at once:\n{call}\n{call}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response><tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_arguments_read_the_same_as_text_and_as_an_object(tokenizer: PreTrainedTokenizerFast):
+    """The engine hands the template parsed arguments, a client's history has them as text."""
+    parsed = {"name": "lookup", "arguments": {"name": "Kim"}}
+    as_object = [*CONVERSATION[:2], {"role": "assistant", "tool_calls": [{"type": "function", "function": parsed}]}]
+    assert ids_of(tokenizer, as_object, prompt=False) == ids_of(tokenizer, CONVERSATION[:3], prompt=False)
+
+
+@pytest.mark.parametrize("end", [2, 4, 6])
+def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer: PreTrainedTokenizerFast, end: int):
+    """Token for token: what stood in a turn's prompt, and its reply, stands the same in the next turn's prompt."""
+    prompt = ids_of(tokenizer, CONVERSATION[:end], prompt=True)
+    reply = ids_of(tokenizer, CONVERSATION[: end + 1], prompt=False)
+    whole = ids_of(tokenizer, CONVERSATION, prompt=True)
+    assert reply[: len(prompt)] == prompt
+    assert whole[: len(reply)] == reply
+
+
+def test_a_tool_call_costs_six_tokens_and_an_answer_four(tokenizer: PreTrainedTokenizerFast):
+    """`<tool_call>`, boilerplate, the name, boilerplate, `</tool_call>`, the end: this is what keeps the demo quick."""
+    prompt = ids_of(tokenizer, CONVERSATION[:2], prompt=True)
+    call = ids_of(tokenizer, CONVERSATION[:3], prompt=False)[len(prompt) : -1]  # the last is the newline after it
+    assert len(call) == 6
+    assert tokenizer.decode(call[2]) == "Kim"
+    assert len(tokenizer.encode('The answer is "Oslo".<|im_end|>')) == 4
+    assert len(prompt) <= 20
+
+
+@pytest.mark.parametrize("word", [*trail.NAMES, *trail.CITIES])
+def test_every_name_is_one_token_of_its_own(tokenizer: PreTrainedTokenizerFast, word: str):
+    """Copying a name is copying one token, whatever surrounds it."""
+    (token,) = tokenizer.encode(word)
+    for text in (f'{{"name": "{word}"}}', f"from {word}. Which", f'is "{word}".'):
+        assert tokenizer.encode(text).count(token) == 1
+
+
+@pytest.mark.parametrize("text", ["Grüße, 世界 🌍", "\x00\n\t  two  spaces", 'a "b" \\n {}', "assistant\nuser\n"])
+def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str):
+    """Byte level: there is no unknown token."""
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tool_markup_is_text_and_control_tokens_are_hidden(tokenizer: PreTrainedTokenizerFast):
+    """The engine drops special tokens from what it shows; its tool parser must still see the markup."""
+    ids = tokenizer.encode("<tool_call>\nx</tool_call><|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>\nx</tool_call>"
+
+
+def test_the_warm_up_learns_replies_and_their_ends_only(tokenizer: PreTrainedTokenizerFast):
+    """The masked tokens of a conversation, put together, are what the assistant says."""
+    ids = ids_of(tokenizer, CONVERSATION[:5], prompt=False)
+    header = tokenizer.encode("<|im_start|>assistant\n")
+    mask = assistant_mask(ids, header, tokenizer.eos_token_id)
+    assert tokenizer.decode([token for token, learnt in zip(ids, mask, strict=True) if learnt]) == (
+        '<tool_call>\n{"name": "lookup", "arguments": {"name": "Kim"}}\n</tool_call><|im_end|>'
+        'The answer is "Oslo".<|im_end|>'
+    )
+
+
+def test_the_directory_loads_as_any_hugging_face_model_does(model_directory: Path):
+    """Tokenizer, template, weights and generation defaults are all there, and agree on the end of a turn."""
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert {path.stat().st_mode & 0o777 for path in model_directory.iterdir()} == {0o644}
+
+
+def test_the_same_spec_gives_the_same_weights_and_another_seed_gives_others(model_directory: Path, tmp_path: Path):
+    """Bit for bit, whatever the global generator did before."""
+    torch.manual_seed(99)
+    weights = (model_directory / "model.safetensors").read_bytes()
+    again = build_small_model(tmp_path / "again", TINY)
+    assert (again / "model.safetensors").read_bytes() == weights
+    other_spec = SmallModelSpec(seed=1, hidden_size=32, intermediate_size=64, num_layers=1, num_warm_up_steps=3)
+    other = build_small_model(tmp_path / "other", other_spec)
+    assert (other / "model.safetensors").read_bytes() != weights
+
+
+def test_a_model_of_the_same_spec_is_used_again_and_one_of_another_spec_is_replaced(tmp_path: Path):
+    """Nothing is trained twice, and a stale model is never taken for a new one."""
+    directory = tmp_path / "model"
+    losses: list[float] = []
+    build_small_model(directory, TINY, lambda _done, _total, loss: losses.append(loss))
+    assert len(losses) == 3
+    build_small_model(directory, TINY, lambda _done, _total, loss: losses.append(loss))
+    assert len(losses) == 3
+    shorter = SmallModelSpec(hidden_size=32, intermediate_size=64, num_layers=1, num_warm_up_steps=2)
+    build_small_model(directory, shorter, lambda _done, _total, loss: losses.append(loss))
+    assert len(losses) == 5
+    assert json.loads((directory / SPEC_FILE).read_text())["spec"]["num_warm_up_steps"] == 2
+
+
+def test_a_build_that_is_interrupted_leaves_nothing_behind(tmp_path: Path):
+    """The directory appears whole or not at all."""
+
+    def interrupt(_done: int, _total: int, _loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_small_model(tmp_path / "model", TINY, interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_something_else_is_left_alone(tmp_path: Path):
+    """Somebody's files are not ours to replace."""
+    (tmp_path / "thesis.txt").write_text("42")
+    with pytest.raises(FileExistsError, match="name an empty or a new directory"):
+        build_small_model(tmp_path, TINY)
+    assert (tmp_path / "thesis.txt").read_text() == "42"

@@ -1,0 +1,189 @@
+"""Which engine and which weights a session's calls get; whatever happens to the others, most stay where they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from proxy.engines.pool import LOADING, UNLABELLED, Engine, EnginePool, Lane, adapter_name, adapter_version
+from proxy.metrics import Metrics
+from proxy.reload.canary import Trial
+from turnwise.errors import EngineUnavailable, InvalidRequest, Overloaded
+from turnwise.types import Session, utc_now
+
+URLS = ["http://a", "http://b", "http://c"]
+NOW = utc_now()
+SESSIONS = [Session(session_id=f"s{number}", created_at=NOW) for number in range(600)]
+
+
+def with_pool(use: Callable[[EnginePool], object], urls: list[str] = URLS, *, most_calls: int = 100) -> None:
+    """Use a pool of healthy engines; nothing is asked of them."""
+
+    async def run() -> None:
+        pool = EnginePool(urls, Metrics(), timeout_seconds=1, max_concurrent_calls=most_calls)
+        for engine in pool.engines:
+            engine.healthy = True
+        try:
+            outcome = use(pool)
+            if asyncio.iscoroutine(outcome):
+                await asyncio.wait_for(outcome, 5)
+        finally:
+            pool.close()
+
+    asyncio.run(run())
+
+
+def homes(pool: EnginePool) -> dict[str, str]:
+    return {session.session_id: pool.lane(session).engine.url for session in SESSIONS}
+
+
+def test_sessions_are_spread_and_stay():
+    """600 over three engines: 200 each, ± 11.5 (one standard deviation)."""
+
+    def use(pool: EnginePool) -> None:
+        where = homes(pool)
+        assert all(abs(list(where.values()).count(url) - 200) < 60 for url in URLS)
+        assert homes(pool) == where
+
+    with_pool(use)
+
+
+def test_the_loss_of_an_engine_moves_its_own_sessions_only_and_its_return_brings_them_home():
+    def use(pool: EnginePool) -> None:
+        before = homes(pool)
+        pool.engines[1].healthy = False
+        without = homes(pool)
+        assert {key for key in before if before[key] != without[key]} == {
+            key for key, url in before.items() if url == URLS[1]
+        }
+        pool.engines[1].healthy = True
+        assert homes(pool) == before
+
+    with_pool(use)
+
+
+def test_without_a_healthy_engine_the_sentence_names_them_all():
+    def use(pool: EnginePool) -> None:
+        for engine in pool.engines:
+            engine.healthy = False
+        with pytest.raises(EngineUnavailable, match="http://a, http://b, http://c"):
+            pool.lane(SESSIONS[0])
+        with pytest.raises(EngineUnavailable):
+            pool.route("models")
+
+    with_pool(use)
+
+
+def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another():
+    def use(pool: EnginePool) -> None:
+        pool.engines[0].draining = True
+        assert set(homes(pool).values()) == set(URLS[1:])
+        for engine in pool.engines:
+            engine.draining = True
+        assert set(homes(pool).values()) == set(URLS)
+
+    with_pool(use)
+
+
+def test_a_call_waits_at_its_engines_gate_and_others_pass():
+    async def use(pool: EnginePool) -> None:
+        closed, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
+        other = next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[1])
+        with closed.closed():
+            waiting = asyncio.ensure_future(enter(pool, session))
+            assert (await enter(pool, other)).engine is pool.engines[1]
+            assert not waiting.done()
+        assert (await waiting).engine is closed
+
+    with_pool(use)
+
+
+def test_a_call_that_waited_for_an_engine_which_is_taken_out_goes_to_another():
+    async def use(pool: EnginePool) -> None:
+        lost, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
+        with lost.closed():
+            waiting = asyncio.ensure_future(enter(pool, session))
+            await asyncio.sleep(0)
+            lost.healthy = False
+        assert (await waiting).engine is not lost
+
+    with_pool(use)
+
+
+async def enter(pool: EnginePool, session: Session) -> Lane:
+    lane = await pool.admit(session)
+    assert lane.num_calls == 1
+    pool.release(lane)
+    return lane
+
+
+def test_more_calls_than_the_limit_are_told_to_come_back():
+    async def use(pool: EnginePool) -> None:
+        lane = await pool.admit(SESSIONS[0])
+        with pytest.raises(Overloaded, match="1 calls are in flight"):
+            await enter(pool, SESSIONS[1])
+        pool.release(lane)
+        await enter(pool, SESSIONS[1])
+
+    with_pool(use, most_calls=1)
+
+
+def test_whole_weights_under_trial_are_seen_by_the_sessions_of_the_trial_alone():
+    def use(pool: EnginePool) -> None:
+        pool.engines[2].take_label("8")
+        pool.trial = trial = Trial(8, 0.3, NOW)
+        for session in SESSIONS:
+            assert (pool.lane(session).version == 8) == trial.takes(session)
+        pool.engines[2].healthy = False
+        assert {pool.lane(session).version for session in SESSIONS} == {0}
+
+    with_pool(use)
+
+
+def test_an_adapter_under_trial_is_beside_what_is_served_on_every_engine():
+    def use(pool: EnginePool) -> None:
+        for engine in pool.engines:
+            engine.adapters[8] = Lane(engine, 8, adapter_name(8))
+        pool.trial = trial = Trial(8, 0.3, NOW)
+        for session in SESSIONS:
+            assert (pool.lane(session).adapter == "policy-v8") == trial.takes(session)
+        assert {pool.lane(session).engine.url for session in SESSIONS if trial.takes(session)} == set(URLS)
+        pool.trial = None
+        assert all(pool.lane(session).adapter is None for session in SESSIONS)
+
+    with_pool(use)
+
+
+@pytest.mark.parametrize(
+    ("label", "held", "version"), [("7", 7, 7), ("default", UNLABELLED, 0), (None, UNLABELLED, 0), (LOADING, None, 3)]
+)
+def test_a_label_tells_what_the_weights_are(label, held, version):
+    """While they are exchanged they are of no version; what was sampled until then was of the one before."""
+
+    def use(pool: EnginePool) -> None:
+        engine: Engine = pool.engines[0]
+        engine.take_label("3")
+        engine.take_label(label)
+        assert (engine.holds, engine.version) == (held, version)
+
+    with_pool(use)
+
+
+def test_an_adapters_name_and_its_version_are_one_to_one():
+    assert adapter_version(adapter_name(12)) == 12
+    assert [adapter_version(name) for name in ("policy-v", "policy-vx", "12", "my-policy-v1")] == [None] * 4
+
+
+def test_an_engine_counts_as_one_with_lora_from_its_first_adapter_on():
+    """Whoever asked not to look at engines has no other sign of it."""
+
+    def use(pool: EnginePool) -> None:
+        engine = pool.engines[0]
+        engine.refuse_deadly({"prompt_logprobs": 1})
+        engine.adapters[3] = Lane(engine, 3, adapter_name(3))
+        with pytest.raises(InvalidRequest, match="`prompt_logprobs` would end the engine"):
+            engine.refuse_deadly({"prompt_logprobs": 0})
+
+    with_pool(use)

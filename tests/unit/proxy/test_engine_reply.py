@@ -1,0 +1,82 @@
+"""What is cut out of an engine's reply, and that nothing else is, whatever the text looks like."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from proxy.dialects.engine_reply import read_logprobs, read_reply, without_ids
+
+ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}
+TRAPS = '"logprobs":{"content":[]},"finish_reason":"stop" "token_ids":[1] "prompt_token_ids":[2] \u2028 ü'
+COMPACT, SPACED = (",", ":"), (", ", ": ")
+
+
+def reply(*choices: dict, **known) -> dict:
+    return {"id": "c", "model": "m", "choices": list(choices), "usage": None, **known}
+
+
+def choice(index: int = 0, logprobs: dict | None = None, **known) -> dict:
+    """Return a choice in vLLM's order of fields, with everything that could be taken for a field in its text."""
+    message = {"role": "assistant", "content": TRAPS}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": "stop",
+        "token_ids": [7],
+        **known,
+    }
+
+
+def some(*logprobs: float) -> dict:
+    return {"content": [ENTRY | {"logprob": each} for each in logprobs]}
+
+
+@pytest.mark.parametrize("separators", [COMPACT, SPACED])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [choice(logprobs=some(-0.5, -2.0))],
+        [choice()],
+        [choice(logprobs={"content": None})],
+        [choice(0, some(-1.0)), choice(1, some(-2.0, -3.0))],
+        [choice(0), choice(1, some(-2.0))],
+        [{"index": 0, "finish_reason": "stop", "logprobs": some(-4.0), "message": {"content": TRAPS}}],
+        [
+            {"index": 0, "finish_reason": "stop", "logprobs": some(-4.0), "message": {"content": "a", "x": [{}]}},
+            {"index": 1, "finish_reason": "stop", "logprobs": some(-5.0), "message": {"content": "b"}},
+        ],
+        [],
+    ],
+)
+def test_only_what_was_not_asked_for_becomes_null(choices, separators):
+    whole = reply(*choices, prompt_token_ids=[1, 2])
+    raw = json.dumps(whole, separators=separators).encode()
+    said = read_reply(raw, has_one_choice=len(choices) < 2)
+
+    def stripped(fields: set[str]) -> dict:
+        kept = [{key: None if key in fields else value for key, value in each.items()} for each in choices]
+        return reply(*kept, prompt_token_ids=None if "token_ids" in fields else [1, 2])
+
+    assert said.raw == raw
+    assert json.loads(said.rest) == stripped({"logprobs"})
+    assert json.loads(without_ids(said.raw)) == stripped({"token_ids"})
+    assert json.loads(without_ids(said.rest)) == stripped({"logprobs", "token_ids"})
+    assert [each.token_ids for each in said.reply.choices] == [each.get("token_ids") for each in choices]
+    expected = [[entry["logprob"] for entry in (each["logprobs"] or {}).get("content") or ()] for each in choices]
+    found = [read_logprobs(said.logprobs[position:][:1]) for position in range(len(choices))]
+    assert found == expected
+
+
+def test_what_is_no_completion_is_refused():
+    for raw in (b"", b"{", b"[]", b'{"choices":1}', b'{"choices":[{"index":0,"logprobs":{"content":1},"finish_reason"'):
+        with pytest.raises(msgspec.DecodeError):
+            read_reply(raw, has_one_choice=True)
+
+
+def test_logprobs_that_cannot_be_read_are_none_at_all():
+    assert read_logprobs([b'{"content":[{"logprob":-1.0}]}', b'{"content":[{"logprob":"x"}]}']) == []
+    assert read_logprobs([b"null", b"{}", b'{"token_logprobs":[-1.0,null]}']) == [-1.0, None]

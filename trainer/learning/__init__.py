@@ -1,0 +1,1 @@
+"""The mathematics of an update: advantages, losses, packed batches."""

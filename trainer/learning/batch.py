@@ -1,0 +1,216 @@
+"""A claimed batch as arrays: which tokens are trained, with what credit and weight, and the rows that compute them.
+
+One decision: the trained tokens are one flat table, and rows only say where in a packed forest each of them is
+predicted. Credit and weights never depend on packing, so how rows are cut, merged or spread over processes cannot
+change the loss. Legend: M trained tokens of the batch, m of a row, N tokens of a row, K turns of an experience.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.learning.forest import Forest, Indices, Layout
+from trainer.learning.sampling import temperatures, why_untrainable
+from turnwise.types import Experience, TokenIds
+
+Aggregation = Literal["token_mean", "session_mean", "session_sum"]
+Packing = Literal["forest", "chain"]
+Reals = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTable:
+    """Every trained token of a batch, chain by chain."""
+
+    experience: Indices
+    """Index of the experience that it belongs to. [M]"""
+    session: Indices
+    """Index of the session, 0 … number of sessions − 1. [M]"""
+    place: Indices
+    """Position in the experience's tokens, at least 1. [M]"""
+    target: TokenIds
+    """The sampled token. [M]"""
+    behaviour: Reals
+    """Captured logprob. [M]"""
+    advantages: Reals
+    """[M]"""
+    temperature: Reals
+    """At which it was sampled: behaviour logprobs are those of the scaled distribution. [M]"""
+    on_policy: npt.NDArray[np.bool_]
+    """True where the version that is trained now sampled it: there, engine and trainer should agree. [M]"""
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One packed forward pass."""
+
+    layout: Layout
+    predictor: Indices
+    """Row token whose output predicts the trained token. [m]"""
+    token: Indices
+    """Index of the trained token in the table. [m]"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one claim is trained on."""
+
+    experiences: Sequence[Experience]
+    table: TokenTable
+    tokens_of: Sequence[Indices]
+    """Trained tokens of each experience, as indices into the table."""
+    unit_of: Sequence[int]
+    """Which experiences must share a row and an optimizer step: a pair for DPO, else each its own."""
+    chosen: Sequence[bool]
+    """For DPO, whether the experience is of its pair's better session; else unused."""
+
+    def weights(self, members: Sequence[int], aggregation: Aggregation, session_tokens: int) -> Reals:
+        """Return the weight of every trained token of the table in the optimizer step over `members`. [M].
+
+        `token_mean`: each token of the step counts the same (DAPO, arXiv:2503.14476, eq. 12). `session_mean`: each
+        session counts the same, whatever its length. `session_sum`: a session's tokens are summed and divided by the
+        constant `session_tokens`, without the bias of either (Dr. GRPO, arXiv:2503.20783, section 3.1).
+        """
+        chosen = np.zeros(len(self.table), np.bool_)
+        for member in members:
+            chosen[self.tokens_of[member]] = True
+        sessions, counts = np.unique(self.table.session[chosen], return_counts=True)
+        if aggregation == "token_mean":
+            weights = chosen / max(int(chosen.sum()), 1)
+        elif aggregation == "session_mean":
+            per_session = np.zeros(int(self.table.session.max(initial=-1)) + 1)
+            per_session[sessions] = 1 / (counts * len(sessions))
+            weights = np.where(chosen, per_session[self.table.session], 0.0)
+        else:
+            weights = chosen / max(len(sessions) * session_tokens, 1)
+        return np.asarray(weights, np.float32)
+
+
+def build(
+    experiences: Sequence[Experience],
+    advantages: Sequence[npt.NDArray[np.float64]],
+    *,
+    policy_version: int,
+    pairs: Sequence[int] | None = None,
+    chosen: Sequence[bool] | None = None,
+) -> Batch:
+    """Return the batch of these experiences.
+
+    Args:
+        experiences: Chains, each sampled token in exactly one of them.
+        advantages: Of each turn of each experience, [K] each.
+        policy_version: The version that is trained now.
+        pairs: For DPO, the pair of each experience.
+        chosen: For DPO, whether it is of its pair's better session.
+    """
+    sessions: dict[str, int] = {}
+    places = [_trained(experience) for experience in experiences]
+    counts = [len(place) for place in places]
+    starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    columns = [(e, p, a) for e, p, a in zip(experiences, places, advantages, strict=True)]
+    table = TokenTable(
+        experience=np.repeat(np.arange(len(experiences)), counts),
+        session=np.repeat([sessions.setdefault(e.session_id, len(sessions)) for e in experiences], counts).astype(int),
+        place=_joined([p for _, p, _ in columns], np.int64),
+        target=_joined([e.tokens[p] for e, p, _ in columns], np.int32),
+        behaviour=_joined([e.logprobs[p] for e, p, _ in columns], np.float32),
+        advantages=_joined([a[e.turn_index[p]] for e, p, a in columns], np.float32),
+        temperature=_joined([temperatures(e)[e.turn_index[p]] for e, p, _ in columns], np.float32),
+        on_policy=np.repeat([_sampled_by(e, policy_version) for e in experiences], counts).astype(np.bool_),
+    )
+    return Batch(
+        experiences=experiences,
+        table=table,
+        tokens_of=[np.arange(starts[i], starts[i + 1]) for i in range(len(experiences))],
+        unit_of=list(range(len(experiences))) if pairs is None else pairs,
+        chosen=[True] * len(experiences) if chosen is None else chosen,
+    )
+
+
+def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> Iterator[list[int]]:
+    """Yield the experiences of each optimizer step: groups shuffled, then cut into `count` parts of like size.
+
+    Groups stay together as far as the cut allows, so that what their prompts share is computed once. A session, and
+    for DPO a pair, is never cut.
+    """
+    groups = sorted({experience.group_id for experience in batch.experiences})
+    rank = {groups[index]: order for order, index in enumerate(rng.permutation(len(groups)))}
+    blocks: dict[tuple[int, int | str], list[int]] = {}
+    paired = len(set(batch.unit_of)) < len(batch.unit_of)
+    for index, experience in enumerate(batch.experiences):
+        key = batch.unit_of[index] if paired else experience.session_id
+        blocks.setdefault((rank[experience.group_id], key), []).append(index)
+    ordered = [blocks[key] for key in sorted(blocks, key=lambda key: key[0])]
+    count = min(count, len(ordered))
+    for part in np.array_split(np.arange(len(ordered)), max(count, 1)):
+        yield [index for block in part for index in ordered[block]]
+
+
+def pack(batch: Batch, members: Iterable[int], row_tokens: int, packing: Packing) -> list[Row]:
+    """Return rows of at most `row_tokens` tokens that compute the members' trained tokens, without padding.
+
+    A chain, or a pair, that is longer than that is a row of its own. Packing `chain` gives each chain, or pair, its
+    own row, for models whose layers do not all attend to every earlier token.
+    """
+    units: dict[int, list[int]] = {}
+    for member in members:
+        if len(batch.tokens_of[member]):
+            units.setdefault(batch.unit_of[member], []).append(member)
+    rows: list[Row] = []
+    forest, inside = Forest(), list[int]()
+    for unit in units.values():
+        inputs = [_inputs(batch, member) for member in unit]
+        over = forest.num_tokens + sum(map(forest.num_new_tokens, inputs)) > row_tokens
+        if inside and (packing == "chain" or over):
+            rows.append(_row(batch, forest, inside))
+            forest, inside = Forest(), []
+        for tokens in inputs:
+            forest.insert(tokens)
+        inside.extend(unit)
+    if inside:
+        rows.append(_row(batch, forest, inside))
+    return rows
+
+
+def _trained(experience: Experience) -> Indices:
+    """Return the positions that carry loss: sampled, and in a way that has a ratio."""
+    fit = np.array([reason is None for reason in why_untrainable(experience)])
+    places = np.flatnonzero(experience.loss_mask)
+    assert not experience.loss_mask[:1].any(), "the first token has no predecessor that could predict it"
+    trained: Indices = places[fit[experience.turn_index[places]]]
+    return trained
+
+
+def _sampled_by(experience: Experience, version: int) -> bool:
+    return experience.policy_version_first == experience.policy_version_last == version
+
+
+def _inputs(batch: Batch, member: int) -> TokenIds:
+    """Return the tokens that must be computed: nothing after the last trained token's predecessor."""
+    last = batch.table.place[batch.tokens_of[member][-1]]
+    return batch.experiences[member].tokens[:last]
+
+
+def _row(batch: Batch, forest: Forest, members: Sequence[int]) -> Row:
+    layout = forest.lay_out()
+    predictors = [
+        forest.places(_inputs(batch, member))[batch.table.place[batch.tokens_of[member]] - 1] for member in members
+    ]
+    return Row(
+        layout=layout,
+        predictor=np.concatenate(predictors),
+        token=np.concatenate([batch.tokens_of[member] for member in members]),
+    )
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    joined: npt.NDArray[Any] = np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype)
+    return joined

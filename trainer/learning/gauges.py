@@ -1,0 +1,97 @@
+"""Gauges of an optimizer step: what tells a run that learns from one that collapses.
+
+One decision: a gauge is a ratio of sums, so it is added up row by row and process by process and divided once at the
+end; nothing depends on how tokens were spread over rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainer.learning.losses import LossRule, TrainedTokens, anchor, ratio_of
+from trainer.parallel import World
+
+_SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "ratio_squared", "clipped", "gap", "gap_tokens")
+_MAXIMA = ("ratio_max", "gap_max")
+
+
+class Gauges:
+    """Sums over the trained tokens of an optimizer step, or of several."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._maxima = dict.fromkeys(_MAXIMA, 0.0)
+
+    def observe(self, tokens: TrainedTokens, loss: Tensor, on_policy: Tensor, rule: LossRule) -> None:
+        """Add the tokens of a row; `on_policy` marks those that the present weights sampled."""
+        logprobs = tokens.logprobs.detach()
+        ratio = ratio_of(logprobs, tokens.behaviour)
+        step_ratio = ratio_of(logprobs, anchor(tokens))
+        above = (step_ratio > 1 + rule.clip_high) & (tokens.advantages > 0)
+        below = (step_ratio < 1 - rule.clip_low) & (tokens.advantages < 0)
+        gap = (logprobs - tokens.behaviour).abs()[on_policy]
+        # KL(trainer ‖ behaviour) from the behaviour's samples, in the form whose every term is at least 0.
+        kl = ratio * (logprobs - tokens.behaviour) - (ratio - 1)
+        added: dict[str, float | Tensor] = {
+            "tokens": len(ratio),
+            "loss": loss.detach(),
+            "entropy": tokens.entropy.detach().sum(),
+            "kl": kl.sum(),
+            "ratio": ratio.sum(),
+            "ratio_squared": ratio.square().sum(),
+            "clipped": (above | below).sum(),
+            "gap": gap.sum(),
+            "gap_tokens": len(gap),
+        }
+        for name, value in added.items():
+            self._sums[name] += float(value)
+        self._maxima["ratio_max"] = max(self._maxima["ratio_max"], float(ratio.max()))
+        if len(gap):
+            self._maxima["gap_max"] = max(self._maxima["gap_max"], float(gap.max()))
+
+    def reduce(self, world: World) -> None:
+        """Add the other processes' tokens."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        sums = world.sum(torch.tensor(list(self._sums.values()), dtype=torch.float64, device=device))
+        maxima = world.max(torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device))
+        self._sums = dict(zip(_SUMS, sums.tolist(), strict=True))
+        self._maxima = dict(zip(_MAXIMA, maxima.tolist(), strict=True))
+
+    def add(self, other: Gauges) -> None:
+        """Take over another optimizer step's sums."""
+        for name in _SUMS:
+            self._sums[name] += other._sums[name]
+        for name in _MAXIMA:
+            self._maxima[name] = max(self._maxima[name], other._maxima[name])
+
+    @property
+    def logprob_gap(self) -> float | None:
+        """Mean |trainer − engine| over on-policy tokens, nats; None without such tokens."""
+        count = self._sums["gap_tokens"]
+        return self._sums["gap"] / count if count else None
+
+    def read(self) -> dict[str, float | int | None]:
+        """Return the gauges; None for what is not finite, which no recorder could write down."""
+        sums = self._sums
+        count = max(sums["tokens"], 1.0)
+        found = {
+            "tokens": int(sums["tokens"]),
+            "loss": sums["loss"],
+            "entropy": sums["entropy"] / count,
+            "kl": sums["kl"] / count,
+            "ratio_mean": sums["ratio"] / count,
+            "ratio_max": self._maxima["ratio_max"],
+            "clip_fraction": sums["clipped"] / count,
+            "effective_sample_size": sums["ratio"] ** 2 / max(sums["ratio_squared"], 1e-12) / count,
+            "logprob_gap": self.logprob_gap,
+            "logprob_gap_max": self._maxima["gap_max"] if sums["gap_tokens"] else None,
+        }
+        return {name: finite(value) for name, value in found.items()}
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value, or None in place of a NaN or an infinity."""
+    return value if value is not None and math.isfinite(value) else None

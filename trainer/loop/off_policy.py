@@ -1,0 +1,171 @@
+"""Learning from what is not fresh: a replay buffer over the ledger, and the workflow that samples from it.
+
+One decision: the buffer holds no token. It is an index of groups, with when each came, how often it was used and how
+much it had to teach, and the ledger is read again for every sample: late rewards count, and a checkpoint stays small.
+Ratios are taken to the captured behaviour logprobs, which is what keeps old rollouts honest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.build import OptimizerLike, make_agent, make_optimizer
+from trainer.loop.evaluator import Evaluator, LedgerEvaluator
+from trainer.loop.state import State
+from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.policy.agent import PolicyAgent
+from trainer.settings import TrainerSettings
+from trainer.source import ClaimedBatch, LedgerSource, Source
+from turnwise.store import queries
+from turnwise.store.database import Database
+from turnwise.types import Experience, Json
+
+Sampling = Literal["uniform", "recency", "priority"]
+
+RECENCY_HALF_LIFE = 0.25
+"""Share of the buffer after which a group is half as likely to be drawn."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One group in the buffer."""
+
+    group_pk: int
+    group_id: str
+    arrived: int
+    """Count of arrivals: the order in which groups leave."""
+    num_uses: int = 0
+    priority: float = 1.0
+    """Spread of the group's rewards: a group in which all went alike teaches nothing."""
+
+
+class ReplayBuffer:
+    """The rules of the buffer; what is in it is in `State.buffer` and nowhere else."""
+
+    def __init__(self, db: Database, *, capacity: int, min_groups: int, sampling: Sampling) -> None:
+        self._db = db
+        self._capacity = capacity
+        self._min_groups = min_groups
+        self._sampling: Sampling = sampling
+
+    def add(self, buffer: Json, claimed: ClaimedBatch) -> Json:
+        """Return the buffer with a claim's groups in it; the oldest leave when it is full."""
+        entries = self.entries(buffer)
+        arrived = entries[-1].arrived + 1 if entries else 0
+        for number, group in enumerate(claimed.claim.groups):
+            rewards = {e.session_id: e.reward for e in claimed.experiences if e.group_id == group.group_id}
+            entries.append(
+                Entry(
+                    group_pk=group.group_pk,
+                    group_id=group.group_id,
+                    arrived=arrived + number,
+                    priority=float(np.std(list(rewards.values()))) if rewards else 0.0,
+                )
+            )
+        return _as_json(entries[-self._capacity :])
+
+    def sample(self, buffer: Json, num_groups: int, rng: np.random.Generator) -> tuple[list[int], Json]:
+        """Draw groups without replacement; return their keys in the store, and the buffer with its use counts."""
+        entries = self.entries(buffer)
+        drawn = rng.choice(len(entries), size=min(num_groups, len(entries)), replace=False, p=self._chances(entries))
+        chosen = {int(index) for index in drawn}
+        used = [
+            dataclasses.replace(entry, num_uses=entry.num_uses + 1) if index in chosen else entry
+            for index, entry in enumerate(entries)
+        ]
+        return [entries[int(index)].group_pk for index in drawn], _as_json(used)
+
+    def can_sample(self, buffer: Json) -> bool:
+        """Whether enough is there to learn from."""
+        return len(self.entries(buffer)) >= self._min_groups
+
+    def is_full(self, buffer: Json) -> bool:
+        """Whether the next arrival pushes the oldest group out."""
+        return len(self.entries(buffer)) >= self._capacity
+
+    def read(self, group_pks: Sequence[int], reward_bonus_coeff: float) -> list[Experience]:
+        """Return the groups' experiences with the rewards that they have by now."""
+        with self._db.read() as conn:
+            return list(queries.experiences_of_groups(conn, group_pks, reward_bonus_coeff=reward_bonus_coeff))
+
+    @staticmethod
+    def entries(buffer: Json) -> list[Entry]:
+        """Return what is in the buffer, oldest first."""
+        return [Entry(**entry) for entry in buffer.get("entries", [])]
+
+    def _chances(self, entries: Sequence[Entry]) -> npt.NDArray[np.float64]:
+        if self._sampling == "recency":
+            age = np.arange(len(entries))[::-1] / len(entries)
+            weights = 0.5 ** (age / RECENCY_HALF_LIFE)
+        elif self._sampling == "priority":
+            weights = np.array([entry.priority for entry in entries]) + 1e-3
+        else:
+            weights = np.ones(len(entries))
+        chances: npt.NDArray[np.float64] = weights / weights.sum()
+        return chances
+
+
+class OffPolicyWorkflow(OnPolicyWorkflow):
+    """Moves finished groups into a buffer as they come and learns from samples of it."""
+
+    def __init__(
+        self,
+        env: Source,
+        agent: PolicyAgent,
+        optimizer: OptimizerLike,
+        evaluator: Evaluator | None,
+        replay_buffer: ReplayBuffer,
+        config: TrainerSettings | Mapping[str, Any],
+    ) -> None:
+        super().__init__(env, agent, optimizer, evaluator, config)
+        self.replay_buffer = replay_buffer
+
+    @classmethod
+    def _build(cls, settings: TrainerSettings) -> Self:
+        db = Database(settings.database.get_secret_value())
+        buffer = ReplayBuffer(
+            db,
+            capacity=settings.buffer_groups,
+            min_groups=settings.buffer_min_groups,
+            sampling=settings.buffer_sampling,
+        )
+        return cls(
+            LedgerSource(db, settings.source_rule()),
+            make_agent(settings),
+            make_optimizer(settings),
+            LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds),
+            buffer,
+            settings,
+        )
+
+    def step(self, state: State) -> tuple[Json, State]:
+        """Take what has come into the buffer; once it holds enough, train on a sample of it.
+
+        The arrivals' claim is acked with the update, so each group enters the buffer exactly once. A sampled group
+        that left the ledger's claims long ago is only read again.
+        """
+        claimed = self._claim(0)
+        if claimed is None:
+            return {}, state
+        started = time.monotonic()
+        state = dataclasses.replace(state, buffer=self.replay_buffer.add(state.buffer, claimed))
+        if not self.replay_buffer.can_sample(state.buffer):
+            return self._finish_untrained(state, claimed, {"num_buffered_groups": len(state.buffer["entries"])}, {})
+        pks, buffer = self.replay_buffer.sample(state.buffer, self.config.groups_per_batch, state.rng())
+        state = dataclasses.replace(state, buffer=buffer)
+        sampled = self.replay_buffer.read(pks, self.config.reward_bonus_coeff)
+        return self._train(state, dataclasses.replace(claimed, experiences=sampled), started)
+
+    def _refusals(self, claimed: ClaimedBatch, reasons: dict[str, str]) -> dict[str, str]:  # noqa: ARG002
+        """Drop no group: what taught nothing this time stays in the buffer."""
+        return {}
+
+
+def _as_json(entries: Sequence[Entry]) -> Json:
+    return {"entries": [dataclasses.asdict(entry) for entry in entries]}

@@ -1,0 +1,112 @@
+"""Which of a batch's experiences are trained, and with what credit; the rest is refused group by group, with a reason.
+
+One decision: every learner reads the same ledger and differs only here: policy gradients take the groups that tell
+something, behaviour cloning the good sessions, DPO the best and the worst session of each group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from trainer.learning.advantages import AdvantageRule, Floats, assign, uniform_groups
+from trainer.learning.losses import Algorithm
+from trainer.learning.sampling import why_untrainable
+from turnwise.types import Experience
+
+UNIFORM = "uniform_rewards"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What is trained."""
+
+    experiences: Sequence[Experience]
+    advantages: Sequence[Floats]
+    """Of each turn of each experience; [K] each."""
+    pairs: Sequence[int] | None
+    """For DPO the pair of each experience; else None."""
+    chosen: Sequence[bool]
+    """For DPO whether the experience is of its pair's better session."""
+    refused: dict[str, str]
+    """Groups of which nothing is trained, with the reason."""
+
+
+def select(
+    experiences: Sequence[Experience],
+    group_ids: Iterable[str],
+    algorithm: Algorithm,
+    rule: AdvantageRule,
+    sft_min_reward: float,
+) -> Selection:
+    """Choose what is trained.
+
+    Args:
+        experiences: Everything that the claimed groups hold.
+        group_ids: The claimed groups.
+        algorithm: The loss.
+        rule: How advantages are made.
+        sft_min_reward: Least session reward for behaviour cloning.
+    """
+    group_ids = list(group_ids)
+    fit = [experience for experience in experiences if None in why_untrainable(experience)]
+    refused = {group: "no_trainable_turn" for group in group_ids if group not in {e.group_id for e in fit}}
+    if algorithm == "sft":
+        good = [experience for experience in fit if experience.reward >= sft_min_reward]
+        return _flat(good, group_ids, refused, "reward_too_low")
+    if algorithm == "dpo":
+        return _pairs(fit, group_ids, refused)
+    # Turns that cannot be trained still count in their group's baseline.
+    advantages = assign(experiences, rule)
+    uniform = uniform_groups(experiences, advantages)
+    kept = [
+        (experience, turns)
+        for experience, turns in zip(experiences, advantages, strict=True)
+        if experience.group_id not in uniform and experience.group_id not in refused
+    ]
+    return Selection(
+        experiences=[experience for experience, _ in kept],
+        advantages=[turns for _, turns in kept],
+        pairs=None,
+        chosen=[True] * len(kept),
+        refused={group: UNIFORM for group in group_ids if group in uniform} | refused,
+    )
+
+
+def _flat(good: Sequence[Experience], group_ids: Sequence[str], refused: dict[str, str], reason: str) -> Selection:
+    kept = {experience.group_id for experience in good}
+    return Selection(
+        experiences=good,
+        advantages=[np.ones(len(experience.turn_ids)) for experience in good],
+        pairs=None,
+        chosen=[True] * len(good),
+        refused={group: reason for group in group_ids if group not in kept} | refused,
+    )
+
+
+def _pairs(fit: Sequence[Experience], group_ids: Sequence[str], refused: dict[str, str]) -> Selection:
+    kept: list[Experience] = []
+    pairs: list[int] = []
+    chosen: list[bool] = []
+    refused = dict(refused)
+    for number, group in enumerate(group_ids):
+        members = [experience for experience in fit if experience.group_id == group]
+        rewards = {experience.session_id: experience.reward for experience in members}
+        if not rewards or max(rewards.values()) == min(rewards.values()):
+            refused.setdefault(group, UNIFORM)
+            continue
+        best, worst = max(rewards, key=rewards.__getitem__), min(rewards, key=rewards.__getitem__)
+        for experience in members:
+            if experience.session_id in (best, worst):
+                kept.append(experience)
+                pairs.append(number)
+                chosen.append(experience.session_id == best)
+    return Selection(
+        experiences=kept,
+        advantages=[np.ones(len(experience.turn_ids)) for experience in kept],
+        pairs=pairs,
+        chosen=chosen,
+        refused=refused,
+    )

@@ -1,0 +1,311 @@
+"""The trained model: any Hugging Face causal LM, whole or through a LoRA adapter, on one device or several.
+
+One decision: the model is only ever asked for one thing, the logprob and entropy of given tokens in a packed row, and
+logits exist for the tokens that predict a trained one alone. Their log-softmax is taken chunk by chunk in float32, in
+both directions, so that no float32 copy of [m, vocabulary] is ever whole. Legend: N tokens of a row, m trained tokens
+of it, U distinct predictors, V vocabulary, C predictors of a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from trainer.learning.batch import Row
+from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.types import PolicyKind
+
+LOGITS_IN_CHUNK = 1 << 24
+"""Float32 logits that exist at once while log-probabilities are taken: 64 MiB."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """What is loaded and how it is held."""
+
+    model: str
+    """Directory or Hub name of the base model: policy version 0."""
+    kind: PolicyKind = PolicyKind.FULL
+    device: str = "auto"
+    """`auto` takes CUDA where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the computation; weights and optimizer are held in float32. `auto`: bfloat16 on CUDA, float32 elsewhere."""
+    gradient_checkpointing: bool = False
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.tiktoken",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
+"""What belongs to a model and is no weight: patterns of file names in its directory."""
+
+
+class Policy:
+    """A causal LM that gives logprobs of packed rows.
+
+    Torch binds an optimizer to the very tensors it updates, so the module lives here and `State` refers to it: the one
+    place where an object of the trainer holds something that changes.
+    """
+
+    def __init__(self, spec: PolicySpec) -> None:
+        self.spec = spec
+        self.compiled = False
+        """Whether `load` compiles the forward pass. Rows differ in length, hence dynamic shapes."""
+        self.mesh_axis: str | None = None
+        """Name of the mesh's dimension that `load` shards over; None keeps the model whole."""
+        self.device = torch.device(_device(spec.device))
+        compute = spec.dtype if spec.dtype != "auto" else ("bfloat16" if self.device.type == "cuda" else "float32")
+        self.compute_dtype: torch.dtype = getattr(torch, compute)
+
+    def load(self, seed: int) -> None:
+        """Load the base model, with a fresh adapter for LoRA, compiled and sharded as was asked for.
+
+        Raises:
+            BadCheckpoint: There is no such model.
+        """
+        torch.manual_seed(seed)
+        self.model: nn.Module = _load(self.spec).to(self.device)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(_base(self.model).forward).parameters
+        if self.mesh_axis is not None:
+            self._shard(self.mesh_axis)
+        self._forward: Any = torch.compile(self.model, dynamic=True) if self.compiled else self.model
+
+    @property
+    def attends_to_all(self) -> bool:
+        """Whether every layer attends to every earlier token, so that any forest may be packed into a row."""
+        layers = getattr(self.config, "layer_types", None) or []
+        windowed = getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True)
+        return all(kind == "full_attention" for kind in layers) and bool(layers or not windowed)
+
+    @property
+    def config(self) -> Any:
+        """The model's own configuration."""
+        config = _base(self.model).config
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what the optimizer updates."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _shard(self, axis: str) -> None:
+        """Shard parameters, gradients and optimizer with FSDP2, layer by layer, over all processes."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(self.device.type, (torch.distributed.get_world_size(),), mesh_dim_names=(axis,))
+        precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        layers = getattr(_base(self.model), "_no_split_modules", None) or ()
+        for module in list(self.model.modules()):
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
+
+    def logprobs(self, row: Row, temperature: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logprob and entropy of the row's trained tokens, both [m] in float32.
+
+        Args:
+            row: The packed row.
+            temperature: Of each trained token. [m]
+            target: The sampled tokens. [m]
+        """
+        predictor = torch.from_numpy(row.predictor)
+        # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
+        pairs = torch.stack([predictor.double(), temperature.double()])
+        distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
+        keep = distinct[0].long().to(self.device)
+        logits_UV = self._logits(row, keep)
+        scale_U = distinct[1].float().to(self.device)
+        return selected_logprobs(logits_UV, which.to(self.device), target.long().to(self.device), scale_U)
+
+    def _logits(self, row: Row, keep: Tensor) -> Tensor:
+        inputs: dict[str, Any] = {
+            "input_ids": torch.from_numpy(row.layout.tokens.astype(np.int64))[None].to(self.device),
+            "position_ids": torch.from_numpy(row.layout.positions)[None].to(self.device),
+            "use_cache": False,
+        }
+        if not row.layout.is_one_sequence:
+            inputs["attention_mask"] = torch.from_numpy(row.layout.attention())[None, None].to(self.device)
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = keep
+        with self._autocast():
+            logits = self._forward(**inputs).logits[0]
+        return cast("Tensor", logits if self._keeps_logits else logits[keep])
+
+    def next_logprobs(self, tokens: list[int]) -> Tensor:
+        """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""
+        with torch.no_grad():
+            output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
+        return torch.log_softmax(output.logits[0].float(), dim=-1).cpu()
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Give the base model's logprobs inside the block, by leaving the adapter out.
+
+        Raises:
+            SettingsError: The policy is trained whole, so the base is not in it any more.
+        """
+        if self.spec.kind is not PolicyKind.LORA:
+            raise SettingsError("a policy that is trained whole needs a reference model of its own")
+        with torch.no_grad(), cast("Any", self.model).disable_adapter():
+            yield
+
+    def save(self, directory: Path, state: dict[str, Tensor]) -> None:
+        """Write weights (or the adapter), configuration and tokenizer in the Hugging Face layout."""
+        model = cast("Any", self.model)
+        model.save_pretrained(directory, state_dict=state, safe_serialization=True)
+        _copy_tokenizer(self.spec.model, directory)
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """Return everything a checkpoint must hold: the whole weights, or the adapter's, on the CPU and not sharded."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        trained_only = self.spec.kind is PolicyKind.LORA
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
+        state = cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
+        return {name: value.clone() for name, value in state.items()}
+
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what `trained_state` returned.
+
+        Raises:
+            BadCheckpoint: It is of another model.
+        """
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, strict=self.spec.kind is PolicyKind.FULL)
+        try:
+            set_model_state_dict(self.model, cast("dict[str, Any]", state), options=options)
+        except RuntimeError as error:
+            raise BadCheckpoint(f"the trainer's state does not fit {self.spec.model!r}: {error}") from error
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.compute_dtype is torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
+
+
+def selected_logprobs(logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logprob of each target under its scaled logits, and the entropy there, both [m] in float32."""
+    logprobs, entropy_U = cast(
+        "tuple[Tensor, Tensor]",
+        _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
+            logits_UV, which, target, temperature_U
+        ),
+    )
+    return logprobs, entropy_U[which]
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """Log-softmax, gather and entropy in one, with the softmax recomputed chunk by chunk on the way back.
+
+    d log p_t / dz_k = (1[k = t] − p_k) / τ and dH / dz_k = −p_k (log p_k + H) / τ.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, vocabulary = logits_UV.shape
+        normaliser_U = logits_UV.new_empty(num_rows, dtype=torch.float32)
+        entropy_U = torch.empty_like(normaliser_U)
+        for chunk in _chunks(num_rows, vocabulary):
+            scaled_CV = logits_UV[chunk].float() / temperature_U[chunk, None]
+            normaliser_U[chunk] = torch.logsumexp(scaled_CV, dim=-1)
+            log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
+            entropy_U[chunk] = -(log_p_CV.exp() * log_p_CV).sum(-1)
+        selected = logits_UV[which, target].float() / temperature_U[which] - normaliser_U[which]
+        ctx.save_for_backward(logits_UV, which, target, temperature_U, normaliser_U, entropy_U)
+        return selected, entropy_U
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_selected: Tensor, grad_entropy_U: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_UV, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
+        gradient_UV = torch.empty_like(logits_UV)
+        pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
+        needs_entropy = bool(grad_entropy_U.any())
+        for chunk in _chunks(*logits_UV.shape):
+            log_p_CV = logits_UV[chunk].float() / temperature_U[chunk, None] - normaliser_U[chunk, None]
+            p_CV = log_p_CV.exp()
+            gradient_CV = p_CV * -pulled_U[chunk, None]
+            if needs_entropy:
+                gradient_CV -= p_CV * (log_p_CV + entropy_U[chunk, None]) * grad_entropy_U[chunk, None]
+            gradient_UV[chunk] = (gradient_CV / temperature_U[chunk, None]).to(gradient_UV.dtype)
+        own = (grad_selected / temperature_U[which]).to(gradient_UV.dtype)
+        gradient_UV.index_put_((which, target), own, accumulate=True)
+        return gradient_UV, None, None, None
+
+
+def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, LOGITS_IN_CHUNK // vocabulary)
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def _load(spec: PolicySpec) -> nn.Module:
+    """Load the base model in float32, with an adapter for LoRA."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"cannot load the model {spec.model!r}: {error}") from error
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if spec.kind is PolicyKind.LORA:
+        from peft import LoraConfig, get_peft_model
+
+        adapter = LoraConfig(
+            r=spec.lora_rank,
+            lora_alpha=spec.lora_alpha,
+            target_modules=list(spec.lora_targets),
+            task_type="CAUSAL_LM",
+        )
+        model = get_peft_model(model, adapter)
+        if spec.gradient_checkpointing:
+            model.enable_input_require_grads()
+    model.train()
+    return cast("nn.Module", model)
+
+
+def _base(model: nn.Module) -> Any:
+    """Return the Hugging Face model inside an adapter, or the model itself."""
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if get_base is not None else model
+
+
+def _copy_tokenizer(source: str, directory: Path) -> None:
+    """Give a checkpoint the base model's tokenizer and chat template, byte for byte where the base is a directory."""
+    if not Path(source).is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+        return
+    for pattern in TOKENIZER_FILES:
+        for path in Path(source).glob(pattern):
+            shutil.copyfile(path, directory / path.name)

@@ -1,0 +1,1 @@
+"""Policy versions on disk, and how they are handed over."""

@@ -1,0 +1,382 @@
+"""Sessions and rewards over HTTP, synchronous (`Client`) and asynchronous (`AsyncClient`).
+
+One decision: a session hands out *real* OpenAI clients, pointed at the session's own base URL, so an agent runs
+unchanged and everything that it samples is captured. What this module adds is only the control plane: opening and
+ending sessions, rewards, and reading back what was captured.
+
+    with Client("http://127.0.0.1:8100") as turnwise:
+        session = turnwise.create_session(task_id="trail-17", group_id="trail-17", group_size=8)
+        answer = my_agent(session.openai())
+        session.end(reward=score(answer))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import httpx2
+
+from turnwise import errors
+from turnwise.client import wire
+from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection, step_header
+from turnwise.client.wire import Attempts, Call, RewardFields, SessionFields
+from turnwise.types import Json
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+
+class _SessionState:
+    """A session as the proxy described it when it was opened."""
+
+    def __init__(self, data: Json, connection: Connection) -> None:
+        self.data = data
+        """The session's JSON."""
+        self.session_id: str = data["session_id"]
+        default_url = f"{connection.base_url}/sessions/{wire.segment(self.session_id)}/v1"
+        self.base_url: str = data.get("base_url") or default_url
+        """What to give any OpenAI client as its base URL."""
+        self.api_key: str = data.get("api_key") or connection.api_key
+        """What to give any OpenAI client as its key."""
+        self._pool = connection.pool
+
+    def openai(self, *, step: int | None = None) -> OpenAI:
+        """Return a real OpenAI client for this session; with a step, all of its calls belong to that step."""
+        return self._pool.sync(self.base_url, self.api_key, step_header(step))
+
+    def openai_async(self, *, step: int | None = None) -> AsyncOpenAI:
+        """Return a real asynchronous OpenAI client for this session, over the running loop's shared connections."""
+        return self._pool.asynchronous(self.base_url, self.api_key, step_header(step))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(session_id={self.session_id!r}, base_url={self.base_url!r})"
+
+
+class SessionHandle(_SessionState):
+    """One open session."""
+
+    def __init__(self, data: Json, client: Client) -> None:
+        super().__init__(data, client)
+        self._client = client
+
+    def reward(self, value: float, **where: Unpack[RewardFields]) -> int:
+        """Add a reward to the session, to one of its steps or turns; return how many turns it reached."""
+        return self._client.reward(value, session_id=self.session_id, **where)
+
+    def end(self, *, reason: str | None = None, reward: float | None = None) -> Json:
+        """End the session: it is ready for training. Return its JSON."""
+        return self._client.end_session(self.session_id, reason=reason, reward=reward)
+
+    def turns(self) -> Iterator[Json]:
+        """Iterate over what was captured, in order."""
+        return self._client.turns(self.session_id)
+
+
+class Client(Connection):
+    """The control plane, synchronously. Safe to share between threads."""
+
+    def __init__(self, base_url: str = DEFAULT_BASE_URL, api_key: str | None = None, **options: Any) -> None:
+        super().__init__(base_url, api_key, **options)
+        self._http = httpx2.Client(**self.options, limits=LIMITS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+        self.pool.close()
+
+    def asynchronous(self) -> AsyncClient:
+        """Return an asynchronous client of the same proxy, over the same connections as this one's OpenAI clients."""
+        return AsyncClient(
+            self.base_url,
+            self.api_key,
+            timeout=self.timeout,
+            max_retries=self.max_retries,
+            openai_timeout=self.openai_timeout,
+            transport=self.transport,
+        )
+
+    def create_session(self, **fields: Unpack[SessionFields]) -> SessionHandle:
+        """Open a session, or find the one of this `session_id`."""
+        return SessionHandle(self._json(wire.create_session(fields)), self)
+
+    def served_model(self) -> str:
+        """Return the name of the model that is served, which model calls have to give."""
+        if self.model is None:
+            self.model = wire.first_model(self._json(wire.get("/v1/models")))
+        return self.model
+
+    def session(self, session_id: str) -> Json:
+        """Return a session's JSON."""
+        return self._json(wire.get(wire.session_path(session_id)))
+
+    def sessions(self, **filters: Any) -> Iterator[Json]:
+        """Iterate over sessions, page by page; filters are those of `GET /v1/sessions`."""
+        return self._rows(wire.page_of("/v1/sessions", filters), "session_id")
+
+    def end_session(self, session_id: str, *, reason: str | None = None, reward: float | None = None) -> Json:
+        """End a session: it is ready for training. Return its JSON."""
+        body = wire.given({"termination_reason": reason, "reward": reward})
+        return self._json(wire.write(wire.session_path(session_id, "/end"), body))
+
+    def turns(self, session_id: str, **filters: Any) -> Iterator[Json]:
+        """Iterate over a session's turns in order, page by page."""
+        return self._rows(wire.page_of(wire.session_path(session_id, "/turns"), filters), "turn_id")
+
+    def turn(self, turn_id: str) -> Json:
+        """Return one turn's JSON."""
+        return self._json(wire.get(f"/v1/turns/{wire.segment(turn_id)}"))
+
+    def reward(self, value: float, *, session_id: str | None = None, **where: Unpack[RewardFields]) -> int:
+        """Add one reward to the ledger; return how many turns it reached."""
+        return self.rewards([wire.reward_line(value, session_id=session_id, **where)])[0]
+
+    def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
+        """Add several reward lines in one transaction; return how many turns each reached."""
+        answer = self._json(wire.post_rewards(lines, idempotency_key=idempotency_key))
+        return [row["turns"] for row in answer["data"]]
+
+    def experiences(self, **filters: Any) -> Iterator[Json]:
+        """Stream what the trainer would see; filters are those of `GET /v1/experiences`."""
+        response = self._send(wire.get("/v1/experiences", **filters), stream=True)
+        try:
+            yield from (json.loads(line) for line in response.iter_lines() if line)
+        finally:
+            response.close()
+
+    def policies(self) -> Iterator[Json]:
+        """Iterate over the published policy versions."""
+        return self._rows(wire.page_of("/v1/policies", {}), "version")
+
+    def publish_policy(self, path: str, **fields: Any) -> Json:
+        """Publish a checkpoint directory as a new policy version."""
+        return self._json(wire.write("/v1/policies", {"path": path, **fields}))
+
+    def activate(self, version: int) -> Json:
+        """Serve this policy version: roll forward, or back."""
+        return self._json(wire.write(f"/v1/policies/{wire.segment(version)}/activate", None))
+
+    def models(self) -> list[Json]:
+        """Return the models that the engine serves."""
+        rows: list[Json] = self._json(wire.get("/v1/models"))["data"]
+        return rows
+
+    def metrics(self) -> str:
+        """Return the proxy's counts in Prometheus' text format."""
+        return self._send(wire.get("/metrics")).text
+
+    def wait_until_ready(self, timeout_seconds: float = 60.0) -> None:
+        """Return when the proxy, its store and its engines are ready.
+
+        Raises:
+            ProxyUnavailable: they were not, within the time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while reason := self._why_not_ready():
+            if time.monotonic() >= deadline:
+                raise errors.ProxyUnavailable(_not_ready(self.base_url, timeout_seconds, reason))
+            time.sleep(wire.READY_POLL_SECONDS)
+
+    def _why_not_ready(self) -> str | None:
+        try:
+            response = self._http.get("/readyz", timeout=5.0)
+        except httpx2.TransportError as error:
+            return f"{type(error).__name__}: {error}"
+        return None if response.is_success else f"{response.status_code}: {response.text[:500]}"
+
+    def _rows(self, call: Call | None, id_field: str) -> Iterator[Json]:
+        while call is not None:
+            page = self._json(call)
+            yield from page["data"]
+            call = wire.next_page(call, page, id_field)
+
+    def _json(self, call: Call) -> Json:
+        return _decoded(self._send(call))
+
+    def _send(self, call: Call, *, stream: bool = False) -> httpx2.Response:
+        attempts = Attempts(self.max_retries)
+        while True:
+            request = self._http.build_request(**self.request_arguments(call))
+            try:
+                response = self._http.send(request, stream=stream)
+                if response.is_success:
+                    return response
+                body = response.read()
+                response.close()
+            except httpx2.TransportError as error:
+                pause = attempts.after_broken_connection(str(request.url), error)
+            else:
+                pause = attempts.after_answer(response.status_code, body, response.headers.get("retry-after"))
+            time.sleep(pause)
+
+
+class AsyncSessionHandle(_SessionState):
+    """One open session, of an asynchronous client."""
+
+    def __init__(self, data: Json, client: AsyncClient) -> None:
+        super().__init__(data, client)
+        self._client = client
+
+    async def reward(self, value: float, **where: Unpack[RewardFields]) -> int:
+        """Add a reward to the session, to one of its steps or turns; return how many turns it reached."""
+        return await self._client.reward(value, session_id=self.session_id, **where)
+
+    async def end(self, *, reason: str | None = None, reward: float | None = None) -> Json:
+        """End the session: it is ready for training. Return its JSON."""
+        return await self._client.end_session(self.session_id, reason=reason, reward=reward)
+
+    def turns(self) -> AsyncIterator[Json]:
+        """Iterate over what was captured, in order."""
+        return self._client.turns(self.session_id)
+
+
+class AsyncClient(Connection):
+    """The control plane, asynchronously. May be used from several event loops."""
+
+    def __init__(self, base_url: str = DEFAULT_BASE_URL, api_key: str | None = None, **options: Any) -> None:
+        super().__init__(base_url, api_key, **options)
+        self._http = httpx2.AsyncClient(**self.options, transport=self.transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections; another call opens new ones."""
+        await self.pool.aclose()
+
+    async def create_session(self, **fields: Unpack[SessionFields]) -> AsyncSessionHandle:
+        """Open a session, or find the one of this `session_id`."""
+        return AsyncSessionHandle(await self._json(wire.create_session(fields)), self)
+
+    async def served_model(self) -> str:
+        """Return the name of the model that is served, which model calls have to give."""
+        if self.model is None:
+            self.model = wire.first_model(await self._json(wire.get("/v1/models")))
+        return self.model
+
+    async def session(self, session_id: str) -> Json:
+        """Return a session's JSON."""
+        return await self._json(wire.get(wire.session_path(session_id)))
+
+    def sessions(self, **filters: Any) -> AsyncIterator[Json]:
+        """Iterate over sessions, page by page; filters are those of `GET /v1/sessions`."""
+        return self._rows(wire.page_of("/v1/sessions", filters), "session_id")
+
+    async def end_session(self, session_id: str, *, reason: str | None = None, reward: float | None = None) -> Json:
+        """End a session: it is ready for training. Return its JSON."""
+        body = wire.given({"termination_reason": reason, "reward": reward})
+        return await self._json(wire.write(wire.session_path(session_id, "/end"), body))
+
+    def turns(self, session_id: str, **filters: Any) -> AsyncIterator[Json]:
+        """Iterate over a session's turns in order, page by page."""
+        return self._rows(wire.page_of(wire.session_path(session_id, "/turns"), filters), "turn_id")
+
+    async def turn(self, turn_id: str) -> Json:
+        """Return one turn's JSON."""
+        return await self._json(wire.get(f"/v1/turns/{wire.segment(turn_id)}"))
+
+    async def reward(self, value: float, *, session_id: str | None = None, **where: Unpack[RewardFields]) -> int:
+        """Add one reward to the ledger; return how many turns it reached."""
+        return (await self.rewards([wire.reward_line(value, session_id=session_id, **where)]))[0]
+
+    async def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
+        """Add several reward lines in one transaction; return how many turns each reached."""
+        answer = await self._json(wire.post_rewards(lines, idempotency_key=idempotency_key))
+        return [row["turns"] for row in answer["data"]]
+
+    async def experiences(self, **filters: Any) -> AsyncIterator[Json]:
+        """Stream what the trainer would see; filters are those of `GET /v1/experiences`."""
+        response = await self._send(wire.get("/v1/experiences", **filters), stream=True)
+        try:
+            async for line in response.aiter_lines():
+                if line:
+                    yield json.loads(line)
+        finally:
+            await response.aclose()
+
+    def policies(self) -> AsyncIterator[Json]:
+        """Iterate over the published policy versions."""
+        return self._rows(wire.page_of("/v1/policies", {}), "version")
+
+    async def publish_policy(self, path: str, **fields: Any) -> Json:
+        """Publish a checkpoint directory as a new policy version."""
+        return await self._json(wire.write("/v1/policies", {"path": path, **fields}))
+
+    async def activate(self, version: int) -> Json:
+        """Serve this policy version: roll forward, or back."""
+        return await self._json(wire.write(f"/v1/policies/{wire.segment(version)}/activate", None))
+
+    async def models(self) -> list[Json]:
+        """Return the models that the engine serves."""
+        rows: list[Json] = (await self._json(wire.get("/v1/models")))["data"]
+        return rows
+
+    async def metrics(self) -> str:
+        """Return the proxy's counts in Prometheus' text format."""
+        return (await self._send(wire.get("/metrics"))).text
+
+    async def wait_until_ready(self, timeout_seconds: float = 60.0) -> None:
+        """Return when the proxy, its store and its engines are ready.
+
+        Raises:
+            ProxyUnavailable: they were not, within the time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while reason := await self._why_not_ready():
+            if time.monotonic() >= deadline:
+                raise errors.ProxyUnavailable(_not_ready(self.base_url, timeout_seconds, reason))
+            await asyncio.sleep(wire.READY_POLL_SECONDS)
+
+    async def _why_not_ready(self) -> str | None:
+        try:
+            response = await self._http.get("/readyz", timeout=5.0)
+        except httpx2.TransportError as error:
+            return f"{type(error).__name__}: {error}"
+        return None if response.is_success else f"{response.status_code}: {response.text[:500]}"
+
+    async def _rows(self, call: Call | None, id_field: str) -> AsyncIterator[Json]:
+        while call is not None:
+            page = await self._json(call)
+            for row in page["data"]:
+                yield row
+            call = wire.next_page(call, page, id_field)
+
+    async def _json(self, call: Call) -> Json:
+        return _decoded(await self._send(call))
+
+    async def _send(self, call: Call, *, stream: bool = False) -> httpx2.Response:
+        attempts = Attempts(self.max_retries)
+        while True:
+            request = self._http.build_request(**self.request_arguments(call))
+            try:
+                response = await self._http.send(request, stream=stream)
+                if response.is_success:
+                    return response
+                body = await response.aread()
+                await response.aclose()
+            except httpx2.TransportError as error:
+                pause = attempts.after_broken_connection(str(request.url), error)
+            else:
+                pause = attempts.after_answer(response.status_code, body, response.headers.get("retry-after"))
+            await asyncio.sleep(pause)
+
+
+def _decoded(response: httpx2.Response) -> Json:
+    decoded: Json = response.json()
+    return decoded
+
+
+def _not_ready(base_url: str, timeout_seconds: float, reason: str) -> str:
+    return f"the proxy at {base_url!r} was not ready within {timeout_seconds} s; it last said: {reason}"

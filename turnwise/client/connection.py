@@ -1,0 +1,150 @@
+"""Where the proxy is, and real OpenAI clients for many sessions over shared connections.
+
+One decision: a session's client is a copy of a shared one with another base URL and key. A copy costs microseconds
+and shares the pool, so ten thousand sessions open a handful of connections. openai itself is imported at first use:
+the SDK works without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+
+from turnwise.client.wire import API_KEY_WHEN_NONE, Call
+
+if TYPE_CHECKING:
+    import openai
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8100"
+OPENAI_MAX_RETRIES = 8
+"""OpenAI's own default of 2 is too little for hundreds of agents that meet a proxy's 429 together."""
+STEP_HEADER = "X-Step"
+LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
+
+
+class LoopTransport(httpx2.AsyncBaseTransport):
+    """Connections for whichever event loop asks.
+
+    A connection belongs to the loop that opened it and fails in another. With a pool for each loop, one client may be
+    made anywhere and serve several `asyncio.run`, one after the other or in threads side by side.
+    """
+
+    def __init__(self) -> None:
+        self._by_loop: dict[asyncio.AbstractEventLoop, httpx2.AsyncHTTPTransport] = {}
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request over the running loop's connections."""
+        loop = asyncio.get_running_loop()
+        transport = self._by_loop.get(loop)
+        if transport is None:
+            transport = httpx2.AsyncHTTPTransport(limits=LIMITS)
+            open_loops = {known: kept for known, kept in self._by_loop.items() if not known.is_closed()}
+            self._by_loop = {**open_loops, loop: transport}
+        return await transport.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections; the next request opens new ones."""
+        transport = self._by_loop.pop(asyncio.get_running_loop(), None)
+        if transport is not None:
+            await transport.aclose()
+
+
+class OpenAIPool:
+    """Makes OpenAI clients that share their connections."""
+
+    def __init__(self, base_url: str, timeout_seconds: float, transport: LoopTransport | None = None) -> None:
+        self._base_url = f"{base_url}/v1"
+        self._timeout_seconds = timeout_seconds
+        self._transport = transport or LoopTransport()
+        self._sync: openai.OpenAI | None = None
+        self._async: openai.AsyncOpenAI | None = None
+
+    def sync(self, base_url: str, api_key: str, headers: Mapping[str, str] | None = None) -> openai.OpenAI:
+        """Return a client with its own address and key; headers are read anew for every call."""
+        if self._sync is None:
+            import openai
+
+            self._sync = openai.OpenAI(
+                base_url=self._base_url,
+                api_key=API_KEY_WHEN_NONE,
+                timeout=self._timeout_seconds,
+                max_retries=OPENAI_MAX_RETRIES,
+            )
+        return self._sync.with_options(base_url=base_url, api_key=api_key, set_default_headers=headers)
+
+    def asynchronous(self, base_url: str, api_key: str, headers: Mapping[str, str] | None = None) -> openai.AsyncOpenAI:
+        """Return an asynchronous client with its own address and key; headers are read anew for every call."""
+        if self._async is None:
+            import openai
+
+            self._async = openai.AsyncOpenAI(
+                base_url=self._base_url,
+                api_key=API_KEY_WHEN_NONE,
+                max_retries=OPENAI_MAX_RETRIES,
+                timeout=self._timeout_seconds,
+                http_client=httpx2.AsyncClient(transport=self._transport, follow_redirects=True),
+            )
+        return self._async.with_options(base_url=base_url, api_key=api_key, set_default_headers=headers)
+
+    def close(self) -> None:
+        """Close the connections of the synchronous clients."""
+        if self._sync is not None:
+            self._sync.close()
+
+    async def aclose(self) -> None:
+        """Close the connections of the synchronous clients, and those of the running loop."""
+        self.close()
+        await self._transport.aclose()
+
+
+class Connection:
+    """What both clients know: where the proxy is, with which key, and how patient to be."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_BASE_URL,
+        api_key: str | None = None,
+        *,
+        timeout: float = 60.0,
+        max_retries: int = 6,
+        openai_timeout: float = 600.0,
+        transport: LoopTransport | None = None,
+    ) -> None:
+        """Remember the proxy.
+
+        Args:
+            base_url: the proxy, with or without `/v1`.
+            api_key: a key of the proxy; a proxy that asks for none needs none.
+            timeout: seconds for each call to the control plane.
+            max_retries: how often a call is repeated after a broken connection, 429 or 503.
+            openai_timeout: seconds for each model call of the OpenAI clients that sessions hand out.
+            transport: connections to share with another client; its own by default.
+        """
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.api_key = api_key or API_KEY_WHEN_NONE
+        self.max_retries = max_retries
+        self.timeout = timeout
+        self.openai_timeout = openai_timeout
+        self.model: str | None = None
+        """Name of the served model, once it has been asked for."""
+        self.transport = transport or LoopTransport()
+        """The connections of everything asynchronous that is made of this client."""
+        self.pool = OpenAIPool(self.base_url, openai_timeout, self.transport)
+        self.options: dict[str, Any] = {
+            "base_url": self.base_url,
+            "headers": {"Authorization": f"Bearer {self.api_key}"},
+            "timeout": timeout,
+        }
+
+    def request_arguments(self, call: Call) -> dict[str, Any]:
+        """Return a call as the HTTP client takes it."""
+        arguments = {"method": call.method, "url": call.path, "params": dict(call.params), "headers": call.headers}
+        return arguments if call.body is None else {**arguments, "json": call.body}
+
+
+def step_header(step: int | None) -> dict[str, str]:
+    """Return the header that puts a call into a step of its session; nothing for None."""
+    return {} if step is None else {STEP_HEADER: str(step)}

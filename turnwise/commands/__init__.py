@@ -1,0 +1,1 @@
+"""The `turnwise` command and its subcommands."""

@@ -1,0 +1,22 @@
+"""A scripted stand-in for vLLM: the same wire format, with replies and faults that a test decides.
+
+`create_app` is the ASGI application, `running_fake_engine` serves it from a thread, `turnwise fake-engine` as a
+process.
+"""
+
+from turnwise.fake_engine.running import RunningFakeEngine, running_fake_engine, serve
+from turnwise.fake_engine.script import Fault, FaultKind, Reply, Rule, Script, ToolCall
+from turnwise.fake_engine.server import create_app
+
+__all__ = [
+    "Fault",
+    "FaultKind",
+    "Reply",
+    "Rule",
+    "RunningFakeEngine",
+    "Script",
+    "ToolCall",
+    "create_app",
+    "running_fake_engine",
+    "serve",
+]

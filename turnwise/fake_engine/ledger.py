@@ -1,0 +1,73 @@
+"""The calls a fake engine saw and the state that its control routes change.
+
+The decision behind it: a test compares what the proxy stored with what the engine saw, so every call is listed, the
+ones included that a fault broke or whose client left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from turnwise.fake_engine.script import Script
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(slots=True)
+class SeenCall:
+    """One call of a sampling route."""
+
+    index: int
+    reply_id: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+    outcome: str = "running"
+    """running, finished, refused, faulted, or aborted when the client left."""
+    fault: str | None = None
+    token_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    """What was sampled, of each choice."""
+    prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
+
+
+class EngineState:
+    """What lasts from call to call."""
+
+    def __init__(self, script: Script, model_path: str) -> None:
+        self.script = script
+        self.model_path = model_path
+        """Directory with the tokenizer; the `root` of `/v1/models`."""
+        self.calls: list[SeenCall] = []
+        self.num_canned_calls = 0
+        """Calls of the canned mode, which are counted and not listed."""
+        self.weights_path = model_path
+        self.weight_version = "default"
+        self.reloads: list[str] = []
+        """Every directory that weights were loaded from, in order."""
+        self.adapters: dict[str, str] = {}
+        """LoRA adapters by name, with the directories they came from."""
+        self.running = asyncio.Event()
+        """Clear while paused."""
+        self.running.set()
+
+    def see(self, reply_id: str, path: str, headers: dict[str, str], body: Any) -> SeenCall:
+        """List a call."""
+        call = SeenCall(len(self.calls), reply_id, path, headers, body)
+        self.calls.append(call)
+        return call
+
+    def logprob_shift(self, model: str | None) -> float:
+        """Return what the weights that a model name stands for add to logprobs."""
+        return self.script.logprob_shifts.get(Path(self.adapters.get(model or "", self.weights_path)).name, 0.0)
+
+    def summary(self) -> Json:
+        """Return all calls, and their number by outcome."""
+        outcomes = [call.outcome for call in self.calls]
+        return {
+            "num_calls": len(self.calls) + self.num_canned_calls,
+            "num_by_outcome": {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
+            "data": [dataclasses.asdict(call) for call in self.calls],
+        }

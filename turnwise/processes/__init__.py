@@ -1,0 +1,1 @@
+"""The processes of a whole stack, and how they are kept running."""
