@@ -28,7 +28,6 @@ from rollouts import SIZES, play, read, write_model
 
 from trainer.learning.advantages import AdvantageRule, assign
 from trainer.learning.batch import Batch, Row, build, pack
-from trainer.learning.losses import LossRule
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from turnwise.store.database import Database
@@ -84,8 +83,8 @@ class Bench:
         """Return the figures of one length of session."""
         play(self._database, self._size, self._given.sessions, num_turns)
         chains, turns = (_batch(read(self._database, num_turns, merge)) for merge in ("chain", "turn"))
-        merged_rows, merged = self._ours(chains, AgentRule(loss=LossRule(), row_tokens=self._given.row_tokens))
-        _, by_turn = self._ours(turns, AgentRule(loss=LossRule(), packing="chain"))
+        merged_rows, merged = self._ours(chains, AgentRule(row_tokens=self._given.row_tokens))
+        _, by_turn = self._ours(turns, AgentRule(packing="chain"))
         candidates = {MERGED: merged, BY_TURN: by_turn}
         if num_turns in self._given.trl_turns:
             candidates |= self._trl(chains, turns)

@@ -1,6 +1,6 @@
 """The trainer process: builds the workflow, learns until it is told to stop, and leaves nothing behind.
 
-One decision: a signal only closes the source. A batch that is under way is finished and committed, a batch that is not
+A signal only closes the source. A batch that is under way is finished and committed, a batch that is not
 there yet is not waited for, so a stop costs at most one batch's time and loses no work.
 """
 
@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 def run(settings: TrainerSettings) -> int:
     """Train as the settings say; return the exit status."""
+    if not settings.model:
+        log.error("no model: set model in [trainer], TURNWISE_TRAINER_MODEL, or --model")
+        return 2
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     try:

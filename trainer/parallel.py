@@ -1,6 +1,6 @@
 """The processes that train together: one by default, several under `torchrun`.
 
-One decision: every process holds the same batch and packs it alike, and computes its own share of the rows; only
+Every process holds the same batch and packs it alike, and computes its own share of the rows; only
 gradients (inside FSDP2), a few sums and, from the first process, the claimed batch itself travel.
 """
 

@@ -1,6 +1,6 @@
 """Where gauges go: JSON Lines always; a terminal line, TensorBoard and W&B when asked for.
 
-One decision: a recorder takes plain numbers by name and a count, so a new one is three short methods, and the
+A recorder takes plain numbers by name and a count, so a new one is three short methods, and the
 libraries behind the optional ones are imported only when they are used.
 """
 

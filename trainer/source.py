@@ -1,6 +1,6 @@
 """The ledger as the trainer's environment: it gives finished, rewarded groups and takes acks.
 
-One decision: what is handed out is a lease, kept alive by a thread for as long as the trainer works on it. So a trainer
+What is handed out is a lease, kept alive by a thread for as long as the trainer works on it. So a trainer
 that hangs or dies gives its groups up by itself, and one that comes back under the same name takes them up at once.
 """
 
@@ -14,30 +14,38 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal, Protocol
 
+from pydantic import Field
+
 from turnwise.errors import LeaseLost, StoreUnavailable
+from turnwise.settings import Settings
 from turnwise.store import claims, groups, policies, queries
+from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.types import Experience, PolicyVersion, UpdateRecord
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SourceRule:
-    """When a batch is there, and how long it is held."""
+class SourceRule(Settings):
+    """When a batch is complete, and how long it is held."""
 
-    trainer_id: str
-    groups_per_batch: int
-    wait_seconds: float | None
-    """How long to wait for a whole batch once a group is ready; then a smaller one is taken. None waits on."""
-    lease_seconds: float
-    poll_seconds: float
-    """Longest pause between two looks at the store; the first ones are shorter."""
+    trainer_id: str = "trainer"
+    """Name under which groups are claimed. A process that restarts under it takes over the groups that it held. Each
+    running process needs its own."""
+    groups_per_batch: int = Field(default=32, ge=1)
+    """Groups of a whole batch."""
+    wait_seconds: float | None = 60.0
+    """How long to wait for a whole batch once a group is ready; then a smaller batch is trained. None has no limit."""
+    lease_seconds: float = Field(default=60.0, gt=0, le=LONGEST_LEASE_SECONDS)
+    """How long a claim lasts without renewal. The trainer renews it while it works."""
+    poll_seconds: float = Field(default=0.5, gt=0)
+    """Longest pause between two queries for ready groups."""
     stalled_seconds: float | None = None
-    """A group in which nothing happened for so long is closed; None leaves that to others."""
+    """Close a group without activity for this long; None leaves it open."""
     stalled_policy: Literal["train", "drop"] = "train"
-    """Whether a stalled group is trained on without its missing sessions, or dropped."""
+    """Train a stalled group without its missing sessions, or drop it."""
     reward_bonus_coeff: float = 0.0
+    """Bonus for a step that is better than the one before it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

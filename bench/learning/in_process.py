@@ -1,6 +1,6 @@
 """An engine and its proxy without HTTP: batched sampling in this process into the real ledger.
 
-One decision: only the sampling is a stand-in. The agent is the user's own file, chains are continued by the proxy's
+Only the sampling is a stand-in. The agent is the user's own file, chains are continued by the proxy's
 template code, turns are rows of the ledger before the agent sees a reply, and the weights come from the directory that
 the trainer published. All sessions that wait for a reply are sampled as one batch.
 Legend: B rows of a batch, T tokens of the longest prompt, V vocabulary, R tokens of a reply.

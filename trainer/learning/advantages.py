@@ -1,13 +1,12 @@
 """Rewards to advantages: each estimator a few lines with its paper. NumPy in float64, no torch, no state.
 
-One decision: an estimator sees one *bucket* of values that are compared with each other, and knows nothing of where
+An estimator sees one *bucket* of values that are compared with each other, and knows nothing of where
 they came from. What a bucket is, all sessions of a group or all turns at one step of a group, is decided in
 `assign` alone, so each estimator serves both. Legend: N values, G members of one bucket, K turns of one experience.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
@@ -15,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from turnwise.settings import Settings
 from turnwise.types import Credit, Experience
 
 Floats = npt.NDArray[np.float64]
@@ -24,11 +24,13 @@ GroupBy = Literal["auto", "session", "step"]
 Singleton = Literal["zero", "raw"]
 
 UNIFORM_TOLERANCE = 1e-12
-"""Relative spread below which a bucket says nothing: rounding of equal rewards must not be blown up by a division."""
+"""Relative spread up to which values count as equal, so that a division does not amplify their rounding."""
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation before a division by it."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageRule:
+class AdvantageRule(Settings):
     """Which estimator, over what, and the conventions that papers leave open."""
 
     estimator: Estimator = "grpo"
@@ -38,9 +40,7 @@ class AdvantageRule:
     ddof: Literal[0, 1] = 1
     """Of the standard deviation: 1 divides by G − 1 as torch, TRL and verl do, 0 by G as NumPy does."""
     singleton: Singleton = "zero"
-    """A bucket of one has nobody to be compared with: `zero` gives it no advantage, `raw` its value itself."""
-    epsilon: float = 1e-6
-    """Added to the standard deviation."""
+    """Advantage of a bucket with one value: `zero` gives none, so nothing is trained; `raw` gives the value itself."""
 
 
 def reinforce(values: Floats) -> Floats:
@@ -55,7 +55,7 @@ def rloo(values: Floats) -> Floats:
     return centred * (size / (size - 1))
 
 
-def grpo(values: Floats, *, ddof: int, epsilon: float) -> Floats:
+def grpo(values: Floats, *, ddof: int, epsilon: float = STD_EPSILON) -> Floats:
     """Return (x_i − mean) / (std + ε). Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; G ≥ 2."""
     normalised: Floats = (values - values.mean()) / (values.std(ddof=ddof) + epsilon)
     return normalised
@@ -67,7 +67,7 @@ def dr_grpo(values: Floats) -> Floats:
     return centred
 
 
-def whiten(values: Floats, *, ddof: int, epsilon: float) -> Floats:
+def whiten(values: Floats, *, ddof: int, epsilon: float = STD_EPSILON) -> Floats:
     """Return the values normalised over the whole batch. Hu et al. 2025 (arXiv:2501.03262)."""
     if len(values) <= ddof or _uniform(values):
         return np.zeros_like(values)
@@ -86,16 +86,16 @@ def estimate(values: Floats, buckets: Sequence[Hashable], rule: AdvantageRule) -
     if rule.estimator == "reinforce":
         return reinforce(values)
     if rule.estimator == "reinforce_plus_plus":
-        return whiten(values, ddof=rule.ddof, epsilon=rule.epsilon)
+        return whiten(values, ddof=rule.ddof)
     centre: dict[str, Callable[[Floats], Floats]] = {
         "rloo": rloo,
-        "grpo": lambda members: grpo(members, ddof=rule.ddof, epsilon=rule.epsilon),
+        "grpo": lambda members: grpo(members, ddof=rule.ddof),
         "dr_grpo": dr_grpo,
         "reinforce_plus_plus_baseline": dr_grpo,
     }
     advantages = _by_bucket(values, buckets, centre[rule.estimator], rule.singleton)
     if rule.estimator == "reinforce_plus_plus_baseline":
-        return whiten(advantages, ddof=rule.ddof, epsilon=rule.epsilon)
+        return whiten(advantages, ddof=rule.ddof)
     return advantages
 
 

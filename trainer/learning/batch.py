@@ -1,6 +1,6 @@
 """A claimed batch as arrays: which tokens are trained, with what credit and weight, and the rows that compute them.
 
-One decision: the trained tokens are one flat table, and rows only say where in a packed forest each of them is
+The trained tokens are one flat table, and rows only say where in a packed forest each of them is
 predicted. Credit and weights never depend on packing, so how rows are cut, merged or spread over processes cannot
 change the loss. Legend: M trained tokens of the batch, m of a row, N tokens of a row, K turns of an experience.
 """

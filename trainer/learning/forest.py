@@ -1,6 +1,6 @@
 """Token sequences as a forest: what several sequences begin with is laid out, and computed, once.
 
-One decision: sharing is decided by the token ids alone. A chain, its branches, and other rollouts of the same task are
+Sharing is decided by the token ids alone. A chain, its branches, and other rollouts of the same task are
 inserted into one radix tree; each token attends to itself and to its ancestors, its position is its depth, so every
 root-to-leaf path computes exactly what it would compute alone. Legend: N tokens of a row, S segments of its tree,
 L tokens of one sequence.

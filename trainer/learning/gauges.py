@@ -1,6 +1,6 @@
 """Gauges of an optimizer step: what tells a run that learns from one that collapses.
 
-One decision: a gauge is a ratio of sums, so it is added up row by row and process by process and divided once at the
+A gauge is a ratio of sums, so it is added up row by row and process by process and divided once at the
 end; nothing depends on how tokens were spread over rows.
 """
 

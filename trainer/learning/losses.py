@@ -1,6 +1,6 @@
 """Policy losses, each a short pure function over trained tokens, with its paper.
 
-One decision: a loss gives one number a token, and how tokens are weighed against each other is data: `weights` sum to
+A loss gives one number a token, and how tokens are weighed against each other is data: `weights` sum to
 one over an optimizer step. So the result does not depend on which tokens share a row, a micro-batch or a process,
 and each function stays the formula of its paper. Legend: M trained tokens, S sequences (chains), P pairs.
 Sign: every loss is minimised.
@@ -13,7 +13,10 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
+
+from turnwise.settings import Settings
 
 Algorithm = Literal["reinforce", "ppo", "gspo", "cispo", "masked_is", "dppo", "sft", "dpo"]
 Estimate = Literal["k1", "k2", "k3"]
@@ -48,21 +51,23 @@ class TrainedTokens:
     """For DPO: True where the chain belongs to the preferred session. [S]"""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LossRule:
+class LossRule(Settings):
     """Which loss, and its constants."""
 
     algorithm: Algorithm = "ppo"
-    clip_low: float = 0.2
-    """Lower trust bound, 1 − clip_low."""
-    clip_high: float = 0.28
-    """Upper trust bound, 1 + clip_high; larger than the lower one is DAPO's clip-higher."""
-    tis_cap: float | None = None
-    """Cap of truncated importance sampling; None leaves it off."""
+    clip_low: float = Field(default=0.2, ge=0)
+    """Lower bound of the ratio: 1 − clip_low."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """Upper bound of the ratio: 1 + clip_high. Above `clip_low` it is DAPO's clip-higher. GSPO wants both near 4e-4,
+    CISPO and masked_is wider ones."""
+    tis_cap: float | None = Field(default=None, gt=0)
+    """Cap of truncated importance sampling; None turns it off."""
     entropy_coef: float = 0.0
-    kl_coef: float = 0.0
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the base model. Above 0, full training holds the base model in memory beside the policy;
+    LoRA uses its own base."""
     kl_estimate: Estimate = "k3"
-    dpo_beta: float = 0.1
+    dpo_beta: float = Field(default=0.1, gt=0)
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:

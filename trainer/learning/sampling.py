@@ -1,6 +1,6 @@
 """How a turn was sampled, as far as its importance ratio depends on it.
 
-One decision: behaviour logprobs are those of the distribution that was really sampled from. A temperature can be
+Behaviour logprobs are those of the distribution that was really sampled from. A temperature can be
 applied to the trainer's logits too; a mask or a penalty of the sampler cannot be undone, so turns that had one keep
 their place in the prompt and carry no loss, and are counted by reason.
 """

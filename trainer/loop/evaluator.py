@@ -1,6 +1,6 @@
 """The held-out runner: lets an agent play eval-split sessions through the proxy and reads how it went.
 
-One decision: the trainer never plays itself. It starts a command, the same agent that a user runs, and takes the result
+The trainer never plays itself. It starts a command, the same agent that a user runs, and takes the result
 from the ledger, so what is measured is what is served, over the same road; and it is said which version that was.
 """
 

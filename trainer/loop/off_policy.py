@@ -1,6 +1,6 @@
 """Learning from what is not fresh: a replay buffer over the ledger, and the workflow that samples from it.
 
-One decision: the buffer holds no token. It is an index of groups, with when each came, how often it was used and how
+The buffer holds no token. It is an index of groups, with when each came, how often it was used and how
 much it had to teach, and the ledger is read again for every sample: late rewards count, and a checkpoint stays small.
 Ratios are taken to the captured behaviour logprobs, which is what keeps old rollouts honest.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from trainer.build import OptimizerLike, make_agent, make_optimizer
+from trainer.build import OptimizerLike, make_agent, optimizer_factory
 from trainer.loop.evaluator import Evaluator, LedgerEvaluator
 from trainer.loop.state import State
 from trainer.loop.workflows import OnPolicyWorkflow
@@ -136,9 +136,9 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             sampling=settings.buffer_sampling,
         )
         return cls(
-            LedgerSource(db, settings.source_rule()),
+            LedgerSource(db, settings),
             make_agent(settings),
-            make_optimizer(settings),
+            optimizer_factory(settings),
             LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds),
             buffer,
             settings,

@@ -1,6 +1,6 @@
 """Which of a batch's experiences are trained, and with what credit; the rest is refused group by group, with a reason.
 
-One decision: every learner reads the same ledger and differs only here: policy gradients take the groups that tell
+Every learner reads the same ledger and differs only here: policy gradients take the groups that tell
 something, behaviour cloning the good sessions, DPO the best and the worst session of each group.
 """
 

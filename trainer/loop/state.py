@@ -1,6 +1,6 @@
 """All that changes while training, in one record that is saved whole.
 
-One decision: randomness is derived from the seed and the count of batches, never carried along, so a batch that is
+Randomness is derived from the seed and the count of batches, never carried along, so a batch that is
 done again after a crash draws the same numbers, whatever was drawn before it.
 """
 

@@ -1,6 +1,6 @@
 """The training loop, readable from top to bottom: `OnPolicyWorkflow.step` is one batch from claim to commit.
 
-One decision: everything that can change is in the `State` that `setup` makes and `step` hands on; a workflow is built
+Everything that can change is in the `State` that `setup` makes and `step` hands on; a workflow is built
 from five parts and holds none of the run. So a crash at any point is a resume from the last committed `State`, and the
 batch that was under way is done again, draw by draw.
 """
@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 
-from trainer.build import OptimizerLike, as_settings, make_agent, make_optimizer, make_scheduler
+from trainer.build import OptimizerLike, as_settings, make_agent, optimizer_factory
 from trainer.learning.batch import Batch, build, minibatches
 from trainer.learning.gauges import Gauges, finite
+from trainer.learning.optimizer import make_scheduler
 from trainer.loop.evaluator import Evaluator, LedgerEvaluator
 from trainer.loop.selection import Selection, select
 from trainer.loop.state import Progress, State
@@ -189,9 +190,9 @@ class OnPolicyWorkflow(RLWorkflow):
         db = Database(settings.database.get_secret_value())
         evaluator = LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds)
         return cls(
-            LedgerSource(db, settings.source_rule()),
+            LedgerSource(db, settings),
             make_agent(settings),
-            make_optimizer(settings),
+            optimizer_factory(settings),
             evaluator,
             settings,
         )
@@ -236,7 +237,7 @@ class OnPolicyWorkflow(RLWorkflow):
             claimed.experiences,
             sorted({experience.group_id for experience in claimed.experiences} | _group_ids(claimed)),
             self.config.algorithm,
-            self.config.advantage_rule(),
+            self.config,
             self.config.sft_min_reward,
         )
 

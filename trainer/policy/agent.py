@@ -1,17 +1,17 @@
 """The policy with its loss: one call is one optimizer step over some of a batch's experiences.
 
-One decision: whether the trainer and the engine agree is judged before the first step on a batch, from the forward pass
+Whether the trainer and the engine agree is judged before the first step on a batch, from the forward pass
 that the step needs anyway; so a batch from a mismatched engine is refused before it has moved a weight.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from trainer.learning.batch import Aggregation, Batch, Packing, Reals, Row, pack
@@ -23,18 +23,24 @@ from turnwise.errors import BatchRefused
 from turnwise.types import PolicyKind
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRule:
-    """How a policy is trained on a batch."""
+class AgentRule(LossRule):
+    """How a policy is trained on a batch: the loss, and how it is computed over the batch."""
 
-    loss: LossRule
-    aggregation: Aggregation = "token_mean"
-    session_tokens: int = 1024
-    row_tokens: int | None = None
-    packing: Packing = "forest"
-    max_grad_norm: float = 1.0
-    max_logprob_gap: float = 0.1
     proximal: bool = False
+    """Take ratios to the weights at the start of a batch, not to the behaviour policy: one more forward pass a
+    batch."""
+    aggregation: Aggregation = "token_mean"
+    """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
+    session_tokens: int = Field(default=1024, ge=1)
+    """The constant that `session_sum` divides by."""
+    row_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
+    packing: Packing = "forest"
+    """`forest` packs chains and shares their prefixes; `chain` gives each chain a row of its own, which models with
+    sliding windows need."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_logprob_gap: float = Field(default=0.1, gt=0)
+    """Mean |trainer − engine| over on-policy tokens, in nats, above which a batch is refused."""
 
 
 class PolicyAgent:
@@ -112,17 +118,17 @@ class PolicyAgent:
             is_first: Whether the weights are still those that sampled the on-policy tokens.
         """
         rows = pack(batch, members, self.row_tokens, self.packing)
-        aggregation = "session_mean" if self.rule.loss.algorithm == "dpo" else self.rule.aggregation
+        aggregation = "session_mean" if self.rule.algorithm == "dpo" else self.rule.aggregation
         weights = batch.weights(members, aggregation, self.rule.session_tokens)
         gauges = Gauges()
         for row, counts in self.world.own(rows):
             tokens = self._tokens(batch, row, weights if counts else np.zeros_like(weights), proximal)
-            loss = loss_of(tokens, self.rule.loss)
+            loss = loss_of(tokens, self.rule)
             # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
             (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
             if counts:
                 on_policy = torch.from_numpy(batch.table.on_policy[row.token]).to(self.policy.device)
-                gauges.observe(tokens, loss, on_policy if is_first else torch.zeros_like(on_policy), self.rule.loss)
+                gauges.observe(tokens, loss, on_policy if is_first else torch.zeros_like(on_policy), self.rule)
         gauges.reduce(self.world)
         return gauges
 
@@ -150,7 +156,7 @@ class PolicyAgent:
         )
 
     def _reference_logprobs(self, batch: Batch, row: Row) -> Tensor | None:
-        if not self.rule.loss.kl_coef:
+        if not self.rule.kl_coef:
             return None
         if self.policy.spec.kind is PolicyKind.LORA:
             with self.policy.as_reference():

@@ -1,6 +1,6 @@
 """The trained model: any Hugging Face causal LM, whole or through a LoRA adapter, on one device or several.
 
-One decision: the model is only ever asked for one thing, the logprob and entropy of given tokens in a packed row, and
+The model is only ever asked for one thing, the logprob and entropy of given tokens in a packed row, and
 logits exist for the tokens that predict a trained one alone. Their log-softmax is taken chunk by chunk in float32, in
 both directions, so that no float32 copy of [m, vocabulary] is ever whole. Legend: N tokens of a row, m trained tokens
 of it, U distinct predictors, V vocabulary, C predictors of a chunk.
@@ -9,7 +9,6 @@ of it, U distinct predictors, V vocabulary, C predictors of a chunk.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import shutil
 from collections.abc import Iterator
@@ -18,32 +17,36 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.learning.batch import Row
 from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.settings import Settings
 from turnwise.types import PolicyKind
 
 LOGITS_IN_CHUNK = 1 << 24
 """Float32 logits that exist at once while log-probabilities are taken: 64 MiB."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySpec:
-    """What is loaded and how it is held."""
+class PolicySpec(Settings):
+    """The model that is trained, and how it is held in memory."""
 
-    model: str
-    """Directory or Hub name of the base model: policy version 0."""
+    model: str = ""
+    """Directory or Hub name of the base model, which is policy version 0. Required to train."""
     kind: PolicyKind = PolicyKind.FULL
+    """`full` trains and publishes all weights, `lora` an adapter."""
     device: str = "auto"
-    """`auto` takes CUDA where there is one."""
+    """`auto` is CUDA where it is available, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the computation; weights and optimizer are held in float32. `auto`: bfloat16 on CUDA, float32 elsewhere."""
+    """Precision of the computation; weights and optimizer stay in float32. `auto`: bfloat16 on CUDA, else float32."""
     gradient_checkpointing: bool = False
-    lora_rank: int = 16
-    lora_alpha: int = 32
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    lora_rank: int = Field(default=16, ge=1)
+    lora_alpha: int = Field(default=32, ge=1)
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get an adapter."""
 
 
 TOKENIZER_FILES = (

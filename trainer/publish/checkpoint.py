@@ -1,6 +1,6 @@
 """Policy versions on disk: each appears whole or not at all, and none that is needed goes away.
 
-One decision: what engines read and what the trainer resumes from are siblings, `v000007/` with Hugging Face files and
+What engines read and what the trainer resumes from are siblings, `v000007/` with Hugging Face files and
 `turnwise.json` alone, `v000007.trainer/` with optimizer and counts. Both are written beside their place, synced and
 renamed, so a directory with a final name is complete. The ledger, not the disk, says which version counts; `latest`
 is a convenience for people.
@@ -86,10 +86,6 @@ class Checkpoints:
         except (RuntimeError, EOFError, OSError, ValueError) as error:
             raise BadCheckpoint(f"the trainer state {str(path)!r} cannot be read: {error}") from error
         return state
-
-    def has_state(self, version: int) -> bool:
-        """Whether a resume from this version is possible."""
-        return (self.state_directory(version) / STATE_FILE).is_file()
 
     def discard_after(self, version: int) -> None:
         """Remove versions that were written but never committed: a crash came in between."""

@@ -1,6 +1,6 @@
 """What a finished update is handed over as: a version's directory, and the record that the proxy acts on.
 
-One decision: each version carries a probe, a short text with the logprobs that the trainer's own float32 forward gives
+Each version carries a probe, a short text with the logprobs that the trainer's own float32 forward gives
 it. Whoever loads the weights can ask the engine for the same and knows whether it serves what was trained.
 """
 

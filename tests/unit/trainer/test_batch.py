@@ -10,7 +10,7 @@ from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from trainer.learning.batch import build, minibatches, pack
 from trainer.learning.forest import Forest
-from trainer.learning.losses import LossRule, loss_of
+from trainer.learning.losses import loss_of
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec, selected_logprobs
 from turnwise.chains import merge_session, split_session
@@ -166,7 +166,7 @@ def as_experiences(sequences, session_id="s", group_id="g"):
 
 
 def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorithm):
-    agent = PolicyAgent(policy, AgentRule(loss=LossRule(algorithm=algorithm, entropy_coef=0.01)))
+    agent = PolicyAgent(policy, AgentRule(algorithm=algorithm, entropy_coef=0.01))
     advantages = [np.array([credit[turn_id] for turn_id in e.turn_ids]) for e in experiences]
     batch = build(experiences, advantages, policy_version=0)
     weights = batch.weights(range(len(experiences)), "session_mean", 1)
@@ -174,7 +174,7 @@ def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorith
     total = 0.0
     rows = pack(batch, range(len(experiences)), row_tokens, packing)
     for row in rows:
-        loss = loss_of(agent._tokens(batch, row, weights, None), agent.rule.loss)
+        loss = loss_of(agent._tokens(batch, row, weights, None), agent.rule)
         loss.backward()
         total += loss.item()
     gradient = torch.cat([p.grad.flatten().clone() for p in policy.parameters()])
@@ -206,7 +206,7 @@ def test_experiences_of_a_real_ledger_pack_to_the_same_logprobs(tmp_path, policy
         found = list(queries.experiences(conn, queries.SessionFilter(), merge="chain"))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
-    agent = PolicyAgent(policy, AgentRule(loss=LossRule(), proximal=True, row_tokens=90))
+    agent = PolicyAgent(policy, AgentRule(proximal=True, row_tokens=90))
     logprobs = agent.proximal_logprobs(batch)
     np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=2e-5)
 

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
-from trainer.build import make_scheduler
+from trainer.learning.optimizer import make_scheduler
 from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.main import run
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.store import queries
@@ -168,3 +169,16 @@ def test_a_schedule_that_ends_needs_an_end():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(SettingsError, match="total_batches"):
         make_scheduler(optimizer, settings)
+
+
+def test_a_setting_is_declared_by_one_class_and_every_rule_is_part_of_the_settings():
+    """The settings of a part are declared in its rule alone, so the two cannot disagree."""
+    declared = [name for rule in TrainerSettings.__mro__ for name in vars(rule).get("__annotations__", {})]
+    fields = [name for name in declared if name in TrainerSettings.model_fields]
+    assert sorted(fields) == sorted(TrainerSettings.model_fields)
+
+
+def test_settings_need_no_model_until_training_starts(caplog):
+    """`turnwise train --dry-run` prints settings without a model; a start without one ends in a sentence."""
+    assert run(TrainerSettings()) == 2
+    assert "no model: set model in [trainer], TURNWISE_TRAINER_MODEL, or --model" in caplog.text

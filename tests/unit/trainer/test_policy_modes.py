@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from trainer.learning.batch import Batch, build
-from trainer.learning.losses import LossRule
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
@@ -47,7 +46,7 @@ def policy_for(model, *, compiled=False, **spec) -> Policy:
 
 
 def loss_and_gradient(policy, batch) -> tuple[float, torch.Tensor]:
-    agent = PolicyAgent(policy, AgentRule(loss=LossRule(entropy_coef=0.01), row_tokens=ROW_TOKENS))
+    agent = PolicyAgent(policy, AgentRule(entropy_coef=0.01, row_tokens=ROW_TOKENS))
     gauges = agent.accumulate_gradient(batch, range(len(batch.experiences)))
     return gauges.read()["loss"], torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 

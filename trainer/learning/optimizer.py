@@ -1,0 +1,68 @@
+"""The optimizer, its learning rate schedule, and how many updates a batch makes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch.nn import Parameter
+from torch.optim import lr_scheduler
+
+from turnwise.errors import SettingsError
+from turnwise.settings import Settings
+
+
+class OptimizerRule(Settings):
+    """AdamW, its schedule, and the updates that one batch makes."""
+
+    learning_rate: float = Field(default=3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the denominator of Adam; a larger value makes smaller steps where gradients are tiny."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate over `total_batches` batches; `constant` needs no `total_batches`."""
+    num_warmup_updates: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly."""
+    num_minibatches: int = Field(default=4, ge=1)
+    """Optimizer steps in one pass over a batch."""
+    reuse_epochs: int = Field(default=1, ge=1)
+    """Passes over a batch."""
+    total_batches: int | None = Field(default=None, ge=1)
+    """Batches to train, counted across restarts; None trains until the process is stopped."""
+
+
+def make_optimizer(parameters: list[Parameter], rule: OptimizerRule) -> torch.optim.Optimizer:
+    """Return the optimizer of these parameters."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=rule.learning_rate,
+        betas=rule.betas,
+        eps=rule.adam_epsilon,
+        weight_decay=rule.weight_decay,
+    )
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, rule: OptimizerRule) -> lr_scheduler.LRScheduler:
+    """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
+
+    Raises:
+        SettingsError: `schedule` needs `total_batches`, which is not set.
+    """
+    warmup = rule.num_warmup_updates
+    parts: list[lr_scheduler.LRScheduler] = []
+    if warmup:
+        parts.append(lr_scheduler.LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup))
+    if rule.schedule == "constant":
+        parts.append(lr_scheduler.ConstantLR(optimizer, factor=1.0))
+    elif rule.total_batches is None:
+        raise SettingsError(f"schedule={rule.schedule!r} needs total_batches: set it, or use schedule='constant'")
+    else:
+        total = rule.total_batches * rule.num_minibatches * rule.reuse_epochs
+        length = max(total - warmup, 1)
+        if rule.schedule == "linear":
+            parts.append(lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=length))
+        else:
+            parts.append(lr_scheduler.CosineAnnealingLR(optimizer, T_max=length))
+    return parts[0] if len(parts) == 1 else lr_scheduler.SequentialLR(optimizer, parts, milestones=[warmup])
