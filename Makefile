@@ -6,6 +6,8 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 # The CPU build of vLLM brings these for another torch; serving text needs none of them, and importing them fails.
 MISMATCHED := torchvision torchaudio torchcodec
+# Two processes run the tests; one of them owns the real vLLM (tests/conftest.py).
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup constraints fmt lint test test-all demo up bench bench-learning docs compose-check conformance clean
@@ -43,10 +45,10 @@ up: .venv/.demo ## Run engine, proxy and trainer on this machine
 	touch $@
 
 test: setup lint .conformance/.installed ## Run the tests that a commit must pass: real vLLM, SQLite and PostgreSQL
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 test-all: setup lint .conformance/.installed ## Run the slow ones too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
