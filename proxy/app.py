@@ -15,7 +15,9 @@ from starlette.routing import Match, Route
 
 import turnwise
 from proxy import problems
-from proxy.routes import calls, dashboard, openapi, operations, policies, rewards, sessions
+from proxy.dialects.registry import dialect_of_path
+from proxy.routes import dashboard, openapi, operations, policies, rewards, sessions
+from proxy.routes.data_plane import Endpoints
 from proxy.services import running_services, services_of
 from proxy.settings import ProxySettings
 from turnwise.errors import TurnwiseError
@@ -31,8 +33,8 @@ def create_app(settings: ProxySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with running_services(settings) as services:
             app.state.services = services
-            app.state.endpoints = calls.endpoints(services)
-            app.router.routes[:0] = calls.routes(app.state.endpoints)
+            app.state.endpoints = Endpoints(services)
+            app.router.routes[:0] = app.state.endpoints.routes
             yield
 
     app = FastAPI(
@@ -78,7 +80,9 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json lists the routes"
     kind, code = HTTP_ERRORS.get(error.status_code, ("invalid_request_error", "invalid_request"))
     headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
-    return _plain(error.status_code, problems.body(message, kind, code), headers)
+    body = orjson.dumps(problems.body(message, kind, code))
+    encoded = dialect_of_path(request.url.path).encode_error(error.status_code, body)
+    return Response(encoded, status_code=error.status_code, headers=headers, media_type="application/json")
 
 
 def _methods(request: Request) -> list[str]:

@@ -22,7 +22,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON_HEADER = (b"content-type", b"application/json")
-STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _OUTSIDE_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^\[\]{}"]+')
 
 

@@ -10,7 +10,7 @@ import uvicorn
 
 from proxy.app import create_app
 from proxy.connections import limited_http
-from proxy.routes.calls import Shortcut
+from proxy.routes.data_plane import DataPlane
 from proxy.settings import ProxySettings
 from proxy.writer.process import GC_ALLOCATIONS
 
@@ -28,7 +28,7 @@ def run(settings: ProxySettings) -> int:
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     server = uvicorn.Server(
         uvicorn.Config(
-            Shortcut(create_app(settings)),
+            DataPlane(create_app(settings)),
             host=settings.host,
             port=settings.port,
             loop="uvloop",

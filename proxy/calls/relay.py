@@ -145,7 +145,7 @@ class Relay:
             raw = await self._read_whole(running)
         running.version_last = lane.version
         with readable(lane):
-            running.captured, reply = call.dialect.take_reply(own_name(raw, lane), call)
+            running.captured, reply = call.dialect.capture_reply(own_name(raw, lane), call)
         await self._commit(running)
         return call.dialect.encode_reply(reply, call)
 
@@ -208,7 +208,7 @@ class Relay:
         with readable(lane):
             if lane.adapter is not None:
                 chunks = [own_name(chunk, lane) for chunk in chunks]
-            shown = call.dialect.take_chunks(chunks, captured, call)
+            shown = call.dialect.capture_chunks(chunks, captured, call)
         if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
             running.first_token_at = time.perf_counter()
             running.version_first = lane.version
@@ -222,7 +222,7 @@ class Relay:
         lane = running.lane
         if lane.adapter is not None and call.model in ("", lane.engine.model):
             body["model"] = lane.adapter
-        lane.engine.refuse_deadly(body)
+        lane.engine.reject_prompt_logprobs(body)
         encoded = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         return encoded, {"content-type": "application/json", "x-request-id": running.call_id}
 

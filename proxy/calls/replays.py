@@ -94,26 +94,17 @@ def rebuilt_answer(call: Call, turns: list[Turn]) -> bytes:
         "completion_tokens": sampled,
         "total_tokens": first.prompt_length + sampled,
     }
-    kind = "text_completion" if call.dialect.name == "completions" else "chat.completion"
+    whole_object, chunk_object = call.dialect.object_names
+    choices = [
+        call.dialect.rebuild_choice(turn.response, turn.finish_reason, index, stream=call.stream)
+        for index, turn in enumerate(turns)
+    ]
+    head["object"] = chunk_object if call.stream else whole_object
     if not call.stream:
-        choices = [_choice(turn, index, "message") for index, turn in enumerate(turns)]
-        reply = {**head, "object": kind, "choices": choices, "usage": usage}
-        return call.dialect.encode_reply(orjson.dumps(reply), call)
-    head["object"] = kind if kind == "text_completion" else f"{kind}.chunk"
+        return call.dialect.encode_reply(orjson.dumps({**head, "choices": choices, "usage": usage}), call)
     options = call.body.get("stream_options") or {}
     counted = {"usage": usage} if options.get("continuous_usage_stats") else {}
-    chunks = [{**head, **counted, "choices": [_choice(turn, index, "delta")]} for index, turn in enumerate(turns)]
+    chunks = [{**head, **counted, "choices": [choice]} for choice in choices]
     if options.get("include_usage"):
         chunks.append({**head, "choices": [], "usage": usage})
     return call.encoder.chunks(list(map(orjson.dumps, chunks))) + call.encoder.done()
-
-
-def _choice(turn: Turn, index: int, field: str) -> Json:
-    message = turn.response
-    if turn.dialect == "completions":
-        text = message.get("content") or ""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": turn.finish_reason}
-    if field == "delta" and message.get("tool_calls"):
-        calls = [{**call, "index": position} for position, call in enumerate(message["tool_calls"])]
-        message = {**message, "tool_calls": calls}
-    return {"index": index, field: message, "logprobs": None, "finish_reason": turn.finish_reason}

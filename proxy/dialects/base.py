@@ -1,39 +1,49 @@
-"""One call and its reply in canonical form: whatever dialect a client speaks, the rest of the proxy sees these."""
+"""A call, its captured reply and the interface of a dialect: the rest of the proxy sees only these types."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Protocol
+import enum
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
 
 from proxy.dialects import sse
+from turnwise.store.lineage import TurnView
 from turnwise.types import Json, TokenIds
 
+OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
+"""The error body of the control plane, which has OpenAI's shape."""
+
 TEMPLATE_FIELDS = ("chat_template", "documents")
-"""Request fields besides `chat_template_kwargs` that a chat template sees."""
+"""Request fields besides `chat_template_kwargs` that are arguments of the chat template."""
 NOT_SAMPLING = frozenset({"messages", "tools", "metadata", "kv_transfer_params", "model", "stream", "stream_options"})
-"""Request fields that are stored elsewhere, or say nothing about sampling."""
+"""Request fields that are stored elsewhere or do not affect sampling."""
 
 
 class Encoder(Protocol):
-    """Writes the events of one streamed reply; a dialect that is the engine's own needs none of its own."""
+    """Writes the events of one streamed reply."""
+
+    content_type: str
+    """Content type of the stream."""
 
     def chunks(self, chunks: list[bytes]) -> bytes:
-        """Return the events that tell what chunks of the engine, stripped, tell; there may be none."""
+        """Return the events for some stripped chunks of the engine; there may be none."""
 
     def done(self) -> bytes:
         """Return the events that end the stream."""
 
     def error(self, body: bytes) -> bytes:
-        """Return the event that tells of an OpenAI-shaped error in the middle of the stream."""
+        """Return the event that reports an OpenAI-shaped error in the middle of the stream."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Call:
-    """What a client asked for."""
+    """One request for a sampled reply, in canonical form."""
 
     dialect: Dialect
     body: Json
-    """What the engine is asked; unknown fields pass through."""
+    """The request to the engine's route, before capture's options are added."""
     messages: list[Json]
     """The conversation; empty for a bare text prompt."""
     stream: bool
@@ -43,22 +53,22 @@ class Call:
     session_id: str | None = None
     step: int | None = None
     inferred_by: str | None = None
-    """The API key that the session was inferred for, because the call names none."""
+    """The API key whose session was inferred, because the call names no session."""
     idempotency_key: str | None = None
     is_retry: bool = False
-    """The SDK marked the call as a repetition of an earlier one."""
+    """Whether the SDK marked the call as a retry of an earlier one."""
     encoder: Encoder = dataclasses.field(default_factory=sse.Verbatim)
-    """Writes the reply's events, if it is streamed."""
-    asked: Json = dataclasses.field(default_factory=dict)
-    """The request in the client's own words, where those are not the engine's."""
+    """Writes the events of a streamed reply."""
+    original: Json = dataclasses.field(default_factory=dict)
+    """The client's own request, where the dialect needs it for the reply."""
     previous_turn_id: str | None = None
-    """The turn that the call goes on from without repeating it."""
+    """The stored turn that the call continues without repeating its messages."""
     notes: Json = dataclasses.field(default_factory=dict)
-    """What else is stored with the sampling parameters, because the dialect must know it to go on from the turn."""
+    """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 
     @property
     def model(self) -> str:
-        """The model that was asked for; empty lets the engine choose."""
+        """The requested model; empty for the engine's default."""
         return str(self.body.get("model") or "")
 
     @property
@@ -68,7 +78,7 @@ class Call:
 
     @property
     def template_arguments(self) -> Json:
-        """What the chat template sees besides messages and tools."""
+        """The arguments of the chat template besides messages and tools."""
         arguments = dict(self.body.get("chat_template_kwargs") or {})
         effort = self.body.get("reasoning_effort")
         if effort is not None:
@@ -79,12 +89,12 @@ class Call:
 
     @property
     def sampling(self) -> Json:
-        """Everything else that was asked for, as it is stored with the turn."""
+        """All other request fields, as they are stored with the turn."""
         return {key: value for key, value in self.body.items() if key not in NOT_SAMPLING} | self.notes
 
     @property
     def continues_final_message(self) -> bool:
-        """Whether the client sampled on from a message of its own, so that the prompt ends inside it."""
+        """Whether the prompt ends inside the last message, which the client wrote (a prefill)."""
         body = self.body
         return bool(
             body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False
@@ -93,77 +103,152 @@ class Call:
 
 @dataclasses.dataclass(slots=True)
 class Choice:
-    """One sampled choice, as far as it has come."""
+    """One sampled choice, complete or so far."""
 
     message: Json = dataclasses.field(default_factory=lambda: {"role": "assistant", "content": None})
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[bytes] = dataclasses.field(default_factory=list)
-    """JSON of the sampled tokens' logprobs, in pieces as the engine told them; read where they are stored."""
+    """The sampled tokens' logprobs as JSON, in the pieces that the engine sent; decoded by the writer."""
     finish_reason: str | None = None
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
-    """Where choices of one call have different prompts; otherwise empty."""
+    """Set where the choices of one call have different prompts; otherwise empty."""
 
 
 @dataclasses.dataclass(slots=True)
 class Captured:
-    """Everything that the engine said in one call."""
+    """Everything that the engine returned for one call."""
 
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
     choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
     model: str = ""
 
     def choice(self, index: int) -> Choice:
-        """Return a choice, which may be new."""
+        """Return the choice with this index; create it if it is new."""
         found = self.choices.get(index)
         if found is None:
             found = self.choices[index] = Choice()
         return found
 
     def is_finished(self, num_choices: int) -> bool:
-        """Say whether every choice has come to its end."""
+        """Return whether every choice has a finish reason."""
         return len(self.choices) >= num_choices and all(
             choice.finish_reason is not None for choice in self.choices.values()
         )
 
 
-class Dialect(Protocol):
-    """One wire format: between the client's words and the engine's, and back."""
+class Action(enum.StrEnum):
+    """What a route of the data plane does."""
 
-    name: str
-    """As it is stored with a turn."""
-    route: str
-    """The route that clients call."""
-    engine_route: str
-    """The engine's route that serves it."""
-    id_prefix: str
-    """What stands before the call's id in the completion's id."""
+    SAMPLE = "sample"
+    COUNT_TOKENS = "count_tokens"
+    LIST_MODELS = "list_models"
+    GET_MODEL = "get_model"
 
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WireRoute:
+    """One route of a dialect, with its OpenAPI description; it is also served under `/sessions/{session_id}`."""
+
+    method: str = "POST"
+    path: str
+    """Starlette's syntax: `{name}` is a path parameter, `{name:path}` one that may hold slashes."""
+    action: Action = Action.SAMPLE
+    summary: str
+    required: tuple[str, ...] = ()
+    """Required fields of the request body."""
+    properties: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+    """JSON schemas of the body fields that the proxy reads."""
+
+
+class Dialect(abc.ABC):
+    """One wire format: translates requests to engine requests, and engine replies to the client's format.
+
+    A dialect is registered in `proxy.dialects.registry`; routes, error shapes and the OpenAPI document derive from it.
+    """
+
+    name: ClassVar[str]
+    """Stored with each turn."""
+    routes: ClassVar[Sequence[WireRoute]]
+    error_prefixes: ClassVar[tuple[str, ...]] = ()
+    """Path prefixes under which unknown routes are answered in this dialect's error shape."""
+    error_schema: ClassVar[Json] = OPENAI_ERROR_SCHEMA
+    """JSON schema of an error body."""
+    engine_route: ClassVar[str]
+    """The engine's route that serves the calls."""
+    id_prefix: ClassVar[str]
+    """Prefix of a completion's id, before the call's id."""
+    object_names: ClassVar[tuple[str, str]]
+    """The `object` field of the engine's whole reply and of a stream's chunk."""
+
+    def normalise_headers(self, headers: dict[bytes, bytes], query: Mapping[str, str]) -> dict[bytes, bytes]:  # noqa: ARG002
+        """Return the headers with the API key where `proxy.auth` reads it."""
+        return headers
+
+    def merge_url(self, body: Json, route: WireRoute, params: Mapping[str, str], query: Mapping[str, str]) -> Json:  # noqa: ARG002
+        """Return the body with the request parameters that the URL carries."""
+        return body
+
+    @abc.abstractmethod
     def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
-        """Check what the proxy itself relies on; the engine judges the rest.
+        """Return the call that a request asks for; check only the fields that the proxy itself reads.
 
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
         """
 
-    def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:
-        """Return what the engine is asked, so that it tells everything that capture needs."""
+    def resume(self, call: Call, earlier: TurnView) -> None:
+        """Put the conversation of the turn that `call.previous_turn_id` names before the call's own messages."""
+        call.messages = [*earlier.messages, earlier.turn.response, *call.messages]
+        call.body["messages"] = call.messages
 
-    def take_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
-        """Capture a whole reply, and return it without what the client did not ask for.
+    @abc.abstractmethod
+    def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:
+        """Return the engine request, with the options that capture needs."""
+
+    @abc.abstractmethod
+    def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
+        """Capture a whole reply; return it without the fields that the client did not ask for.
 
         Raises:
             msgspec.DecodeError: it is not what the engine's route answers.
         """
 
-    def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
-        """Capture chunks of a stream, and return those that the client would have got, stripped.
+    @abc.abstractmethod
+    def capture_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+        """Capture chunks of a stream; return those that the client gets, without the fields it did not ask for.
 
         Raises:
             msgspec.DecodeError: one is not what the engine's route streams.
         """
 
-    def encode_reply(self, reply: bytes, call: Call) -> bytes:
-        """Return a captured and stripped reply in the client's words."""
+    @abc.abstractmethod
+    def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:
+        """Return a stored choice in the format of the engine's route: of a whole reply, or of a stream's chunk."""
 
-    def encode_error(self, status: int, body: bytes) -> bytes:
-        """Return an OpenAI-shaped error body in the client's words."""
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's format is the client's
+        """Return a captured and stripped reply in the client's format."""
+        return reply
+
+    def encode_error(self, status: int, body: bytes) -> bytes:  # noqa: ARG002  the engine's format is the client's
+        """Return an OpenAI-shaped error body in the client's format."""
+        return body
+
+    def count_request(self, body: Json) -> Json:
+        """Return the chat request whose prompt is counted; only of dialects with a `COUNT_TOKENS` route.
+
+        Raises:
+            InvalidRequest: naming the field and what is wrong with it.
+        """
+        return body
+
+    def encode_count(self, num_tokens: int) -> Json:
+        """Return the answer of a `COUNT_TOKENS` route."""
+        return {"input_tokens": num_tokens}
+
+    def encode_models(self, models: list[Json]) -> Json:
+        """Return the answer of a `LIST_MODELS` route, from the models as OpenAI describes them."""
+        return {"object": "list", "data": models}
+
+    def encode_model(self, model: Json) -> Json:
+        """Return the answer of a `GET_MODEL` route."""
+        return model

@@ -1,7 +1,7 @@
-"""A chat message as a run of blocks: thinking, text and tool calls, in the order in which they were sampled.
+"""A chat message as a list of blocks: thinking, text and tool calls, in the order in which they were sampled.
 
-Anthropic's Messages and OpenAI's Responses both tell a reply as blocks that open, grow and close, where the engine
-tells fields of one message. The walk from the one to the other is here, the words for it are in the dialects.
+Anthropic's Messages and OpenAI's Responses stream a reply as blocks that open, grow and close, while the engine streams
+fields of one message. The state machine is here; the event formats are in the dialects.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
-from proxy.dialects import engine_reply
+from proxy.dialects import engine_reply, sse
 from proxy.dialects.chat import ChatCompletions
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
@@ -23,24 +23,24 @@ Kind = Literal["thinking", "text", "tool"]
 
 @dataclasses.dataclass(slots=True)
 class Block:
-    """One part of a reply, or of what a chunk adds to it."""
+    """One part of a reply, or of a chunk's delta."""
 
     kind: Kind
     text: str
     """Thinking, text, or a tool's arguments."""
     call: int = -1
-    """Which tool call it is, from 0; -1 for anything else."""
+    """Index of the tool call; -1 for other kinds."""
     tool_call_id: str = ""
     name: str = ""
     """The tool's."""
 
     def is_continued_by(self, other: Block) -> bool:
-        """Say whether `other` is more of the same."""
+        """Return whether `other` continues this block."""
         return (self.kind, self.call) == (other.kind, other.call)
 
 
 def blocks_of(message: Json) -> Iterator[Block]:
-    """Yield the blocks of a message, or of a chunk's delta."""
+    """Yield the blocks of a message or of a chunk's delta."""
     if thinking := message.get("reasoning"):
         yield Block("thinking", thinking)
     if text := message.get("content"):
@@ -59,20 +59,22 @@ def blocks_of(message: Json) -> Iterator[Block]:
 class BlockEncoder(abc.ABC):
     """Writes the events of a streamed reply: its start, each block's opening, growth and closing, and its end."""
 
+    content_type = sse.CONTENT_TYPE
+
     def __init__(self) -> None:
         self.closed: list[Block] = []
         self.open: Block | None = None
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
-        """The stop string or token that ended the reply."""
+        """The stop string or stop token that ended the reply."""
         self.usage: Json = {}
         self._started = False
 
     def chunks(self, chunks: list[bytes]) -> bytes:
-        """Return the events that tell what chunks of the engine, stripped, tell; there may be none."""
-        return b"".join([self._tell(engine_reply.decoded(chunk)) for chunk in chunks])
+        """Return the events for some stripped chunks of the engine; there may be none."""
+        return b"".join([self._encode(engine_reply.decoded(chunk)) for chunk in chunks])
 
-    def _tell(self, chunk: Json) -> bytes:
+    def _encode(self, chunk: Json) -> bytes:
         self.usage = chunk.get("usage") or self.usage
         events = []
         if not self._started:
@@ -90,7 +92,7 @@ class BlockEncoder(abc.ABC):
         return self._close() + self.ending()
 
     def error(self, body: bytes) -> bytes:
-        """Return the event that tells of an OpenAI-shaped error in the middle of the stream."""
+        """Return the event that reports an OpenAI-shaped error in the middle of the stream."""
         return self.failing(orjson.loads(body).get("error") or {})
 
     def _grow(self, block: Block, logprobs: Json | None) -> bytes:
@@ -112,7 +114,7 @@ class BlockEncoder(abc.ABC):
 
     @abc.abstractmethod
     def starting(self, chunk: Json) -> bytes:
-        """Return the events before any block; `chunk` is the engine's first."""
+        """Return the events before any block; `chunk` is the engine's first chunk."""
 
     @abc.abstractmethod
     def opening(self, block: Block) -> bytes:
@@ -124,7 +126,7 @@ class BlockEncoder(abc.ABC):
 
     @abc.abstractmethod
     def closing(self, block: Block) -> bytes:
-        """Return the events that close a block, which is whole."""
+        """Return the events that close a complete block."""
 
     @abc.abstractmethod
     def ending(self) -> bytes:
@@ -132,14 +134,14 @@ class BlockEncoder(abc.ABC):
 
     @abc.abstractmethod
     def failing(self, error: Json) -> bytes:
-        """Return the event that tells of an error."""
+        """Return the event that reports an error."""
 
 
 def parts_of(value: Any, field: str) -> list[Json]:
-    """Return the parts that a client's field holds; none where it says nothing.
+    """Return the parts in a field of the request; an empty list for null.
 
     Raises:
-        InvalidRequest: it is no list of objects.
+        InvalidRequest: it is not a list of objects.
     """
     parts = [] if value is None else value
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
@@ -148,12 +150,12 @@ def parts_of(value: Any, field: str) -> list[Json]:
 
 
 def own_id(reply_id: str, prefix: str) -> str:
-    """Return a chat completion's id under a dialect's own prefix."""
+    """Return a chat completion's id with a dialect's own prefix."""
     return reply_id if reply_id.startswith(prefix) else prefix + reply_id.removeprefix(ChatCompletions.id_prefix)
 
 
 def parsed_arguments(text: str) -> Json:
-    """Return a tool's arguments as an object; a cut or broken text as one that holds nothing."""
+    """Return a tool's arguments as an object; broken JSON as an empty one."""
     try:
         parsed = orjson.loads(text or b"{}")
     except orjson.JSONDecodeError:

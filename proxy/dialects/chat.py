@@ -1,36 +1,51 @@
-"""`/v1/chat/completions`: the engine's own dialect, and the one that all others but completions become.
+"""`/v1/chat/completions`: the engine's own dialect. Every other dialect except completions is translated to it.
 
-The engine is always asked for token ids and logprobs; they are taken out for the ledger here, and left in the reply
-only where the client wanted them.
+The engine always returns token ids and logprobs. They are captured here and stay in the reply only if the client asked
+for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import orjson
 
 from proxy.dialects import engine_reply
-from proxy.dialects.base import Call, Captured, Choice
+from proxy.dialects.base import Action, Call, Captured, Choice, Dialect, WireRoute
+from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, TokenIds
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
-"""What the engine is always asked for, whatever the client said."""
+"""Request fields that capture always sets."""
 JSON_NAME: Mapping[type, str] = {list: "array", dict: "object", str: "string"}
 
 
-class ChatCompletions:
-    """OpenAI's chat completions, as vLLM speaks them."""
+class ChatCompletions(Dialect):
+    """OpenAI's chat completions, as vLLM serves them."""
 
     name = "chat"
-    route = "/v1/chat/completions"
+    routes: ClassVar[Sequence[WireRoute]] = (
+        WireRoute(
+            path="/v1/chat/completions",
+            summary="Sample a reply to a conversation, as OpenAI's chat completions",
+            required=("messages",),
+            properties={
+                "messages": MESSAGES,
+                "stream": STREAM,
+                "n": {"type": "integer", "minimum": 1},
+                "metadata": IDENTITY,
+            },
+        ),
+        WireRoute(method="GET", path="/v1/models", action=Action.LIST_MODELS, summary="List the served models"),
+    )
     engine_route = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
+    object_names = ("chat.completion", "chat.completion.chunk")
 
     def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
-        """Check what the proxy itself relies on; the engine judges the rest.
+        """Return the call; check only the fields that the proxy itself reads.
 
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
@@ -55,7 +70,7 @@ class ChatCompletions:
         )
 
     def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:
-        """Return what the engine is asked, so that it tells everything that capture needs."""
+        """Return the engine request, with the options that capture needs."""
         body = {**call.body, **pinned}
         if not _is_refused(body):
             body |= FORCED
@@ -66,52 +81,53 @@ class ChatCompletions:
             }
         return body
 
-    def take_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
-        """Capture a whole reply, and return it without what the client did not ask for.
+    def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
+        """Capture a whole reply; return it without the fields that the client did not ask for.
 
         Raises:
-            msgspec.DecodeError: it is no chat completion.
+            msgspec.DecodeError: it is not a chat completion.
         """
-        said = engine_reply.read_reply(raw, has_one_choice=call.num_choices == 1)
-        captured = Captured(said.reply.prompt_token_ids or [], model=said.reply.model or "")
-        for position, choice in enumerate(said.reply.choices):
+        extracted = engine_reply.read_reply(raw, has_one_choice=call.num_choices == 1)
+        reply = extracted.reply
+        captured = Captured(reply.prompt_token_ids or [], model=reply.model or "")
+        for position, choice in enumerate(reply.choices):
             captured.choices[choice.index] = Choice(
-                choice.message or {}, choice.token_ids or [], said.logprobs[position:][:1], choice.finish_reason
+                choice.message or {}, choice.token_ids or [], extracted.logprobs[position:][:1], choice.finish_reason
             )
-        shown = said.raw if call.wants_logprobs else said.rest
-        shown = shown if call.wants_token_ids else engine_reply.without_ids(shown)
-        return captured, _without_thinking(shown, "message") if _hides_thinking(call.body) else shown
+        stripped = extracted.raw if call.wants_logprobs else extracted.rest
+        stripped = stripped if call.wants_token_ids else engine_reply.without_ids(stripped)
+        return captured, _without_thinking(stripped, "message") if _hides_thinking(call.body) else stripped
 
-    def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
-        """Capture chunks of a stream, and return those that the client would have got, stripped.
+    def capture_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+        """Capture chunks of a stream; return those that the client gets, without the fields it did not ask for.
 
         Raises:
-            msgspec.DecodeError: one is no chunk of a chat completion.
+            msgspec.DecodeError: one is not a chunk of a chat completion.
         """
-        shown = []
-        has_one_choice, shows_all = call.num_choices == 1, call.wants_logprobs or call.wants_token_ids
+        kept = []
+        has_one_choice, keeps_all = call.num_choices == 1, call.wants_logprobs or call.wants_token_ids
         for event in events:
-            said = engine_reply.read_reply(event, has_one_choice=has_one_choice)
-            if _take_chunk(said, captured) or shows_all:
-                shown.append(event if call.wants_logprobs else said.rest)
-        if shown and not call.wants_token_ids:
-            shown = engine_reply.without_ids(b"\n".join(shown)).split(b"\n")
-        return [_without_thinking(chunk, "delta") for chunk in shown] if _hides_thinking(call.body) else shown
+            extracted = engine_reply.read_reply(event, has_one_choice=has_one_choice)
+            if _capture_chunk(extracted, captured) or keeps_all:
+                kept.append(event if call.wants_logprobs else extracted.rest)
+        if kept and not call.wants_token_ids:
+            kept = engine_reply.without_ids(b"\n".join(kept)).split(b"\n")
+        return [_without_thinking(chunk, "delta") for chunk in kept] if _hides_thinking(call.body) else kept
 
-    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's words are the client's
-        """Return the reply as it is."""
-        return reply
-
-    def encode_error(self, status: int, body: bytes) -> bytes:  # noqa: ARG002  as above
-        """Return the error as it is."""
-        return body
+    def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:
+        """Return a stored choice as vLLM's chat route formats it."""
+        if stream and message.get("tool_calls"):
+            calls = [{**call, "index": position} for position, call in enumerate(message["tool_calls"])]
+            message = {**message, "tool_calls": calls}
+        field = "delta" if stream else "message"
+        return {"index": index, field: message, "logprobs": None, "finish_reason": finish_reason}
 
 
 def check_kinds(body: Json, kinds: Mapping[str, type]) -> None:
     """Check the JSON types of fields that the proxy itself reads.
 
     Raises:
-        InvalidRequest: naming the first that is wrong.
+        InvalidRequest: naming the first wrong field.
     """
     for field, kind in kinds.items():
         if body.get(field) is not None and not isinstance(body[field], kind):
@@ -122,7 +138,7 @@ def number_of_choices(body: Json, max_choices: int) -> int:
     """Return `n`.
 
     Raises:
-        InvalidRequest: it is no integer, or above `max_choices`; the engine refuses what is below 1.
+        InvalidRequest: it is not an integer, or above `max_choices`; the engine refuses values below 1.
     """
     count = body.get("n")
     if count is None:
@@ -133,50 +149,50 @@ def number_of_choices(body: Json, max_choices: int) -> int:
 
 
 def _hides_thinking(body: Json) -> bool:
-    """Say whether the client wants no thinking, for which vLLM keeps ids and logprobs of the reply to itself too."""
+    """Return whether the client asked for no reasoning; vLLM then returns no token ids and logprobs either."""
     return body.get("include_reasoning") is False
 
 
 def _is_refused(body: Json) -> bool:
-    """Say whether the engine refuses the request, so that what is forced must not change its words, or its mind."""
+    """Return whether the engine refuses the request; capture's options must not change that error."""
     return not body.get("messages") or (bool(body.get("top_logprobs")) and not body.get("logprobs"))
 
 
 def _without_thinking(raw: bytes, field: str) -> bytes:
-    """Take the thinking out, and the token ids that would tell it, as vLLM does for who does not want it."""
+    """Remove the reasoning and the token ids, as vLLM does with `include_reasoning: false`."""
     reply = engine_reply.decoded(raw)
     for choice in reply["choices"]:
-        said = choice[field]
+        message = choice[field]
         if "token_ids" in choice:
             choice["token_ids"] = None
-        if field == "message" or (said and "role" not in said):
-            said["reasoning"] = None
+        if field == "message" or (message and "role" not in message):
+            message["reasoning"] = None
     return orjson.dumps(reply)
 
 
-def _take_chunk(said: engine_reply.Extracted, captured: Captured) -> bool:
-    """Capture a chunk, and say whether it tells something to a client that wants the text alone."""
-    chunk = said.reply
+def _capture_chunk(extracted: engine_reply.Extracted, captured: Captured) -> bool:
+    """Capture a chunk; return whether it holds anything for a client that asked for text only."""
+    chunk = extracted.reply
     if chunk.prompt_token_ids:
         captured.prompt_token_ids, captured.model = chunk.prompt_token_ids, chunk.model or ""
-    tells = not chunk.choices
-    for position, told in enumerate(chunk.choices):
-        choice = captured.choice(told.index)
-        if told.token_ids:
-            choice.token_ids += told.token_ids
-        if said.logprobs:
-            choice.logprobs.append(said.logprobs[position])
-        if told.finish_reason is not None:
-            choice.finish_reason, tells = told.finish_reason, True
-        if told.delta:
-            tells = True
-            for field, value in told.delta.items():
+    has_content = not chunk.choices
+    for position, part in enumerate(chunk.choices):
+        choice = captured.choice(part.index)
+        if part.token_ids:
+            choice.token_ids += part.token_ids
+        if extracted.logprobs:
+            choice.logprobs.append(extracted.logprobs[position])
+        if part.finish_reason is not None:
+            choice.finish_reason, has_content = part.finish_reason, True
+        if part.delta:
+            has_content = True
+            for field, value in part.delta.items():
                 _join(choice.message, field, value)
-    return tells
+    return has_content
 
 
 def _join(message: Json, field: str, value: Any) -> None:
-    """Add a delta's field to the message that it is a part of."""
+    """Append a delta's field to the message."""
     if field == "tool_calls":
         for part in value or ():
             _join_call(message.setdefault("tool_calls", []), part)

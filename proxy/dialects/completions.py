@@ -1,31 +1,45 @@
 """`/v1/completions`: text or token ids in, text out.
 
-There is no conversation, so every choice is the root of a chain of its own.
+There is no conversation, so every choice starts a new chain.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import orjson
 
 from proxy.dialects import engine_reply
-from proxy.dialects.base import Call, Captured, Choice
+from proxy.dialects.base import Call, Captured, Choice, Dialect, WireRoute
 from proxy.dialects.chat import check_kinds, number_of_choices
+from proxy.dialects.schemas import STREAM
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, TokenIds
 
 
-class TextCompletions:
-    """OpenAI's legacy completions, as vLLM speaks them."""
+class TextCompletions(Dialect):
+    """OpenAI's legacy completions, as vLLM serves them."""
 
     name = "completions"
-    route = "/v1/completions"
+    routes: ClassVar[Sequence[WireRoute]] = (
+        WireRoute(
+            path="/v1/completions",
+            summary="Continue a text or token ids, as OpenAI's completions",
+            required=("prompt",),
+            properties={
+                "prompt": {"type": ["string", "array"]},
+                "stream": STREAM,
+                "n": {"type": "integer", "minimum": 1},
+            },
+        ),
+    )
     engine_route = "/v1/completions"
     id_prefix = "cmpl-"
+    object_names = ("text_completion", "text_completion")
 
     def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
-        """Check what the proxy itself relies on; the engine judges the rest.
+        """Return the call; check only the fields that the proxy itself reads.
 
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
@@ -47,47 +61,43 @@ class TextCompletions:
         )
 
     def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:  # noqa: ARG002  never extended
-        """Return what the engine is asked, so that it tells everything that capture needs."""
+        """Return the engine request, with the options that capture needs."""
         logprobs = call.body.get("logprobs")
         return {**call.body, **pinned, "return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
 
-    def take_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
-        """Capture a whole reply, and return it without what the client did not ask for.
+    def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
+        """Capture a whole reply; return it without the fields that the client did not ask for.
 
         Raises:
-            msgspec.DecodeError: it is no completion.
+            msgspec.DecodeError: it is not a completion.
         """
         captured = Captured()
-        return captured, self._take(raw, captured, call)
+        return captured, self._capture(raw, captured, call)
 
-    def take_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
-        """Capture chunks of a stream, and return those that the client would have got, stripped.
+    def capture_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+        """Capture chunks of a stream; return those that the client gets, without the fields it did not ask for.
 
         Raises:
-            msgspec.DecodeError: one is no chunk of a completion.
+            msgspec.DecodeError: one is not a chunk of a completion.
         """
-        return [shown for raw in events if (shown := self._take(raw, captured, call))]
+        return [kept for raw in events if (kept := self._capture(raw, captured, call))]
 
-    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the engine's words are the client's
-        """Return the reply as it is."""
-        return reply
+    def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:  # noqa: ARG002
+        """Return a stored choice as vLLM's completions route formats it, whole or streamed alike."""
+        return {"index": index, "text": message.get("content") or "", "logprobs": None, "finish_reason": finish_reason}
 
-    def encode_error(self, status: int, body: bytes) -> bytes:  # noqa: ARG002  as above
-        """Return the error as it is."""
-        return body
-
-    def _take(self, raw: bytes, captured: Captured, call: Call) -> bytes:
+    def _capture(self, raw: bytes, captured: Captured, call: Call) -> bytes:
         reply = engine_reply.decoded(raw)
         captured.model = reply.get("model") or captured.model
-        shown = not reply["choices"]
-        for said in reply["choices"]:
-            shown = shown or bool(said.get("text") or said.get("token_ids")) or said.get("finish_reason") is not None
-            self._take_choice(said, captured, call)
-        return orjson.dumps(reply) if shown else b""
+        has_content = not reply["choices"]
+        for part in reply["choices"]:
+            has_content = has_content or bool(part.get("text") or part.get("token_ids") or part.get("finish_reason"))
+            self._capture_choice(part, captured, call)
+        return orjson.dumps(reply) if has_content else b""
 
-    def _take_choice(self, raw: Json, captured: Captured, call: Call) -> None:
+    def _capture_choice(self, raw: Json, captured: Captured, call: Call) -> None:
         choice = captured.choice(raw["index"])
-        take_text(raw, choice)
+        append_text(raw, choice)
         if not captured.prompt_token_ids:
             captured.prompt_token_ids = choice.prompt_token_ids
         for field, wanted in (
@@ -99,8 +109,8 @@ class TextCompletions:
                 raw[field] = None
 
 
-def take_text(raw: Json, choice: Choice) -> None:
-    """Add what one choice of a reply or chunk says to what is known of it."""
+def append_text(raw: Json, choice: Choice) -> None:
+    """Append one choice of a reply or chunk to what was captured of it so far."""
     choice.message["content"] = (choice.message["content"] or "") + (raw.get("text") or "")
     choice.prompt_token_ids = raw.get("prompt_token_ids") or choice.prompt_token_ids
     choice.token_ids += raw.get("token_ids") or []
@@ -112,7 +122,7 @@ def number_of_prompts(prompt: Any) -> int:
     """Return how many prompts a request holds: a text, texts, token ids, or lists of token ids.
 
     Raises:
-        InvalidRequest: it is none of these.
+        InvalidRequest: it has another type.
     """
     if isinstance(prompt, str) and prompt:
         return 1

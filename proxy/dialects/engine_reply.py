@@ -1,8 +1,8 @@
-"""What the engine tells beyond what the client asked for: cut out of the bytes before the rest of a reply is decoded.
+"""Cut the logprobs and token ids out of an engine reply before the rest of it is decoded.
 
-One decision: a reply's logprobs, ten times as long as all the rest, are never decoded on a call's way. They are found
-by the text around them, taken out as they stand, and read where they are stored. What the client did not ask for
-becomes `null` in its reply; every other byte stays as the engine wrote it.
+Logprobs are ten times as long as the rest of a reply, so the call's path never decodes them: they are located by the
+text around them, cut out as bytes, and decoded by the writer. Fields that the client did not ask for become `null` in
+its reply; every other byte stays as the engine wrote it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import orjson
 from turnwise.types import Json
 
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
-"""Token ids, of a prompt as well, with the end of their key."""
+"""A list of token ids (sampled or prompt), with the end of its key."""
 NULL = b"null"
 
 
 class EngineChoice(msgspec.Struct):
-    """One choice of a reply, or of a chunk of a stream."""
+    """One choice of a whole reply or of a stream's chunk."""
 
     index: int
     message: Json | None = None
-    """Of a whole reply."""
+    """Set in a whole reply."""
     delta: Json | None = None
-    """Of a chunk."""
+    """Set in a chunk."""
     finish_reason: str | None = None
     logprobs: None = None
-    """They have been taken out."""
+    """Always null: they have been cut out."""
     token_ids: list[int] | None = None
 
 
 class EngineReply(msgspec.Struct):
-    """A chat completion, or a chunk of one, as far as a call's way needs it."""
+    """The fields of a chat completion, or of a chunk, that the relay needs."""
 
     choices: list[EngineChoice]
     model: str | None = None
@@ -44,15 +44,15 @@ class EngineReply(msgspec.Struct):
 
 
 class Extracted(NamedTuple):
-    """A reply or chunk taken apart."""
+    """A reply or chunk, split into its parts."""
 
     raw: bytes
     rest: bytes
-    """The same without logprobs."""
+    """`raw` without logprobs."""
     reply: EngineReply
-    """What the rest says."""
+    """`rest`, decoded."""
     logprobs: list[bytes]
-    """JSON of each choice's logprobs, as they are listed in the reply; empty where there are none."""
+    """JSON of each choice's logprobs, in the reply's order; empty without logprobs."""
 
 
 class _Sampled(msgspec.Struct, gc=False):
@@ -71,66 +71,66 @@ _logprobs = msgspec.json.Decoder(list[_Logprobs | None])
 
 
 def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
-    """Take a chat completion, or a chunk of one, apart.
+    """Split a chat completion, or a chunk of one.
 
     Args:
-        raw: what the engine said.
-        has_one_choice: no more than one; several are decoded whole, to tell whose logprobs are whose.
+        raw: the engine's bytes.
+        has_one_choice: whether it has at most one choice; several choices are decoded completely, to assign logprobs.
 
     Raises:
-        msgspec.DecodeError: it is no chat completion.
+        msgspec.DecodeError: it is not a chat completion.
     """
     if has_one_choice:
         try:
             rest, logprobs = _cut_logprobs(raw)
             return Extracted(raw, rest, _reply.decode(rest), logprobs)
         except msgspec.ValidationError:
-            pass  # the logprobs are still there, written in another way
+            pass  # the logprobs are formatted in another way and were not cut out
     rest, logprobs = _decode_logprobs(raw)
     return Extracted(raw, rest, _reply.decode(rest), logprobs)
 
 
 def without_ids(replies: bytes) -> bytes:
-    """Return replies or chunks, one or many, with `null` for every list of token ids."""
+    """Return one or several replies or chunks with `null` for every list of token ids."""
     return IDS.sub(b'token_ids":null', replies)
 
 
 def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
-    """Return the logprobs of the sampled tokens; none if what the engine said of them cannot be read."""
+    """Return the logprobs of the sampled tokens; an empty list if the JSON has another shape."""
     found: list[float | None] = []
     try:
-        for told in _logprobs.decode(b"[%b]" % b",".join(pieces)):
-            if told is not None:
-                found += [sampled.logprob for sampled in told.content or ()] + (told.token_logprobs or [])
+        for piece in _logprobs.decode(b"[%b]" % b",".join(pieces)):
+            if piece is not None:
+                found += [sampled.logprob for sampled in piece.content or ()] + (piece.token_logprobs or [])
     except msgspec.DecodeError:
         return []
     return found
 
 
 def decoded(raw: bytes) -> Any:
-    """Decode JSON whole.
+    """Decode JSON.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        msgspec.DecodeError: it is not JSON.
     """
     return msgspec.json.decode(raw)
 
 
 def _cut_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:
-    """Return a reply of one choice without its logprobs, and these.
+    """Return a reply of one choice without its logprobs, and the logprobs.
 
-    They stand between two texts, written as vLLM writes them, that no JSON string holds: it would have to escape the
-    quotes. Where they stand otherwise they are left in place.
+    They are located by the text before and after them, as vLLM writes it; no JSON string can contain these texts,
+    because it escapes quotes. Logprobs in any other format stay in place.
     """
     begin = raw.find(b'"logprobs":{') + len(b'"logprobs":')
-    stop = raw.rfind(b'},"finish_reason":') + 1  # from behind, where it is near
+    stop = raw.rfind(b'},"finish_reason":') + 1  # searched from the end, which is nearer
     if not len(b'"logprobs":') <= begin < stop:
         return raw, []
     return b"".join((raw[:begin], NULL, raw[stop:])), [raw[begin:stop]]
 
 
 def _decode_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:
-    """Do the same for any number of choices, however they are written."""
+    """Do the same for any number of choices in any JSON formatting."""
     reply, found = decoded(raw), []
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):

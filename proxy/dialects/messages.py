@@ -1,23 +1,25 @@
-"""`/v1/messages`: Anthropic's Messages, as a chat call to the engine.
+"""`/v1/messages`: Anthropic's Messages, translated to a chat call.
 
-What the engine sees and what is stored is the chat conversation: a tool result is a message of its own, thinking is the
-reply's reasoning. A reply goes back in blocks, and the same blocks sent again become the same chat message, which is
-what lets the next call extend the turn.
+The engine and the store see the chat conversation: a tool result is a message of its own, thinking is the reply's
+reasoning. The reply goes back as blocks. The same blocks in the next request become the same chat message, so the next
+call extends the turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import orjson
 
 from proxy.dialects import engine_reply
-from proxy.dialects.base import Call
+from proxy.dialects.base import Action, Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments, parts_of
 from proxy.dialects.chat import ChatCompletions, check_kinds
+from proxy.dialects.schemas import MESSAGES, STREAM
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
+from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 
 ERROR_TYPES = {
@@ -30,12 +32,12 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""HTTP status → Anthropic's name for the error; anything else is an `api_error`."""
+"""HTTP status → Anthropic's error type; any other status is an `api_error`."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"xhigh": "high", "max": "high"}
-"""Anthropic's efforts that the engine does not know, and the nearest that it does."""
+"""Anthropic's efforts that the engine does not know → the nearest one that it knows."""
 BOOKKEEPING = "x-anthropic-billing-header"
-"""Opens a block of the system prompt that is the client's own and changes from call to call."""
+"""Prefix of a system block that only Anthropic's service reads, and that changes with every call."""
 TRANSLATED = frozenset(
     {
         *("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"),
@@ -52,7 +54,31 @@ class Messages(ChatCompletions):
     """Anthropic's Messages."""
 
     name = "messages"
-    route = "/v1/messages"
+    routes: ClassVar[Sequence[WireRoute]] = (
+        WireRoute(
+            path="/v1/messages",
+            summary="Sample a reply, as Anthropic's messages",
+            required=("messages", "max_tokens"),
+            properties={
+                "messages": MESSAGES,
+                "max_tokens": {"type": "integer", "minimum": 1},
+                "stream": STREAM,
+            },
+        ),
+        WireRoute(
+            path="/v1/messages/count_tokens",
+            action=Action.COUNT_TOKENS,
+            summary="Count a prompt's tokens, as Anthropic's",
+            required=("messages",),
+            properties={"messages": MESSAGES},
+        ),
+    )
+    error_prefixes = ("/v1/messages",)
+    error_schema: ClassVar[Json] = {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {"type": {"const": "error"}},
+    }
     id_prefix = "msg_"
 
     def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
@@ -71,17 +97,27 @@ class Messages(ChatCompletions):
         call.encoder = MessageEncoder(self.id_prefix)
         return call
 
-    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the reply says it all
+    def resume(self, call: Call, earlier: TurnView) -> None:
+        """Put the thread's conversation before the call's messages; a thread keeps the tools it was created with."""
+        super().resume(call, earlier)
+        if earlier.tools and not call.tools:
+            call.body["tools"] = earlier.tools
+
+    def count_request(self, body: Json) -> Json:
+        """Return the chat request that the same message request would become."""
+        return chat_body(body)
+
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the reply has all that is needed
         """Return a chat reply as a message of blocks."""
-        said = engine_reply.decoded(reply)
-        choice = said["choices"][0]
+        decoded = engine_reply.decoded(reply)
+        choice = decoded["choices"][0]
         blocks = list(blocks_of(choice["message"]))
-        message = _head(said, self.id_prefix)
+        message = _head(decoded, self.id_prefix)
         message |= {
-            "content": [_whole(block, message["id"]) for block in blocks],
+            "content": [_whole_block(block, message["id"]) for block in blocks],
             "stop_reason": stop_reason(choice.get("finish_reason"), choice.get("stop_reason"), blocks),
             "stop_sequence": _stop_sequence(choice.get("stop_reason")),
-            "usage": _usage(said.get("usage") or {}),
+            "usage": _usage(decoded.get("usage") or {}),
         }
         return orjson.dumps(message)
 
@@ -91,14 +127,14 @@ class Messages(ChatCompletions):
             error = orjson.loads(body)["error"]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             error = {"message": body.decode(errors="replace")}
-        told = _error(error, ERROR_TYPES.get(status, "api_error"))
+        encoded = _error(error, ERROR_TYPES.get(status, "api_error"))
         if error.get("code") == "previous_response_not_found":
-            told["error"]["details"] = {"error_code": "thread_not_found"}
-        return orjson.dumps(told)
+            encoded["error"]["details"] = {"error_code": "thread_not_found"}
+        return orjson.dumps(encoded)
 
 
 class MessageEncoder(BlockEncoder):
-    """Anthropic's events."""
+    """Writes Anthropic's events."""
 
     def __init__(self, id_prefix: str) -> None:
         super().__init__()
@@ -114,11 +150,11 @@ class MessageEncoder(BlockEncoder):
 
     def opening(self, block: Block) -> bytes:
         """Open a block."""
-        shown = {
+        contents = {
             "thinking": {"type": "thinking", "thinking": "", "signature": ""},
             "text": {"type": "text", "text": ""},
         }
-        content = shown.get(block.kind) or _tool_use(block) | {"input": {}}
+        content = contents.get(block.kind) or _tool_use(block) | {"input": {}}
         return named_event("content_block_start", {"index": len(self.closed), "content_block": content})
 
     def growing(self, block: Block, logprobs: Json | None) -> bytes:  # noqa: ARG002  Anthropic has none
@@ -128,21 +164,21 @@ class MessageEncoder(BlockEncoder):
         return self._delta({"type": kind, field: block.text})
 
     def closing(self, block: Block) -> bytes:
-        """Close a block; thinking is signed first."""
-        signed = b""
+        """Close a block; thinking gets its signature first."""
+        signature = b""
         if block.kind == "thinking":
-            signed = self._delta({"type": "signature_delta", "signature": self._message_id})
-        return signed + named_event("content_block_stop", {"index": len(self.closed)})
+            signature = self._delta({"type": "signature_delta", "signature": self._message_id})
+        return signature + named_event("content_block_stop", {"index": len(self.closed)})
 
     def ending(self) -> bytes:
-        """Say why the reply ended, and end it."""
+        """End the message with its stop reason and usage."""
         reason = stop_reason(self.finish_reason, self.stop_reason, self.closed)
         delta = {"stop_reason": reason, "stop_sequence": _stop_sequence(self.stop_reason)}
         usage = {"output_tokens": self.usage.get("completion_tokens", 0)}
         return named_event("message_delta", {"delta": delta, "usage": usage}) + named_event("message_stop", {})
 
     def failing(self, error: Json) -> bytes:
-        """Tell of an error."""
+        """Report an error."""
         body = _error(error, ERROR_TYPES.get(error.get("code") or 0, "api_error"))
         return named_event("error", {"error": body["error"]})
 
@@ -151,7 +187,7 @@ class MessageEncoder(BlockEncoder):
 
 
 def stop_reason(finish_reason: str | None, stop: Any, blocks: list[Block]) -> str:
-    """Return Anthropic's word for why a reply ended."""
+    """Return Anthropic's name for the reason that ended a reply."""
     if finish_reason == "length":
         return "max_tokens"
     if any(block.kind == "tool" for block in blocks):
@@ -160,10 +196,10 @@ def stop_reason(finish_reason: str | None, stop: Any, blocks: list[Block]) -> st
 
 
 def chat_body(body: Json) -> Json:
-    """Return the chat request that asks for the same.
+    """Translate a request to a chat request.
 
     Raises:
-        InvalidRequest: it asks for what the engine cannot do, or in a way that cannot be read.
+        InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
     """
     check_kinds(body, {"messages": list, "tools": list, "thinking": dict, "output_config": dict, "tool_choice": dict})
     chat = {field: value for field, value in body.items() if field not in TRANSLATED | IGNORED}
@@ -185,10 +221,10 @@ def chat_body(body: Json) -> Json:
 
 
 def chat_messages(messages: list[Any]) -> Iterator[Json]:
-    """Yield the chat messages that say the same.
+    """Translate messages to chat messages.
 
     Raises:
-        InvalidRequest: a message or block that cannot be read.
+        InvalidRequest: a message or block has the wrong shape.
     """
     for message in messages:
         if not isinstance(message, dict):
@@ -236,7 +272,7 @@ def _chat_tool_call(block: Json) -> Json:
 
 
 def _user_messages(blocks: list[Json]) -> Iterator[Json]:
-    """Yield a message per tool result, then one of all the rest."""
+    """Yield one message per tool result, then one message with all other blocks."""
     rest = []
     for block in blocks:
         if block.get("type") != "tool_result":
@@ -259,7 +295,7 @@ def _user_messages(blocks: list[Json]) -> Iterator[Json]:
 
 
 def _chat_part(block: Json) -> Json:
-    """Return a text or picture as chat has it."""
+    """Translate a text or image block to a chat part."""
     check_kinds(block, {"source": dict})
     source = block.get("source") or {}
     match block.get("type"), source.get("type"):
@@ -301,7 +337,7 @@ def _chat_tool_choice(choice: Json) -> Json:
 
 
 def _previous_message_id(thread: Any) -> str | None:
-    """Return the message that a call goes on from; None where the conversation is sent whole."""
+    """Return the id of the message that a call continues; None if the request holds the whole conversation."""
     if not isinstance(thread, dict) or thread.get("type") != "continue":
         return None
     previous = thread.get("previous_message_id")
@@ -324,7 +360,7 @@ def _head(reply: Json, id_prefix: str) -> Json:
     return {"id": own_id(reply["id"], id_prefix), "type": "message", "role": "assistant", "model": reply["model"]}
 
 
-def _whole(block: Block, message_id: str) -> Json:
+def _whole_block(block: Block, message_id: str) -> Json:
     match block.kind:
         case "thinking":
             return {"type": "thinking", "thinking": block.text, "signature": message_id}

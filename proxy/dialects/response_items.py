@@ -14,10 +14,10 @@ TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_te
 
 
 def chat_messages(given: Any) -> list[Json]:
-    """Return the chat messages that say what the input items say.
+    """Translate input items to chat messages.
 
     Raises:
-        InvalidRequest: an item that cannot be read.
+        InvalidRequest: an item has the wrong shape or an unknown type.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -53,7 +53,7 @@ def _add_item(messages: list[Json], item: Any) -> None:
 
 
 def _open_reply(messages: list[Json], *, unless_holds: tuple[str, ...]) -> Json:
-    """Return the reply that an item is a part of: the last message, unless that cannot take it, else a new one."""
+    """Return the assistant message of an item: the last message if it can take the item, else a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(last.get(field) for field in unless_holds):
         last = {"role": "assistant", "content": None}
@@ -67,7 +67,7 @@ def _chat_tool_call(item: Json) -> Json:
 
 
 def _chat_content(content: Any) -> Any:
-    """Return text where there is only text, else chat's parts."""
+    """Return a text if all parts are text, else chat parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [_chat_part(part) for part in parts_of(content, "input")]
@@ -89,7 +89,7 @@ def _chat_part(part: Json) -> Json:
 
 
 def _text(parts: Any) -> str:
-    """Return what the parts of a reply say, which is one text cut into parts."""
+    """Join the parts of a reply's text."""
     if parts is None or isinstance(parts, str):
         return parts or ""
     return "".join(str(part.get("text") or part.get("refusal") or "") for part in parts_of(parts, "input"))

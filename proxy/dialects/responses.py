@@ -1,27 +1,30 @@
-"""`/v1/responses`: OpenAI's Responses, as a chat call to the engine.
+"""`/v1/responses`: OpenAI's Responses, translated to a chat call.
 
-The items of one reply (thinking, text, function calls) are one chat message; sent again as input they become that same
-message, which is what lets the next call extend the turn. `previous_response_id` names a stored turn, so nothing is
-kept here between calls.
+The items of one reply (thinking, text, function calls) are one chat message. The same items in the next request become
+the same message, so the next call extends the turn. `previous_response_id` names a stored turn, so the dialect itself
+keeps no state between calls.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import orjson
 
 from proxy.dialects import engine_reply
-from proxy.dialects.base import Call
+from proxy.dialects.base import Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
 from proxy.dialects.chat import ChatCompletions, check_kinds
 from proxy.dialects.response_items import chat_messages, chat_tool_choice, chat_tools, output_item
+from proxy.dialects.schemas import IDENTITY, STREAM
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
+from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 
 LOGPROBS = "message.output_text.logprobs"
-"""What a client includes to get logprobs."""
+"""Value of `include` that requests logprobs."""
 TRANSLATED = frozenset(
     {"input", "instructions", "tools", "tool_choice", "text", "reasoning", "max_output_tokens", "stream_options"}
 )
@@ -31,16 +34,23 @@ IGNORED = frozenset(
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "truncation", "top_logprobs"),
     }
 )
-"""Fields that are handled apart, or are about OpenAI's own service."""
+"""Fields that are handled elsewhere or concern only OpenAI's own service."""
 UNSERVED = ("background", "conversation", "prompt")
-"""Fields that ask for state which is not kept here."""
+"""Fields that need server-side state that the proxy does not keep."""
 
 
 class Responses(ChatCompletions):
     """OpenAI's Responses."""
 
     name = "responses"
-    route = "/v1/responses"
+    routes: ClassVar[Sequence[WireRoute]] = (
+        WireRoute(
+            path="/v1/responses",
+            summary="Sample a reply, as OpenAI's responses",
+            required=("input",),
+            properties={"input": {"type": ["string", "array"]}, "stream": STREAM, "metadata": IDENTITY},
+        ),
+    )
     id_prefix = "resp_"
 
     def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
@@ -50,32 +60,44 @@ class Responses(ChatCompletions):
             InvalidRequest: naming the field and what is wrong with it.
         """
         call = super().parse(chat_body(body), max_choices=max_choices, max_messages=max_messages)
-        call.asked = body
+        call.original = body
         call.wants_token_ids = False
         call.previous_turn_id = body.get("previous_response_id")
         call.notes = {"instructions": True} if body.get("instructions") else {}
         call.encoder = ResponseEncoder(self.id_prefix, body)
         return call
 
+    def resume(self, call: Call, earlier: TurnView) -> None:
+        """Put the stored conversation before the call's messages.
+
+        Instructions hold for one response only: the earlier ones are dropped, the call's own come first.
+        """
+        own, before = call.messages, earlier.messages
+        if earlier.turn.sampling.get("instructions"):
+            before = before[1:]
+        num_instructions = 1 if call.notes.get("instructions") else 0
+        call.messages = [*own[:num_instructions], *before, earlier.turn.response, *own[num_instructions:]]
+        call.body["messages"] = call.messages
+
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
         """Return a chat reply as a response of items."""
-        said = engine_reply.decoded(reply)
-        choice = said["choices"][0]
-        response = _head(said, self.id_prefix, call.asked)
+        decoded = engine_reply.decoded(reply)
+        choice = decoded["choices"][0]
+        response = _head(decoded, self.id_prefix, call.original)
         blocks = list(blocks_of(choice["message"])) or [Block("text", "")]
-        logprobs = shown_logprobs(choice.get("logprobs"))
+        logprobs = content_logprobs(choice.get("logprobs"))
         output = [output_item(block, index, response["id"], logprobs) for index, block in enumerate(blocks)]
-        response |= _ended(choice.get("finish_reason"), said.get("usage") or {}) | {"output": output}
+        response |= _ending(choice.get("finish_reason"), decoded.get("usage") or {}) | {"output": output}
         return orjson.dumps(response)
 
 
 class ResponseEncoder(BlockEncoder):
-    """OpenAI's events for a response."""
+    """Writes OpenAI's events for a response."""
 
-    def __init__(self, id_prefix: str, asked: Json) -> None:
+    def __init__(self, id_prefix: str, request: Json) -> None:
         super().__init__()
         self._id_prefix = id_prefix
-        self._asked = asked
+        self._request = request
         self._response: Json = {}
         self._items: list[Json] = []
         self._logprobs: list[Json] = []
@@ -83,12 +105,12 @@ class ResponseEncoder(BlockEncoder):
 
     def starting(self, chunk: Json) -> bytes:
         """Open the response."""
-        self._response = _head(chunk, self._id_prefix, self._asked)
+        self._response = _head(chunk, self._id_prefix, self._request)
         created = self._event("response.created", response=self._response)
         return created + self._event("response.in_progress", response=self._response)
 
     def opening(self, block: Block) -> bytes:
-        """Open an item, and the part of it that will grow."""
+        """Open an item and its only part."""
         item = self._item(block) | {"status": "in_progress"}
         if block.kind == "tool":
             return self._item_event("response.output_item.added", item=item)
@@ -103,9 +125,9 @@ class ResponseEncoder(BlockEncoder):
             case "thinking":
                 return self._part_event("response.reasoning_text.delta", block, delta=block.text)
             case _:
-                shown = shown_logprobs(logprobs)
-                self._logprobs += shown
-                return self._part_event("response.output_text.delta", block, delta=block.text, logprobs=shown)
+                added = content_logprobs(logprobs)
+                self._logprobs += added
+                return self._part_event("response.output_text.delta", block, delta=block.text, logprobs=added)
 
     def closing(self, block: Block) -> bytes:
         """Close the part and its item."""
@@ -117,8 +139,8 @@ class ResponseEncoder(BlockEncoder):
             case "thinking":
                 ended = self._part_event("response.reasoning_text.done", block, text=block.text)
             case _:
-                said = {"text": block.text, "logprobs": self._logprobs}
-                ended = self._part_event("response.output_text.done", block, **said)
+                whole = {"text": block.text, "logprobs": self._logprobs}
+                ended = self._part_event("response.output_text.done", block, **whole)
         if block.kind != "tool":
             ended += self._part_event("response.content_part.done", block, part=item["content"][0])
         ended += self._item_event("response.output_item.done", item=item)
@@ -126,19 +148,19 @@ class ResponseEncoder(BlockEncoder):
         return ended
 
     def ending(self) -> bytes:
-        """End the response, which says all of it once more."""
+        """End the response; the last event repeats all of it."""
         events = b""
         if not self._items:
             nothing = Block("text", "")
             events = self.opening(nothing) + self.closing(nothing)
-        ended = _ended(self.finish_reason, self.usage)
+        ended = _ending(self.finish_reason, self.usage)
         whole = self._response | ended | {"output": self._items}
         return events + self._event(f"response.{ended['status']}", response=whole)
 
     def failing(self, error: Json) -> bytes:
-        """Tell of an error."""
-        told = {"code": str(error.get("code")), "message": error.get("message"), "param": error.get("param")}
-        return self._event("error", **told)
+        """Report an error."""
+        fields = {"code": str(error.get("code")), "message": error.get("message"), "param": error.get("param")}
+        return self._event("error", **fields)
 
     def _item(self, block: Block) -> Json:
         return output_item(block, len(self._items), self._response["id"], self._logprobs)
@@ -157,10 +179,10 @@ class ResponseEncoder(BlockEncoder):
 
 
 def chat_body(body: Json) -> Json:
-    """Return the chat request that asks for the same.
+    """Translate a request to a chat request.
 
     Raises:
-        InvalidRequest: it asks for what the engine cannot do, or in a way that cannot be read.
+        InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
     """
     check_kinds(body, {"tools": list, "text": dict, "reasoning": dict, "include": list, "instructions": str})
     check_kinds(body, {"previous_response_id": str})
@@ -174,8 +196,8 @@ def chat_body(body: Json) -> Json:
         chat["tools"] = chat_tools(tools)
     if (choice := body.get("tool_choice")) is not None and ("tools" in chat or choice != "auto"):
         chat["tool_choice"] = chat_tool_choice(choice)
-    if (most := body.get("max_output_tokens")) is not None:
-        chat["max_completion_tokens"] = most
+    if (limit := body.get("max_output_tokens")) is not None:
+        chat["max_completion_tokens"] = limit
     if effort := (body.get("reasoning") or {}).get("effort"):
         chat["reasoning_effort"] = effort
     if wanted := _response_format((body.get("text") or {}).get("format") or {}):
@@ -187,8 +209,8 @@ def chat_body(body: Json) -> Json:
     return chat
 
 
-def shown_logprobs(logprobs: Json | None) -> list[Json]:
-    """Return a choice's logprobs as a text part shows them; none where the client asked for none."""
+def content_logprobs(logprobs: Json | None) -> list[Json]:
+    """Return a choice's logprobs as a text part has them; none if the client asked for none."""
     return list((logprobs or {}).get("content") or ())
 
 
@@ -203,8 +225,8 @@ def _response_format(wanted: Json) -> Json | None:
     return {"type": "json_object"} if wanted.get("type") == "json_object" else None
 
 
-def _head(reply: Json, id_prefix: str, asked: Json) -> Json:
-    """Return a response that has just begun; it repeats what was asked."""
+def _head(reply: Json, id_prefix: str, request: Json) -> Json:
+    """Return a response that has just started; it repeats fields of the request."""
     repeated: Json = {
         "parallel_tool_calls": True,
         "tool_choice": "auto",
@@ -227,11 +249,11 @@ def _head(reply: Json, id_prefix: str, asked: Json) -> Json:
         "output": [],
         "store": True,
         "usage": None,
-        **{field: default if asked.get(field) is None else asked[field] for field, default in repeated.items()},
+        **{field: default if request.get(field) is None else request[field] for field, default in repeated.items()},
     }
 
 
-def _ended(finish_reason: str | None, usage: Json) -> Json:
+def _ending(finish_reason: str | None, usage: Json) -> Json:
     cut = finish_reason == "length"
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0

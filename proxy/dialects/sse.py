@@ -1,4 +1,4 @@
-"""Server-sent events as vLLM sends them: `data: …` and an empty line, cut anywhere by the network."""
+"""Server-sent events as vLLM sends them: `data: …` and an empty line; the network may split them anywhere."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 import orjson
 
 DONE = b"[DONE]"
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
 SEPARATOR = b"\n\n"
 PREFIX = b"data: "
 
 
 class EventBuffer:
-    """Turns a byte stream into whole events' data."""
+    """Splits a byte stream into the data of complete events."""
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of every event that is whole by now, without `data: `; other fields are dropped."""
+        """Add bytes; return the data of each event that is now complete. Other fields than `data` are dropped."""
         self._pending += data
         if b"\r" in self._pending:
             self._pending = self._pending.replace(b"\r\n", b"\n")
@@ -29,7 +30,7 @@ class EventBuffer:
 
     @property
     def pending(self) -> bytes:
-        """What has come of an event that is not whole yet."""
+        """The bytes of an incomplete event."""
         return self._pending
 
 
@@ -39,14 +40,15 @@ def event(data: bytes) -> bytes:
 
 
 def named_event(name: str, data: dict[str, Any]) -> bytes:
-    """Frame one event of a format that names its events, and repeats the name in the data."""
+    """Frame one named event; its data repeats the name as `type`."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **data}))
 
 
 class Verbatim:
-    """Writes a stream as the engine does."""
+    """Writes the engine's own events."""
 
     __slots__ = ()
+    content_type = CONTENT_TYPE
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Frame chunks."""

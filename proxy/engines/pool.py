@@ -145,11 +145,11 @@ class Engine:
         finally:
             self.gate.set()
 
-    def refuse_deadly(self, body: Json) -> None:
-        """Refuse what would end this engine, and every call on it.
+    def reject_prompt_logprobs(self, body: Json) -> None:
+        """Reject requests for prompt logprobs on an engine with LoRA: they end the engine and all its calls.
 
-        A vLLM with LoRA dies of logprobs for the prompt's own tokens as soon as another call runs beside. `echo` asks
-        for them too, in chat even without `logprobs`.
+        A vLLM with LoRA crashes on prompt logprobs as soon as another call runs at the same time. `echo` requests them
+        too, on the chat route even without `logprobs`.
 
         Raises:
             InvalidRequest: naming the field.

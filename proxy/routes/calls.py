@@ -1,7 +1,7 @@
-"""The data plane: what an OpenAI client calls, each route also under `/sessions/{session_id}`.
+"""The endpoint that samples, for every dialect.
 
-Plain ASGI rather than FastAPI: this is the hot path, the body is the engine's to judge, and a client that leaves must
-be seen at once.
+It is plain ASGI rather than FastAPI: this is the hot path, the engine validates the body, and a disconnected client
+must be noticed at once.
 """
 
 from __future__ import annotations
@@ -10,54 +10,36 @@ import asyncio
 import logging
 import os
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
 
-import orjson
-from starlette.routing import Route
-
-from proxy import problems
-from proxy.asgi import STREAM_HEADERS, App, Receive, Scope, Send, parse_object, read_body, send_whole
+from proxy.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.auth import Principal
 from proxy.calls.relay import ClientLeft
 from proxy.calls.replays import Key, rebuilt_answer, replay_key
 from proxy.connections import LEFT
 from proxy.continuation.sessions import check_id
-from proxy.dialects.base import Call, Dialect, Encoder
-from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.completions import TextCompletions
-from proxy.dialects.messages import Messages, chat_body
-from proxy.dialects.responses import Responses
-from proxy.dialects.resuming import resume
-from proxy.dialects.sse import Verbatim
+from proxy.dialects.base import Call, Dialect, WireRoute
+from proxy.routes.reply import Reply
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from proxy.services import Services
 
 log = logging.getLogger(__name__)
 MAX_STEP = 2**31 - 1
 MAX_STEP_DIGITS = 10
 MAX_KEY_LENGTH = 256
-COUNTED_FIELDS = (
-    "model",
-    "messages",
-    "tools",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-)
-"""What a prompt is rendered from."""
 
 
-class Completions:
-    """A route that samples, in one dialect."""
+class Sample:
+    """One route that samples, in one dialect."""
 
-    def __init__(self, services: Services, dialect: Dialect) -> None:
+    def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
         self._services = services
         self._dialect = dialect
+        self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -69,21 +51,22 @@ class Completions:
         except TurnwiseError as error:
             await reply.fail(error, self._services)
         except Exception:  # the request's outermost edge: the client must get an answer, and the log the traceback
-            log.exception("a call failed in a way that nobody foresaw")
+            log.exception("a call failed with an unexpected error")
             await reply.fail(
                 StoreError("the proxy failed to serve this call; its log has the traceback, retry"), self._services
             )
 
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         services = self._services
-        headers = dict(scope["headers"])
+        query = query_of(scope)
+        headers = self._dialect.normalise_headers(dict(scope["headers"]), query)
         principal = await services.authenticator.authenticate(headers)
         principal.require("call")
         settings = services.settings
         raw = await read_body(
             receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
         )
-        call = self._read_call(raw, scope, headers)
+        call = self._read_call(raw, scope, headers, query)
         reply.encoder = call.encoder
         if call.previous_turn_id is not None:
             await self._resume(call, principal.tenant)
@@ -94,7 +77,7 @@ class Completions:
     async def _answer(
         self, call: Call, principal: Principal, key: Key, reply: Reply, left: asyncio.Future[None]
     ) -> None:
-        """Answer a repetition from the call that it repeats, anything else from the engine."""
+        """Answer a retry with the first call's answer, and any other call from the engine."""
         services = self._services
         earlier = services.replays.find(call, key)
         if earlier is not None:
@@ -130,7 +113,7 @@ class Completions:
         return answer
 
     async def _resume(self, call: Call, tenant: str) -> None:
-        """Put the conversation of the turn that the call goes on from in front of it, and the call into its session."""
+        """Put the previous turn's conversation before the call's messages, and the call into the turn's session."""
 
         def read(turn_id: str) -> TurnView:
             with self._services.database.read() as connection:
@@ -144,22 +127,23 @@ class Completions:
                 f"previous response {call.previous_turn_id!r} is not stored; send the whole conversation",
                 code="previous_response_not_found",
             ) from error
-        resume(call, earlier)
+        self._dialect.resume(call, earlier)
         call.session_id = call.session_id or earlier.turn.session_id
 
-    def _read_call(self, raw: bytes, scope: Scope, headers: dict[bytes, bytes]) -> Call:
+    def _read_call(self, raw: bytes, scope: Scope, headers: dict[bytes, bytes], query: dict[str, str]) -> Call:
         settings = self._services.settings
         body = parse_object(raw, max_depth=settings.max_json_depth)
+        body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
         call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
         identify(call, scope, headers)
         return call
 
 
 def identify(call: Call, scope: Scope, headers: dict[bytes, bytes]) -> None:
-    """Fill in which session and step a call says it belongs to.
+    """Set the session, step and idempotency key that the request names.
 
     Raises:
-        InvalidRequest: a session id or a step that cannot be one, or an idempotency key that is too long.
+        InvalidRequest: an invalid session id or step, or an idempotency key that is too long.
     """
     metadata = call.body.get("metadata") or {}
     in_path = scope.get("path_params", {}).get("session_id")
@@ -191,133 +175,7 @@ def _idempotency_key(raw: bytes) -> str:
     return raw.decode("latin-1")
 
 
-class Reply:
-    """One reply on its way: it knows whether its head has been sent, and so how it can still fail."""
-
-    def __init__(self, send: Send, dialect: Dialect) -> None:
-        self._send = send
-        self._dialect = dialect
-        self._started = False
-        self.encoder: Encoder = Verbatim()
-        """Writes the error that a stream ends with."""
-        self.parts: list[bytes] = []
-        """The events that were sent."""
-
-    async def again(self, answer: bytes, *, stream: bool) -> None:
-        """Send an answer that was given before."""
-        if not stream:
-            await self.whole(answer)
-            return
-        await self.part(answer)
-        await self.end()
-
-    async def whole(self, body: bytes) -> None:
-        """Send all of it."""
-        self._started = True
-        await send_whole(self._send, 200, body)
-
-    async def part(self, data: bytes) -> None:
-        """Send some events."""
-        if not self._started:
-            self._started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        self.parts.append(data)
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def end(self) -> None:
-        """Close a stream."""
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def fail(self, error: TurnwiseError, services: Services) -> None:
-        """Answer an error: with its status, or as the stream's last event."""
-        status, body, headers = problems.answer(error)
-        services.metrics.refused.labels(problems.lookup(error)[2]).inc()
-        if not self._started:
-            await send_whole(self._send, status, self._dialect.encode_error(status, body), headers)
-            return
-        await self.part(self.encoder.error(body))
-        await self.end()
-
-
-class Models:
-    """`GET /v1/models`: what the engine serves."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  ASGI's signature
-        """Serve one request."""
-        reply = Reply(send, ChatCompletions())
-        try:
-            principal: Principal = await self._services.authenticator.authenticate(dict(scope["headers"]))
-            engine = self._services.pool.route(principal.key_id)
-            await reply.whole(orjson.dumps(await engine.ask("GET", "/v1/models")))
-        except TurnwiseError as error:
-            await reply.fail(error, self._services)
-
-
-class TokenCount:
-    """`POST /v1/messages/count_tokens`: how long the prompt would be, by the engine's own template and tokenizer."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        reply = Reply(send, Messages())
-        try:
-            await reply.whole(orjson.dumps({"input_tokens": await self._count(scope, receive)}))
-        except TurnwiseError as error:
-            await reply.fail(error, self._services)
-
-    async def _count(self, scope: Scope, receive: Receive) -> int:
-        services, settings = self._services, self._services.settings
-        principal = await services.authenticator.authenticate(dict(scope["headers"]))
-        principal.require("call")
-        raw = await read_body(
-            receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
-        )
-        asked = chat_body(parse_object(raw, max_depth=settings.max_json_depth))
-        rendered = {field: asked[field] for field in COUNTED_FIELDS if field in asked}
-        answer = await services.pool.route(principal.key_id).ask("POST", "/tokenize", rendered)
-        return int(answer["count"])
-
-
-def endpoints(services: Services) -> dict[tuple[str, str], App]:
-    """Return what serves the data plane, by method and path."""
-    dialects: tuple[Dialect, ...] = (ChatCompletions(), TextCompletions(), Messages(), Responses())
-    found: dict[tuple[str, str], App] = {("POST", each.route): Completions(services, each) for each in dialects}
-    return found | {
-        ("GET", "/v1/models"): Models(services),
-        ("POST", "/v1/messages/count_tokens"): TokenCount(services),
-    }
-
-
-def routes(served: dict[tuple[str, str], App]) -> list[Route]:
-    """Return the endpoints as routes, each also under `/sessions/{session_id}`, for all that is asked of a router."""
-    return [
-        Route(prefix + path, endpoint, methods=[method])
-        for prefix in ("", "/sessions/{session_id}")
-        for (method, path), endpoint in served.items()
-    ]
-
-
-class Shortcut:
-    """The app, with the data plane's endpoints found by their path alone: a framework tries its routes one by one."""
-
-    def __init__(self, app: FastAPI) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request here, or pass it on to the framework."""
-        endpoint = self._find(scope) if scope["type"] == "http" else None
-        await (endpoint or self._app)(scope, receive, send)
-
-    def _find(self, scope: Scope) -> App | None:
-        path: str = scope["path"]
-        served: dict[tuple[str, str], App] = self._app.state.endpoints
-        if not path.startswith("/sessions/"):
-            return served.get((scope["method"], path))
-        session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
-        scope["path_params"] = {"session_id": session_id}
-        return served.get((scope["method"], slash + rest))
+def query_of(scope: Scope) -> dict[str, str]:
+    """Return the query parameters of a request."""
+    raw: bytes = scope.get("query_string", b"")
+    return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}

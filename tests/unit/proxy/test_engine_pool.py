@@ -181,9 +181,9 @@ def test_an_engine_counts_as_one_with_lora_from_its_first_adapter_on():
 
     def use(pool: EnginePool) -> None:
         engine = pool.engines[0]
-        engine.refuse_deadly({"prompt_logprobs": 1})
+        engine.reject_prompt_logprobs({"prompt_logprobs": 1})
         engine.adapters[3] = Lane(engine, 3, adapter_name(3))
         with pytest.raises(InvalidRequest, match="`prompt_logprobs` would end the engine"):
-            engine.refuse_deadly({"prompt_logprobs": 0})
+            engine.reject_prompt_logprobs({"prompt_logprobs": 0})
 
     with_pool(use)

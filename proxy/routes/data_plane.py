@@ -1,0 +1,147 @@
+"""The data plane: the routes of all registered dialects, each also under `/sessions/{session_id}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.routing import Route, compile_path
+
+from proxy.asgi import App, Receive, Scope, Send, parse_object, read_body
+from proxy.auth import Principal
+from proxy.dialects import registry
+from proxy.dialects.base import Action, Dialect, WireRoute
+from proxy.routes.calls import Sample, query_of
+from proxy.routes.reply import Reply
+from turnwise.errors import NotFound, TurnwiseError
+from turnwise.types import Json
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from proxy.services import Services
+
+COUNTED_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Fields of a chat request that the engine renders a prompt from."""
+
+
+class Query:
+    """One route that answers without sampling, in one dialect."""
+
+    def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
+        self._services = services
+        self._dialect = dialect
+        self._route = route
+        answers: dict[Action, Callable[[Scope, Receive, Principal], Awaitable[Json]]] = {
+            Action.COUNT_TOKENS: self._count_tokens,
+            Action.LIST_MODELS: self._list_models,
+            Action.GET_MODEL: self._get_model,
+        }
+        self._answer = answers[route.action]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        reply = Reply(send, self._dialect)
+        try:
+            headers = self._dialect.normalise_headers(dict(scope["headers"]), query_of(scope))
+            principal = await self._services.authenticator.authenticate(headers)
+            await reply.whole(orjson.dumps(await self._answer(scope, receive, principal)))
+        except TurnwiseError as error:
+            await reply.fail(error, self._services)
+
+    async def _count_tokens(self, scope: Scope, receive: Receive, principal: Principal) -> Json:
+        """Return the length of a prompt, by the engine's own template and tokenizer."""
+        principal.require("call")
+        services, settings = self._services, self._services.settings
+        raw = await read_body(
+            receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
+        )
+        body = parse_object(raw, max_depth=settings.max_json_depth)
+        body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
+        request = self._dialect.count_request(body)
+        rendered = {field: request[field] for field in COUNTED_FIELDS if field in request}
+        answer = await services.pool.route(principal.key_id).ask("POST", "/tokenize", rendered)
+        return self._dialect.encode_count(int(answer["count"]))
+
+    async def _list_models(self, scope: Scope, receive: Receive, principal: Principal) -> Json:  # noqa: ARG002
+        return self._dialect.encode_models(await self._models(principal))
+
+    async def _get_model(self, scope: Scope, receive: Receive, principal: Principal) -> Json:  # noqa: ARG002
+        name = scope["path_params"]["model"]
+        for model in await self._models(principal):
+            if model["id"] == name:
+                return self._dialect.encode_model(model)
+        raise NotFound(f"model {name!r} is not served; GET /v1/models lists the served models", code="model_not_found")
+
+    async def _models(self, principal: Principal) -> list[Json]:
+        answer = await self._services.pool.route(principal.key_id).ask("GET", "/v1/models")
+        models: list[Json] = answer["data"]
+        return models
+
+
+class Endpoints:
+    """The data plane's ASGI endpoints, by method and path."""
+
+    def __init__(self, services: Services) -> None:
+        self.routes: list[Route] = []
+        """All endpoints as routes of the framework, with and without the session's prefix."""
+        self._exact: dict[tuple[str, str], App] = {}
+        self._patterns: list[tuple[str, re.Pattern[str], App]] = []
+        for dialect in registry.DIALECTS:
+            for route in dialect.routes:
+                endpoint = (Sample if route.action is Action.SAMPLE else Query)(services, dialect, route)
+                self._add(route, endpoint)
+
+    def _add(self, route: WireRoute, endpoint: App) -> None:
+        if "{" in route.path:
+            self._patterns.append((route.method, compile_path(route.path)[0], endpoint))
+        else:
+            self._exact[route.method, route.path] = endpoint
+        for prefix in ("", registry.SESSION_PREFIX):
+            self.routes.append(Route(prefix + route.path, endpoint, methods=[route.method]))
+
+    def find(self, method: str, path: str) -> tuple[App, dict[str, Any]] | None:
+        """Return the endpoint of a path without session prefix, and its path parameters."""
+        if endpoint := self._exact.get((method, path)):
+            return endpoint, {}
+        for served_method, pattern, endpoint in self._patterns:
+            if method == served_method and (match := pattern.match(path)):
+                return endpoint, match.groupdict()
+        return None
+
+
+class DataPlane:
+    """Serves the data plane's routes, and passes all other requests to the app.
+
+    The routes are found by one dictionary lookup; the framework would try all routes one by one.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request here, or pass it to the app."""
+        endpoint = self._find(scope) if scope["type"] == "http" else None
+        await (endpoint or self._app)(scope, receive, send)
+
+    def _find(self, scope: Scope) -> App | None:
+        path: str = scope["path"]
+        endpoints: Endpoints = self._app.state.endpoints
+        params = {}
+        if path.startswith("/sessions/"):
+            session_id, slash, rest = path.removeprefix("/sessions/").partition("/")
+            path, params = slash + rest, {"session_id": session_id}
+        found = endpoints.find(scope["method"], path)
+        if found is None:
+            return None
+        scope["path_params"] = {**found[1], **params}
+        return found[0]

@@ -1,0 +1,75 @@
+"""A wire format is one registry entry: its routes, error shape and descriptions need no change anywhere else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import ClassVar
+
+import orjson
+import pytest
+from fastapi.testclient import TestClient
+
+from proxy.app import create_app
+from proxy.connections import LEFT
+from proxy.dialects import registry
+from proxy.dialects.base import WireRoute
+from proxy.dialects.chat import ChatCompletions
+from proxy.routes.data_plane import DataPlane
+from proxy.settings import ProxySettings
+from turnwise.fake_engine import running_fake_engine
+from turnwise.store.database import Database
+
+
+class Shouted(ChatCompletions):
+    """A wire format of the test's own: chat under another path, with errors in one upper-case field."""
+
+    name = "shouted"
+    routes: ClassVar = (WireRoute(path="/shout/{model:path}:now", summary="Shout", required=("messages",)),)
+    error_prefixes = ("/shout",)
+    error_schema: ClassVar = {"type": "object", "required": ["OOPS"]}
+    id_prefix = "shout-"
+
+    def merge_url(self, body, route, params, query):
+        return {**body, "model": params["model"], "stop": query.get("stop")}
+
+    def encode_error(self, status, body):
+        return orjson.dumps({"OOPS": orjson.loads(body)["error"]["message"].upper()})
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch) -> Iterator[TestClient]:
+    monkeypatch.setattr(registry, "DIALECTS", (*registry.DIALECTS, Shouted()))
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    database.close()
+    with running_fake_engine() as engine:
+        app = create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off"))
+        with TestClient(connected(DataPlane(app))) as client:
+            yield client
+
+
+def connected(app):
+    """Return the app behind a server whose clients never disconnect."""
+
+    async def serve(scope, receive, send):
+        await app({**scope, "extensions": {LEFT: asyncio.get_running_loop().create_future()}}, receive, send)
+
+    return serve
+
+
+def test_a_registered_dialect_is_served_described_and_answers_errors_in_its_own_shape(client: TestClient) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hello there"}]}
+    for prefix in ("", "/sessions/s1"):
+        reply = client.post(f"{prefix}/shout/fake:now?stop=there", json=asked)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"][0]["message"]["content"] == "Hello "
+        assert client.post(f"{prefix}/shout/fake:now", json={"messages": 1}).json()["OOPS"].startswith("`MESSAGES`")
+        assert "NOT FOUND" in client.get(f"{prefix}/shout/nothing").json()["OOPS"]
+    (turn,) = client.get("/v1/sessions/s1/turns").json()["data"]
+    assert turn["dialect"] == "shouted"
+    paths = client.get("/openapi.json").json()["paths"]
+    operation = paths["/sessions/{session_id}/shout/{model}:now"]["post"]
+    assert [each["name"] for each in operation["parameters"]][:2] == ["session_id", "model"]
+    assert operation["responses"]["4XX"]["content"]["application/json"]["schema"] == Shouted.error_schema
