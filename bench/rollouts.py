@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.store import ledger, queries
+from turnwise.store import experiences, ledger
 from turnwise.store.database import Database
 from turnwise.types import Experience, Reward, Session, Turn
 
@@ -85,9 +85,9 @@ def play(database: Database, size: Size, num_sessions: int, num_turns: int) -> N
 
 def read(database: Database, num_turns: int, merge: Literal["turn", "chain"]) -> Sequence[Experience]:
     """Return the sessions of one length, one experience a chain or one a turn."""
-    wanted = queries.SessionFilter(task_id=f"{num_turns}")
+    wanted = experiences.SessionFilter(task_id=f"{num_turns}")
     with database.read() as connection:
-        return list(queries.experiences(connection, wanted, merge=merge))
+        return list(experiences.experiences(connection, wanted, merge=merge))
 
 
 def _turns(session_id: str, size: Size, num_turns: int, number: int) -> list[Turn]:

@@ -13,13 +13,11 @@ import hashlib
 import hmac
 import time
 from collections.abc import Mapping
-from typing import Literal
 
 from turnwise.errors import Forbidden, Unauthorized
 from turnwise.store import keys
 from turnwise.store.database import Database
 
-Role = Literal["agent", "trainer", "admin"]
 SESSION_KEY_PREFIX = "tws-"
 CACHE_SECONDS = 5.0
 """How long a verified key is believed without asking the store again; a revoked one works for no longer than that."""

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.settings import Settings
-from turnwise.store import claims, groups, policies, queries
+from turnwise.store import claims, experiences, groups, policies, queries
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.types import Experience, PolicyVersion, UpdateRecord
@@ -118,7 +118,7 @@ class LedgerSource:
             self._lease = _Lease(self._db, claim, self._rule.lease_seconds)
             with self._db.read() as conn:
                 found = list(
-                    queries.experiences_of_groups(
+                    experiences.experiences_of_groups(
                         conn, claim.group_pks, reward_bonus_coeff=self._rule.reward_bonus_coeff
                     )
                 )
@@ -146,7 +146,7 @@ class LedgerSource:
         if freed:
             log.info("took up %d groups that an earlier process of %r held", freed, self._rule.trainer_id)
         with self._db.write() as conn:
-            if queries.newest_policy(conn) is None:
+            if policies.newest_policy(conn) is None:
                 policies.publish_policy(conn, base)
 
     def last_update(self) -> UpdateRecord | None:
@@ -157,14 +157,14 @@ class LedgerSource:
     def newest_version(self) -> int:
         """Return the highest version that was ever published, those that failed included."""
         with self._db.read() as conn:
-            newest, _ = queries.policies(conn, limit=1)
+            newest, _ = policies.list_policies(conn, limit=1)
         return newest[0].version if newest else 0
 
     def versions_in_use(self) -> set[int]:
         """Return the active, the pinned and the newest good version."""
         with self._db.read() as conn:
-            found = [queries.active_policy(conn), queries.newest_policy(conn)]
-            pinned = queries.pinned_version(conn)
+            found = [policies.active_policy(conn), policies.newest_policy(conn)]
+            pinned = policies.pinned_version(conn)
         return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
 
     def stop(self) -> None:

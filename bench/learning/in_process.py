@@ -24,7 +24,7 @@ from openai.types.chat import ChatCompletion
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from proxy.continuation.chat_template import ChatTemplate, Reply
-from turnwise.store import ledger, queries
+from turnwise.store import ledger, policies
 from turnwise.store.database import Database
 from turnwise.types import Json, Session, Turn
 
@@ -159,12 +159,12 @@ class InProcessProxy:
     def follow(self) -> int:
         """Serve the newest published version, as a reload does; return it."""
         with self._db.read() as conn:
-            newest = queries.newest_policy(conn)
+            newest = policies.newest_policy(conn)
         if newest is not None and newest.version != self._version:
             self._sampler.load(Path(newest.path))
             self._version = newest.version
             with self._db.write() as conn:
-                ledger.activate_policy(conn, newest.version)
+                policies.activate_policy(conn, newest.version)
         return self._version
 
     def open(self, sessions: Sequence[Session]) -> list[Chain]:

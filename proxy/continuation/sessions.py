@@ -25,7 +25,7 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, InvalidRequest
-from turnwise.store import ledger, queries
+from turnwise.store import ledger, lineage, queries
 from turnwise.store.database import Database
 from turnwise.types import Outcome, Session, SessionStatus, TokenIds
 
@@ -154,7 +154,7 @@ class Sessions:
                 )
             )
 
-    def _read_unknown(self, live: LiveSession) -> list[queries.TurnView]:
+    def _read_unknown(self, live: LiveSession) -> list[lineage.TurnView]:
         session, known = live.session, set(live.forest.by_id)
         with self._database.read() as connection:
             index = queries.history_index(connection, session.tenant, session.session_id)

@@ -24,7 +24,7 @@ from proxy.reload.loader import Loader, own_model, serves
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, LeaseLost, StoreError, TurnwiseError
-from turnwise.store import leases, policies, queries
+from turnwise.store import leases, policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
@@ -107,9 +107,11 @@ class Reloader:
     async def _wanted(self) -> Wanted:
         def read() -> Wanted:
             with self._database.read() as connection:
-                pinned = queries.pinned_version(connection)
-                active = queries.active_policy(connection)
-                target = queries.newest_policy(connection) if pinned is None else queries.policy(connection, pinned)
+                pinned = policies.pinned_version(connection)
+                active = policies.active_policy(connection)
+                target = (
+                    policies.newest_policy(connection) if pinned is None else policies.get_policy(connection, pinned)
+                )
                 if target is not None and target.status is PolicyStatus.FAILED:
                     target = active
                 return Wanted(target, active, policies.canary_policy(connection), pinned is not None)

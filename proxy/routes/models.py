@@ -1,19 +1,25 @@
-"""What the control plane answers, as the OpenAPI document says it.
+"""Models of the control plane's answers, for the OpenAPI document.
 
-One decision: these models describe, they do not filter. Answers are encoded from our own records by one fast call; a
-test holds every answer to its model, which costs nothing in service, where a page may carry a million token ids.
+The models of records follow from the records in `turnwise.types`. They describe answers and do not filter them:
+answers are encoded from our own records by one fast call, and a test holds every answer to its model. That costs
+nothing in service, where a page may carry a million token ids.
 """
 
 from __future__ import annotations
 
-import datetime
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import typing
 from typing import Any, Literal
 
 import orjson
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from turnwise.types import Credit, Json, Outcome, PolicyKind, PolicyStatus, SessionStatus, Split
+from turnwise.types import Json, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn
 
 
 class Answer(BaseModel):
@@ -40,94 +46,88 @@ class ErrorAnswer(Answer):
     error: Problem
 
 
-class SessionAnswer(Answer):
-    """One run of an agent."""
-
-    session_id: str
-    task_id: str | None
-    run: int
-    group_id: str | None
-    group_size: int | None
-    split: Split
-    credit: Credit
-    gamma: float
-    sampling: dict[str, Any]
-    metadata: dict[str, Any]
-    status: SessionStatus
-    termination_reason: str | None
-    reward: float | None
-    num_turns: int
-    num_chains: int
-    created_at: datetime.datetime
-    last_active_at: datetime.datetime
-    ended_at: datetime.datetime | None
+HIDDEN: dict[type, frozenset[str]] = {
+    Session: frozenset({"tenant"}),
+    Reward: frozenset({"tenant"}),
+    PolicyVersion: frozenset(),
+    Turn: frozenset(
+        {
+            "tenant",
+            "prompt_delta",
+            "history_digest",
+            "messages_digest",
+            "dialogue_digest",
+            "request_key",
+            "inferred_by",
+        }
+    ),
+}
+"""Fields of each record that the API does not show."""
 
 
-class NewSessionAnswer(SessionAnswer):
-    """A session, with what its agent needs to call the model in it."""
-
-    base_url: str
-    """What an OpenAI client takes as `base_url`."""
-    api_key: str
-    """A key for this session alone."""
+PUBLIC: dict[type, tuple[str, ...]] = {
+    record: tuple(each.name for each in dataclasses.fields(record) if each.name not in hidden)
+    for record, hidden in HIDDEN.items()
+}
+"""Fields of each record that the API shows."""
 
 
-class RewardAnswer(Answer):
-    """One line of the reward ledger."""
+def answer_model(name: str, record: type, doc: str, **extra: Any) -> type[Answer]:
+    """Return the model of a record's JSON: the record's public fields, with their docstrings as descriptions.
 
-    reward_id: int | None
-    session_id: str
-    turn_id: str | None
-    step: int | None
-    value: float
-    name: str
-    source: str | None
-    written_by: str | None
-    created_at: datetime.datetime
-
-
-class TurnAnswer(Answer):
-    """One model call, with its whole prompt."""
-
-    turn_id: str
-    session_id: str
-    parent_turn_id: str | None
-    chain_id: str
-    seq: int
-    step: int | None
-    dialect: str
-    model: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    sampling: dict[str, Any]
-    response: dict[str, Any]
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str | None
-    outcome: Outcome
-    reason: str | None
-    policy_version_first: int
-    policy_version_last: int
-    rewards: list[RewardAnswer]
-    created_at: datetime.datetime
-    ttft_seconds: float | None
-    duration_seconds: float
+    Args:
+        name: The model's name in the OpenAPI document.
+        record: The record's dataclass.
+        doc: What one of them is.
+        extra: Further fields, or other types of the record's own, as `pydantic.create_model` takes them.
+    """
+    kinds, docs = typing.get_type_hints(record), field_docs(record)
+    fields = {each: (_json_type(kinds[each]), Field(description=docs.get(each))) for each in PUBLIC[record]}
+    return create_model(name, __base__=Answer, __doc__=doc, **{**fields, **extra})
 
 
-class PolicyAnswer(Answer):
-    """A version of the served model."""
+def page_model(name: str, row: type[Answer], doc: str, **extra: Any) -> type[Answer]:
+    """Return the model of a page of these rows."""
+    return create_model(name, __base__=Page, __doc__=doc, data=(list[row], ...), has_more=(bool, ...), **extra)  # type: ignore[valid-type]
 
-    version: int
-    path: str
-    kind: PolicyKind
-    status: PolicyStatus
-    update_id: int | None
-    metrics: dict[str, Any]
-    error: str | None
-    reload_seconds: float | None
-    created_at: datetime.datetime
-    activated_at: datetime.datetime | None
+
+def field_docs(record: type) -> dict[str, str]:
+    """Return the docstring under each field of a class."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
+    docs = {}
+    for before, after in itertools.pairwise(typing.cast("ast.ClassDef", body).body):
+        match before, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
+def _json_type(kind: Any) -> Any:
+    return {TokenIds: list[int], Logprobs: list[float]}.get(kind, kind)
+
+
+SessionAnswer = answer_model("SessionAnswer", Session, "One run of an agent.")
+NewSessionAnswer = answer_model(
+    "NewSessionAnswer",
+    Session,
+    "A session, with what its agent needs to call the model in it.",
+    base_url=(str, Field(description="What an OpenAI client takes as `base_url`.")),
+    api_key=(str, Field(description="A key for this session alone.")),
+)
+RewardAnswer = answer_model("RewardAnswer", Reward, "One line of the reward ledger.")
+TurnAnswer = answer_model(
+    "TurnAnswer",
+    Turn,
+    "One model call, with its whole prompt.",
+    messages=(list[Json], Field(description="The messages of the whole prompt.")),
+    tools=(list[Json] | None, Field(description="The tool schemas of its chain.")),
+    prompt_token_ids=(list[int], Field(description="The whole prompt. [P]")),
+    rewards=(
+        list[RewardAnswer],  # type: ignore[valid-type]
+        Field(description="Its own reward lines and those of its step, in order of arrival."),
+    ),
+)
+PolicyAnswer = answer_model("PolicyAnswer", PolicyVersion, "A version of the served model.")
 
 
 class ReachedAnswer(Answer):
@@ -148,27 +148,14 @@ class RewardsAnswer(Page):
     data: list[ReachedAnswer]
 
 
-class SessionPage(Page):
-    """Some sessions."""
-
-    data: list[SessionAnswer]
-    has_more: bool
-
-
-class TurnPage(Page):
-    """Some turns."""
-
-    data: list[TurnAnswer]
-    has_more: bool
-
-
-class PolicyPage(Page):
-    """Some policy versions."""
-
-    data: list[PolicyAnswer]
-    has_more: bool
-    pinned_version: int | None
-    """The version that a person pinned; null follows the newest."""
+SessionPage = page_model("SessionPage", SessionAnswer, "Some sessions.")
+TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
+PolicyPage = page_model(
+    "PolicyPage",
+    PolicyAnswer,
+    "Some policy versions.",
+    pinned_version=(int | None, Field(description="The version that a person pinned; null follows the newest.")),
+)
 
 
 def says(model: type[Answer]) -> dict[int | str, dict[str, Any]]:

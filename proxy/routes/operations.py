@@ -16,7 +16,7 @@ from proxy.routes.openapi import describe
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from turnwise.errors import StoreError
-from turnwise.store import queries
+from turnwise.store import policies, queries
 
 router = APIRouter(tags=["operations"])
 
@@ -85,7 +85,7 @@ async def readyz(services: Annotated[Services, Depends(services_of)]) -> Respons
 def _store_error(services: Services) -> str | None:
     try:
         with services.database.read() as connection:
-            queries.active_policy(connection)
+            policies.active_policy(connection)
     except StoreError as error:
         return str(error)
     return None

@@ -12,10 +12,10 @@ from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
 from proxy.routes.limits import Count, LimitedRoute
 from proxy.routes.models import PolicyAnswer, PolicyPage, answer, says
-from proxy.routes.serialise import caller, page, policy_json
+from proxy.routes.serialise import caller, page, record_json
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint
-from turnwise.store import policies, queries
+from turnwise.store import policies
 from turnwise.types import Json, PolicyKind
 
 router = APIRouter(prefix="/v1/policies", route_class=LimitedRoute, tags=["policies"])
@@ -58,9 +58,9 @@ async def list_policies(
 
     def read() -> Json:
         with services.database.read() as connection:
-            found, more = queries.policies(connection, limit=limit, after=after)
-            pinned = queries.pinned_version(connection)
-            return {**page([policy_json(policy) for policy in found], more), "pinned_version": pinned}
+            found, more = policies.list_policies(connection, limit=limit, after=after)
+            pinned = policies.pinned_version(connection)
+            return {**page([record_json(policy) for policy in found], more), "pinned_version": pinned}
 
     return answer(await asyncio.to_thread(read))
 
@@ -78,7 +78,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     published = await services.writer.do(
         policies.publish_next, wanted.path, wanted.kind, metrics=wanted.metrics, version=wanted.version
     )
-    return answer(policy_json(published))
+    return answer(record_json(published))
 
 
 @router.post("/{version}/activate", responses=says(PolicyAnswer))
@@ -89,4 +89,4 @@ async def activate_policy(
     principal.require("activate")
     pin = (how or Activation()).pin
 
-    return answer(policy_json(await services.writer.do(policies.choose_policy, version, pin=pin)))
+    return answer(record_json(await services.writer.do(policies.choose_policy, version, pin=pin)))

@@ -19,7 +19,7 @@ from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
 from proxy.routes.models import RewardsAnswer, answer, says
 from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
-from turnwise.store import ledger, queries
+from turnwise.store import experiences, ledger
 from turnwise.types import Credit, Reward, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["rewards"])
@@ -128,13 +128,13 @@ async def list_experiences(
 ) -> StreamingResponse:
     """Give what would be trained as JSON Lines, under the sessions' own credit policy or, as a dry run, another."""
     principal.require("experiences")
-    wanted = queries.SessionFilter(
+    wanted = experiences.SessionFilter(
         tenant=principal.tenant, session_id=session_id, task_id=task_id, group_id=group_id, split=split, status=status
     )
 
     def lines() -> Generator[bytes]:
         with services.exports.read() as connection:
-            for experience in queries.experiences(
+            for experience in experiences.experiences(
                 connection, wanted, credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, merge=merge
             ):
                 yield orjson.dumps(experience_json(experience)) + b"\n"

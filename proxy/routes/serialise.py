@@ -8,9 +8,10 @@ from typing import Any
 from fastapi import Request
 
 from proxy.auth import Principal
+from proxy.routes.models import PUBLIC
 from proxy.services import services_of
 from turnwise.store.lineage import TurnView
-from turnwise.types import Experience, Json, PolicyVersion, Reward, Session
+from turnwise.types import Experience, Json, PolicyVersion, Reward, Session, Turn
 
 
 async def caller(request: Request) -> Principal:
@@ -27,54 +28,21 @@ def page(rows: list[Json], has_more: bool) -> Json:
     return {"object": "list", "data": rows, "has_more": has_more}
 
 
-def session_json(session: Session) -> Json:
-    """Return a session as the API shows it."""
-    shown = dataclasses.asdict(session)
-    del shown["tenant"]
-    return shown
-
-
-def reward_json(reward: Reward) -> Json:
-    """Return one line of the ledger as the API shows it."""
-    shown = dataclasses.asdict(reward)
-    del shown["tenant"]
-    return shown
+def record_json(record: Session | Reward | PolicyVersion) -> Json:
+    """Return a record as the API shows it."""
+    return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 
 
 def turn_json(view: TurnView) -> Json:
     """Return a turn as the API shows it: with its whole prompt."""
-    turn = view.turn
-    return {
-        "turn_id": turn.turn_id,
-        "session_id": turn.session_id,
-        "parent_turn_id": turn.parent_turn_id,
-        "chain_id": turn.chain_id,
-        "seq": turn.seq,
-        "step": turn.step,
-        "dialect": turn.dialect,
-        "model": turn.model,
+    shown = {name: getattr(view.turn, name) for name in PUBLIC[Turn]}
+    return shown | {
         "messages": view.messages,
         "tools": view.tools,
-        "sampling": turn.sampling,
-        "response": turn.response,
-        "prompt_token_ids": view.prompt_token_ids.tolist(),
-        "token_ids": turn.token_ids.tolist(),
-        "logprobs": [float(value) for value in turn.logprobs],
-        "finish_reason": turn.finish_reason,
-        "outcome": turn.outcome.value,
-        "reason": turn.reason,
-        "policy_version_first": turn.policy_version_first,
-        "policy_version_last": turn.policy_version_last,
-        "rewards": [reward_json(reward) for reward in view.rewards],
-        "created_at": turn.created_at,
-        "ttft_seconds": turn.ttft_seconds,
-        "duration_seconds": turn.duration_seconds,
+        "prompt_token_ids": view.prompt_token_ids,
+        "rewards": [record_json(reward) for reward in view.rewards],
+        "logprobs": view.turn.logprobs.astype(float),
     }
-
-
-def policy_json(policy: PolicyVersion) -> Json:
-    """Return a policy version as the API shows it."""
-    return dataclasses.asdict(policy)
 
 
 def experience_json(experience: Experience) -> Json:

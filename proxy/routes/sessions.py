@@ -13,10 +13,10 @@ from proxy.auth import Principal
 from proxy.continuation.sessions import SESSION_ID, check_id
 from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
 from proxy.routes.models import NewSessionAnswer, SessionAnswer, SessionPage, TurnAnswer, TurnPage, answer, says
-from proxy.routes.serialise import caller, page, session_json, turn_json
+from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
-from turnwise.store import ledger, queries
+from turnwise.store import experiences, ledger, queries
 from turnwise.types import Credit, Json, Reward, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
@@ -62,7 +62,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     origin = services.settings.public_url or str(request.base_url)
     return answer(
         {
-            **session_json(live.session),
+            **record_json(live.session),
             "base_url": f"{origin.rstrip('/')}/sessions/{session_id}/v1",
             "api_key": services.authenticator.session_key(principal.tenant, session_id),
         }
@@ -82,14 +82,14 @@ async def list_sessions(
 ) -> Response:
     """List this tenant's sessions, newest first."""
     principal.require("read")
-    wanted = queries.SessionFilter(
+    wanted = experiences.SessionFilter(
         tenant=principal.tenant, task_id=task_id, group_id=group_id, split=split, status=status
     )
 
     def read() -> Json:
         with services.database.read() as connection:
             found, more = queries.sessions(connection, wanted, limit=limit, after=after)
-            return page([session_json(session) for session in found], more)
+            return page([record_json(session) for session in found], more)
 
     return answer(await asyncio.to_thread(read))
 
@@ -102,7 +102,7 @@ async def get_session(session_id: Id, services: Here, principal: Caller) -> Resp
 
     def read() -> Json:
         with services.database.read() as connection:
-            return session_json(queries.session(connection, principal.tenant, session_id))
+            return record_json(queries.session(connection, principal.tenant, session_id))
 
     return answer(await asyncio.to_thread(read))
 
@@ -157,4 +157,4 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     )
     services.sessions.forget(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
-    return answer(session_json(session))
+    return answer(record_json(session))

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from support.proxies import RunningProxy
 
 from trainer.loop.evaluator import LedgerEvaluator
-from turnwise.store import ledger, queries
+from turnwise.store import policies, queries
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -101,13 +101,13 @@ def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
 def test_a_version_that_engines_refuse_is_not_waited_for(proxy, database, tmp_path, caplog):
     """What is served is played instead, the gauges say which version that was, and the refused one gets no figures."""
     with database.write() as connection:
-        ledger.publish_policy(connection, PolicyVersion(version=7, path=str(tmp_path / "nothing")))
+        policies.publish_policy(connection, PolicyVersion(version=7, path=str(tmp_path / "nothing")))
     found = evaluator(database, proxy, ("eval", 1.0, 1)).evaluate(7)
     assert (found["policy_version"], found["num_sessions"]) == (0, 1)
     assert "not served yet" not in caplog.text
     with database.read() as connection:
-        assert queries.policy(connection, 7).status is PolicyStatus.FAILED
-        assert "eval" not in queries.policy(connection, 7).metrics
+        assert policies.get_policy(connection, 7).status is PolicyStatus.FAILED
+        assert "eval" not in policies.get_policy(connection, 7).metrics
 
 
 def test_a_command_that_fails_is_reported_and_evaluates_nothing(proxy, database, tmp_path, caplog):

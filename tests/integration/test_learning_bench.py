@@ -15,8 +15,8 @@ from proxy.continuation.chat_template import load_chat_template
 from trainer.loop.off_policy import ReplayBuffer
 from turnwise.demo import trail
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
-from turnwise.store import queries
-from turnwise.store.filters import SessionFilter
+from turnwise.store import policies, queries
+from turnwise.store.experiences import SessionFilter
 from turnwise.types import Credit, PolicyStatus
 
 BENCH = Path(__file__).parents[2] / "bench" / "learning"
@@ -100,7 +100,7 @@ def test_the_stored_logprobs_are_those_of_the_published_weights(start):
     run.play_groups()
     checked = set()
     with run.db.read() as conn:
-        published, _ = queries.policies(conn, limit=10)
+        published, _ = policies.list_policies(conn, limit=10)
     models = {policy.version: AutoModelForCausalLM.from_pretrained(policy.path).eval() for policy in published}
     for turns in turns_by_session(run).values():
         tokens = []
@@ -125,7 +125,7 @@ def test_updates_are_one_version_behind_the_play_and_are_served_next(start):
         staleness.append(run.update()["staleness_mean"])
     assert staleness == [0.0, 1.0]
     with run.db.read() as conn:
-        published, _ = queries.policies(conn, limit=10)
+        published, _ = policies.list_policies(conn, limit=10)
     assert {policy.version: policy.status for policy in published} == {
         0: PolicyStatus.RETIRED,
         1: PolicyStatus.RETIRED,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from turnwise.store import evaluations, queries
+from turnwise.store import evaluations, experiences, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyStatus, Session, SessionStatus, Split
 
@@ -76,7 +76,7 @@ class LedgerEvaluator:
     def _over(self) -> list[Session]:
         """Return the newest eval sessions that are over."""
         with self._db.read() as conn:
-            found, _ = queries.sessions(conn, queries.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
+            found, _ = queries.sessions(conn, experiences.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
         return [one for one in found if one.status is not SessionStatus.OPEN]
 
     def _wait_until_served(self, version: int) -> None:
@@ -84,7 +84,7 @@ class LedgerEvaluator:
         deadline = time.monotonic() + SERVED_SECONDS
         while time.monotonic() < deadline:
             with self._db.read() as conn:
-                policy, pinned = queries.policy(conn, version), queries.pinned_version(conn)
+                policy, pinned = policies.get_policy(conn, version), policies.pinned_version(conn)
             if policy.status not in COMING or pinned not in (None, version):
                 return
             time.sleep(POLL_SECONDS)

@@ -22,7 +22,7 @@ from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource, Source
-from turnwise.store import queries
+from turnwise.store import experiences
 from turnwise.store.database import Database
 from turnwise.types import Experience, Json
 
@@ -92,7 +92,7 @@ class ReplayBuffer:
     def read(self, group_pks: Sequence[int], reward_bonus_coeff: float) -> list[Experience]:
         """Return the groups' experiences with the rewards that they have by now."""
         with self._db.read() as conn:
-            return list(queries.experiences_of_groups(conn, group_pks, reward_bonus_coeff=reward_bonus_coeff))
+            return list(experiences.experiences_of_groups(conn, group_pks, reward_bonus_coeff=reward_bonus_coeff))
 
     @staticmethod
     def entries(buffer: Json) -> list[Entry]:

@@ -302,7 +302,7 @@ def _filter_options(command: Any) -> Any:
 
 def _filter_of(given: dict[str, Any]) -> Any:
     """Take the options that narrow sessions out of a command's."""
-    filters, records = import_module("turnwise.store.filters"), import_module("turnwise.types")
+    filters, records = import_module("turnwise.store.experiences"), import_module("turnwise.types")
     kinds = {"split": records.Split, "status": records.SessionStatus}
     names = ("tenant", "task_id", "group_id", "session_id", "split", "status")
     narrowed = {name: given.pop(name) for name in names}

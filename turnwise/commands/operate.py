@@ -16,8 +16,7 @@ import numpy as np
 
 from turnwise.store import keys, queries
 from turnwise.store.database import Database
-from turnwise.store.experiences import experiences
-from turnwise.store.filters import SessionFilter
+from turnwise.store.experiences import SessionFilter, experiences
 from turnwise.types import Credit, Experience, Json
 
 

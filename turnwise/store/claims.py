@@ -1,9 +1,9 @@
-"""How the trainer takes groups: claim, lease, ack.
+"""Claim, lease and acknowledgement of groups by a trainer.
 
-One decision: a claim is a fencing token per group, one higher each time the group changes hands, and the transaction
-that records an update checks every token. A trainer that slept through its lease can therefore do no harm, and a group
-is trained exactly once whatever is killed when. Time is the database's own, and only decides who may try: when its
-clock jumps, groups change hands early, or at most `LONGEST_LEASE_SECONDS` late.
+A claim holds a fencing token per group, which grows by one with every new holder. The transaction that records an
+update checks every token, so a trainer whose lease ran out cannot record anything, and a group is trained exactly once
+whichever process is killed. Leases use the database's clock, and it only decides who may claim: when it jumps, groups
+change hands early, or at most `LONGEST_LEASE_SECONDS` late.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Claim:
 
     @property
     def group_pks(self) -> list[int]:
-        """The groups' keys, for `queries.experiences_of_groups`."""
+        """The groups' keys, for `experiences.experiences_of_groups`."""
         return [group.group_pk for group in self.groups]
 
 
@@ -153,17 +153,6 @@ def take_back(db: Database, trainer_id: str) -> int:
     return freed.rowcount
 
 
-def drop(db: Database, held: Claim, reason: str) -> None:
-    """Give the groups up for good: nobody trains on them.
-
-    Raises:
-        LeaseLost: one of them was taken since.
-    """
-    with db.write() as conn:
-        for group in held.groups:
-            _change(conn, group, status=GroupStatus.DROPPED.value, leased_until=None, reason=reason)
-
-
 def ack(
     conn: sa.Connection,
     held: Claim,
@@ -194,7 +183,7 @@ def ack(
         reason = reasons.get(group.group_id)
         status = GroupStatus.TRAINED if reason is None else GroupStatus.DROPPED
         _change(conn, group, status=status.value, leased_until=None, update_id=update.update_id, reason=reason)
-    conn.execute(sa.insert(updates).values(**rows.update_row(update)))
+    conn.execute(sa.insert(updates).values(**rows.UPDATES.row(update)))
     if policy is not None:
         publish_policy(conn, policy)
     return True

@@ -1,7 +1,7 @@
-"""Experiences, made from the ledger when they are asked for: the trainer's batch and the proxy's dry run are the same.
+"""Experiences, computed from the ledger on every read: the trainer's batch and the proxy's dry run are the same.
 
-One decision: only sessions that are finished count (over, with a reward), because a session without a reward is not
-one with reward 0. Sessions are read some at a time, so a long history streams in bounded memory.
+Only finished sessions count (over, with a reward), because a session without a reward is not one with reward 0.
+Sessions are read some at a time, so a long history streams in bounded memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,31 @@ import sqlalchemy as sa
 from turnwise.chains import ChainTokens, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.store import lineage, rows
-from turnwise.store.filters import SessionFilter
 from turnwise.store.tables import sessions
-from turnwise.types import EID, Credit, Experience, Session, SessionStatus
+from turnwise.types import EID, Credit, Experience, Session, SessionStatus, Split
 
 _SESSIONS_AT_ONCE = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFilter:
+    """Conditions that all must hold; None leaves one out."""
+
+    tenant: str | None = None
+    session_id: str | None = None
+    task_id: str | None = None
+    group_id: str | None = None
+    """A group's id; a session without one is a group under its own session id, and is not found by this."""
+    split: Split | None = None
+    status: SessionStatus | None = None
+
+    def clauses(self) -> list[sa.ColumnElement[bool]]:
+        """Return the conditions on the table of sessions."""
+        return [
+            sessions.c[field.name] == getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not None
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

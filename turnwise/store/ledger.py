@@ -1,7 +1,7 @@
-"""What is written while agents run: sessions, turns, rewards, and what follows for groups and policies.
+"""Writes of running agents: sessions, turns and rewards, and their effect on groups.
 
-One decision: every function works inside the caller's transaction, so the proxy commits all turns that arrived
-meanwhile at once, and ending a session with a reward is one commit. A session is *finished* when it is over (ended or
+Every function works inside the caller's transaction, so the proxy commits all turns that arrived meanwhile at once,
+and ending a session with a reward is one commit. A session is *finished* when it is over (ended or
 expired) and has a reward; the write that makes it so counts it in its group, and the last one makes the group ready.
 """
 
@@ -22,25 +22,9 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import groups, queries, rows
 from turnwise.store.database import to_micros
-from turnwise.store.groups import close_stalled_groups
-from turnwise.store.policies import activate_policy, fail_policy, pin_policy, publish_policy
 from turnwise.store.statements import count_up, fetch_at_once, insert_ignoring, insert_rows, is_among, members
 from turnwise.store.tables import idempotency, rewards, sessions, turns
 from turnwise.types import Outcome, Reward, Session, SessionStatus, Split, Turn, utc_now
-
-__all__ = [
-    "activate_policy",
-    "add_rewards",
-    "append_turns",
-    "close_stalled_groups",
-    "create_session",
-    "end_session",
-    "expire_idle_sessions",
-    "fail_policy",
-    "forget_answers",
-    "pin_policy",
-    "publish_policy",
-]
 
 
 def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool]:
@@ -95,7 +79,7 @@ def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
         session_of_turn[turn.turn_id] = session_pk
         stored_keys.add((session_pk, turn.request_key))
         placed = states[session_pk].place(turn)
-        turn_rows.append(rows.turn_row(placed, session_pk))
+        turn_rows.append(rows.TURNS.row(placed, session_pk=session_pk))
         stored.append(placed)
     if turn_rows:
         insert_rows(conn, turns, turn_rows)

@@ -46,7 +46,7 @@ def turns_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[
     )
     by_session: dict[int, list[Turn]] = defaultdict(list)
     for row in found:
-        by_session[row.session_pk].append(rows.turn_from_row(row))
+        by_session[row.session_pk].append(rows.TURNS.record(row))
     return by_session
 
 
@@ -55,14 +55,14 @@ def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, lis
     found = conn.execute(_SELECT_REWARDS.where(rewards.c.session_pk.in_(session_pks)).order_by(rewards.c.reward_id))
     by_session: dict[int, list[Reward]] = defaultdict(list)
     for row in found:
-        by_session[row.session_pk].append(rows.reward_from_row(row))
+        by_session[row.session_pk].append(rows.REWARDS.record(row))
     return by_session
 
 
 def with_ancestors(conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[Turn]:
     """Return the turns of a session for which this holds, and everything that they extend, in order of `seq`."""
     found = conn.execute(_SELECT_TURNS.where(*_in_line(session_pk, *wanted)).order_by(turns.c.seq))
-    return [rows.turn_from_row(row) for row in found]
+    return [rows.TURNS.record(row) for row in found]
 
 
 def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenIds:

@@ -28,7 +28,7 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
     Raises:
         Conflict: the version is there with another path.
     """
-    if insert_ignoring(conn, table, rows.policy_row(policy)):
+    if insert_ignoring(conn, table, rows.POLICIES.row(policy, status=PolicyStatus.PUBLISHED.value)):
         return True
     known = get_policy(conn, policy.version)
     if known.path != policy.path:
@@ -143,7 +143,7 @@ def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:
     row = conn.execute(sa.select(table).where(table.c.version == version)).one_or_none()
     if row is None:
         raise NotFound(f"there is no policy version {version!r}", param="version")
-    return rows.policy_from_row(row)
+    return rows.POLICIES.record(row)
 
 
 def list_policies(
@@ -152,13 +152,13 @@ def list_policies(
     """Return versions, newest first, from below `after` on; and whether there are more."""
     wanted = sa.select(table).order_by(table.c.version.desc()).limit(limit + 1)
     found = conn.execute(wanted if after is None else wanted.where(table.c.version < after)).all()
-    return [rows.policy_from_row(row) for row in found[:limit]], len(found) > limit
+    return [rows.POLICIES.record(row) for row in found[:limit]], len(found) > limit
 
 
 def active_policy(conn: sa.Connection) -> PolicyVersion | None:
     """Return the version that engines serve; None before the first was activated."""
     row = conn.execute(sa.select(table).where(table.c.status == PolicyStatus.ACTIVE.value)).one_or_none()
-    return None if row is None else rows.policy_from_row(row)
+    return None if row is None else rows.POLICIES.record(row)
 
 
 def canary_policy(conn: sa.Connection) -> PolicyVersion | None:
@@ -166,7 +166,7 @@ def canary_policy(conn: sa.Connection) -> PolicyVersion | None:
     row = conn.execute(
         sa.select(table).where(table.c.status == PolicyStatus.CANARY.value).order_by(table.c.version).limit(1)
     ).one_or_none()
-    return None if row is None else rows.policy_from_row(row)
+    return None if row is None else rows.POLICIES.record(row)
 
 
 def newest_policy(conn: sa.Connection) -> PolicyVersion | None:
@@ -174,7 +174,7 @@ def newest_policy(conn: sa.Connection) -> PolicyVersion | None:
     row = conn.execute(
         sa.select(table).where(table.c.status != PolicyStatus.FAILED.value).order_by(table.c.version.desc()).limit(1)
     ).one_or_none()
-    return None if row is None else rows.policy_from_row(row)
+    return None if row is None else rows.POLICIES.record(row)
 
 
 def pinned_version(conn: sa.Connection) -> int | None:

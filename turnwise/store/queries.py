@@ -1,7 +1,7 @@
-"""Read models: what the API, the dashboard, the continuation and the trainer ask of the store.
+"""Queries of the API, the dashboard, the continuation and the trainer.
 
-One decision: what can be worked out is not stored. A session's reward, a turn's whole prompt and every experience come
-from the ledger at the time of asking, so late rewards and another credit policy are simply there.
+Derived values are not stored. A session's reward, a turn's whole prompt and every experience are computed from the
+ledger on every read, so late rewards and another credit policy take effect at once.
 """
 
 from __future__ import annotations
@@ -14,42 +14,9 @@ import sqlalchemy as sa
 from turnwise import credit
 from turnwise.errors import NotFound
 from turnwise.store import lineage, rows, tables
-from turnwise.store.experiences import experiences, experiences_of_groups
-from turnwise.store.filters import SessionFilter
+from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TurnView
-from turnwise.store.policies import active_policy, newest_policy, pinned_version
-from turnwise.store.policies import get_policy as policy
-from turnwise.store.policies import list_policies as policies
-from turnwise.types import Credit, Json, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
-
-__all__ = [
-    "Counts",
-    "HistoryEntry",
-    "SessionFilter",
-    "TurnView",
-    "active_policy",
-    "counts",
-    "experiences",
-    "experiences_of_groups",
-    "full_messages",
-    "full_tokens",
-    "group_sessions",
-    "history_index",
-    "last_update",
-    "newest_policy",
-    "pinned_version",
-    "policies",
-    "policy",
-    "session",
-    "session_of_conversation",
-    "session_of_turn",
-    "sessions",
-    "stored_turn",
-    "turn",
-    "turn_by_request",
-    "turns",
-    "updates",
-]
+from turnwise.types import Credit, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,37 +219,13 @@ def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
     return lineage.tokens_through(conn, _session_pk_of_turn(conn, turn_id), turn_id)
 
 
-def full_messages(conn: sa.Connection, turn_id: str) -> tuple[list[Json], list[Json] | None]:
-    """Return the messages of a turn's prompt, its reply not included, and the tools, through its ancestors.
-
-    Raises:
-        NotFound: no such turn.
-    """
-    session_pk = _session_pk_of_turn(conn, turn_id)
-    view = lineage.turn_views(lineage.with_ancestors(conn, session_pk, tables.turns.c.turn_id == turn_id), ())[-1]
-    return view.messages, view.tools
-
-
-def group_sessions(conn: sa.Connection, group_pks: Sequence[int]) -> dict[int, list[Session]]:
-    """Return all sessions of these groups, finished or not, by group."""
-    found = conn.execute(
-        sa.select(tables.sessions)
-        .where(tables.sessions.c.group_pk.in_(group_pks))
-        .order_by(tables.sessions.c.session_pk)
-    ).all()
-    by_group: dict[int, list[Session]] = {group_pk: [] for group_pk in group_pks}
-    for row, record in zip(found, _sessions(conn, found), strict=True):
-        by_group[row.group_pk].append(record)
-    return by_group
-
-
 def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) -> tuple[list[UpdateRecord], bool]:
     """Return updates, newest first, from below `after` on; and whether there are more."""
     found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(limit + 1)
     if after is not None:
         found = found.where(tables.updates.c.update_id < after)
     page = conn.execute(found).all()
-    return [rows.update_from_row(row) for row in page[:limit]], len(page) > limit
+    return [rows.UPDATES.record(row) for row in page[:limit]], len(page) > limit
 
 
 def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRecord | None:
@@ -291,7 +234,7 @@ def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRec
     if trainer_id is not None:
         found = found.where(tables.updates.c.trainer_id == trainer_id)
     row = conn.execute(found).one_or_none()
-    return None if row is None else rows.update_from_row(row)
+    return None if row is None else rows.UPDATES.record(row)
 
 
 def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
@@ -341,7 +284,7 @@ def _one_turn(conn: sa.Connection, tenant: str, session_id: str, wanted: sa.Colu
         .order_by(tables.turns.c.seq)
         .limit(1)
     ).one_or_none()
-    return None if row is None else rows.turn_from_row(row)
+    return None if row is None else rows.TURNS.record(row)
 
 
 def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:

@@ -1,33 +1,27 @@
-"""Records to rows and back: the one place that knows how an array, a document or an instant is stored.
+"""Records to rows and back: how an array, a document, an enum or an instant is stored.
 
-One decision: JSON is written as pure ASCII, so that whatever a client sends, lone surrogates and NULs included, is text
-that both databases take.
+A record's fields are its columns, so each conversion follows from the record's own types. JSON is written as pure
+ASCII, so that whatever a client sends, lone surrogates and NULs included, is text that both databases take.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import enum
 import json
-from typing import Any, TypeAlias
+import operator
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import sqlalchemy as sa
 
+from turnwise.store import tables
 from turnwise.store.database import from_micros, to_micros
-from turnwise.types import (
-    Credit,
-    Logprobs,
-    Outcome,
-    PolicyKind,
-    PolicyStatus,
-    PolicyVersion,
-    Reward,
-    Session,
-    SessionStatus,
-    Split,
-    TokenIds,
-    Turn,
-    UpdateRecord,
-)
+from turnwise.types import Logprobs, PolicyVersion, Reward, Session, SessionStatus, TokenIds, Turn, UpdateRecord
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -35,6 +29,8 @@ StoredRow: TypeAlias = sa.Row[*tuple[Any, ...]]
 """A row of some table, its columns as attributes."""
 dump = json.JSONEncoder(separators=(",", ":")).encode
 """A document as the text that is stored."""
+Convert: TypeAlias = Callable[[Any], Any]
+R = TypeVar("R")
 
 
 def ids_from_blob(blob: bytes) -> TokenIds:
@@ -47,211 +43,12 @@ def logprobs_from_blob(blob: bytes) -> Logprobs:
     return np.frombuffer(blob, _FLOAT32)
 
 
-def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:
-    """Return the row of a new session: open, without turns and rewards."""
-    return {
-        "tenant": session.tenant,
-        "session_id": session.session_id,
-        "task_id": session.task_id,
-        "run": session.run,
-        "group_id": session.group_id,
-        "group_size": session.group_size,
-        "group_pk": group_pk,
-        "split": session.split.value,
-        "credit": session.credit.value,
-        "gamma": session.gamma,
-        "sampling": dump(session.sampling),
-        "metadata": dump(session.metadata),
-        "status": SessionStatus.OPEN.value,
-        "num_turns": 0,
-        "num_chains": 0,
-        "num_rewards": 0,
-        "created_at": to_micros(session.created_at),
-        "last_active_at": to_micros(session.created_at),
-    }
+def _ids_to_blob(ids: TokenIds) -> bytes:
+    return ids.astype(_INT32, copy=False).tobytes()
 
 
-def session_from_row(row: StoredRow, reward: float | None) -> Session:
-    """Return a stored session; its reward is worked out elsewhere."""
-    return Session(
-        session_id=row.session_id,
-        tenant=row.tenant,
-        task_id=row.task_id,
-        run=row.run,
-        group_id=row.group_id,
-        group_size=row.group_size,
-        split=Split(row.split),
-        credit=Credit(row.credit),
-        gamma=row.gamma,
-        sampling=json.loads(row.sampling),
-        metadata=json.loads(row.metadata),
-        status=SessionStatus(row.status),
-        termination_reason=row.termination_reason,
-        reward=reward,
-        num_turns=row.num_turns,
-        num_chains=row.num_chains,
-        created_at=from_micros(row.created_at),
-        last_active_at=from_micros(row.last_active_at),
-        ended_at=None if row.ended_at is None else from_micros(row.ended_at),
-    )
-
-
-def turn_row(turn: Turn, session_pk: int) -> dict[str, Any]:
-    """Return the row of a turn whose `seq` and `step` are given."""
-    return {
-        "turn_id": turn.turn_id,
-        "session_pk": session_pk,
-        "parent_turn_id": turn.parent_turn_id,
-        "chain_id": turn.chain_id,
-        "seq": turn.seq,
-        "step": turn.step,
-        "dialect": turn.dialect,
-        "model": _storable(turn.model),
-        "messages": dump(turn.messages),
-        "tools": None if turn.tools is None else dump(turn.tools),
-        "sampling": dump(turn.sampling),
-        "response": dump(turn.response),
-        "prompt_delta": turn.prompt_delta.astype(_INT32, copy=False).tobytes(),
-        "prompt_length": turn.prompt_length,
-        "token_ids": turn.token_ids.astype(_INT32, copy=False).tobytes(),
-        "logprobs": turn.logprobs.astype(_FLOAT32, copy=False).tobytes(),
-        "finish_reason": turn.finish_reason,
-        "outcome": turn.outcome.value,
-        "reason": None if turn.reason is None else _storable(turn.reason),
-        "policy_version_first": turn.policy_version_first,
-        "policy_version_last": turn.policy_version_last,
-        "history_digest": turn.history_digest,
-        "messages_digest": turn.messages_digest,
-        "dialogue_digest": turn.dialogue_digest,
-        "request_key": turn.request_key,
-        "inferred_by": turn.inferred_by,
-        "created_at": to_micros(turn.created_at),
-        "ttft_seconds": turn.ttft_seconds,
-        "duration_seconds": turn.duration_seconds,
-    }
-
-
-def turn_from_row(row: StoredRow) -> Turn:
-    """Return a stored turn, from a row of `turns` with its session's `session_id` and `tenant` beside it."""
-    return Turn(
-        turn_id=row.turn_id,
-        session_id=row.session_id,
-        tenant=row.tenant,
-        parent_turn_id=row.parent_turn_id,
-        chain_id=row.chain_id,
-        seq=row.seq,
-        step=row.step,
-        dialect=row.dialect,
-        model=row.model,
-        messages=json.loads(row.messages),
-        tools=None if row.tools is None else json.loads(row.tools),
-        sampling=json.loads(row.sampling),
-        response=json.loads(row.response),
-        prompt_delta=ids_from_blob(row.prompt_delta),
-        prompt_length=row.prompt_length,
-        token_ids=ids_from_blob(row.token_ids),
-        logprobs=logprobs_from_blob(row.logprobs),
-        finish_reason=row.finish_reason,
-        outcome=Outcome(row.outcome),
-        reason=row.reason,
-        policy_version_first=row.policy_version_first,
-        policy_version_last=row.policy_version_last,
-        history_digest=row.history_digest,
-        messages_digest=row.messages_digest,
-        dialogue_digest=row.dialogue_digest,
-        request_key=row.request_key,
-        inferred_by=row.inferred_by,
-        created_at=from_micros(row.created_at),
-        ttft_seconds=row.ttft_seconds,
-        duration_seconds=row.duration_seconds,
-    )
-
-
-def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
-    """Return the row of a new reward line."""
-    return {
-        "session_pk": session_pk,
-        "turn_id": reward.turn_id,
-        "step": reward.step,
-        "name": reward.name,
-        "value": reward.value,
-        "source": reward.source,
-        "written_by": reward.written_by,
-        "created_at": to_micros(reward.created_at),
-    }
-
-
-def reward_from_row(row: StoredRow) -> Reward:
-    """Return a stored reward line, from a row of `rewards` with its session's `session_id` and `tenant` beside it."""
-    return Reward(
-        session_id=row.session_id,
-        tenant=row.tenant,
-        turn_id=row.turn_id,
-        step=row.step,
-        value=row.value,
-        name=row.name,
-        source=row.source,
-        written_by=row.written_by,
-        reward_id=row.reward_id,
-        created_at=from_micros(row.created_at),
-    )
-
-
-def policy_row(policy: PolicyVersion) -> dict[str, Any]:
-    """Return the row of a policy version that is published now."""
-    return {
-        "version": policy.version,
-        "path": policy.path,
-        "kind": policy.kind.value,
-        "status": PolicyStatus.PUBLISHED.value,
-        "update_id": policy.update_id,
-        "metrics": dump(policy.metrics),
-        "created_at": to_micros(policy.created_at),
-    }
-
-
-def policy_from_row(row: StoredRow) -> PolicyVersion:
-    """Return a stored policy version."""
-    return PolicyVersion(
-        version=row.version,
-        path=row.path,
-        kind=PolicyKind(row.kind),
-        status=PolicyStatus(row.status),
-        update_id=row.update_id,
-        metrics=json.loads(row.metrics),
-        error=row.error,
-        reload_seconds=row.reload_seconds,
-        created_at=from_micros(row.created_at),
-        activated_at=None if row.activated_at is None else from_micros(row.activated_at),
-    )
-
-
-def update_row(update: UpdateRecord) -> dict[str, Any]:
-    """Return the row of an update."""
-    return {
-        "update_id": update.update_id,
-        "trainer_id": update.trainer_id,
-        "policy_version": update.policy_version,
-        "num_groups": update.num_groups,
-        "num_sessions": update.num_sessions,
-        "num_tokens": update.num_tokens,
-        "metrics": dump(update.metrics),
-        "created_at": to_micros(update.created_at),
-    }
-
-
-def update_from_row(row: StoredRow) -> UpdateRecord:
-    """Return a stored update."""
-    return UpdateRecord(
-        update_id=row.update_id,
-        trainer_id=row.trainer_id,
-        policy_version=row.policy_version,
-        num_groups=row.num_groups,
-        num_sessions=row.num_sessions,
-        num_tokens=row.num_tokens,
-        metrics=json.loads(row.metrics),
-        created_at=from_micros(row.created_at),
-    )
+def _logprobs_to_blob(logprobs: Logprobs) -> bytes:
+    return logprobs.astype(_FLOAT32, copy=False).tobytes()
 
 
 def _storable(text: str) -> str:
@@ -259,3 +56,97 @@ def _storable(text: str) -> str:
     if text.isascii() and "\0" not in text:
         return text
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+
+
+def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
+    """Return how values of a type are stored and read; None for those that are stored as they are."""
+    if isinstance(kind, types.UnionType):
+        (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
+    if kind == TokenIds:
+        return _ids_to_blob, ids_from_blob
+    if kind == Logprobs:
+        return _logprobs_to_blob, logprobs_from_blob
+    if typing.get_origin(kind) in (dict, list):
+        return dump, json.loads
+    if issubclass(kind, datetime.datetime):
+        return to_micros, from_micros
+    if issubclass(kind, enum.StrEnum):
+        return operator.attrgetter("value"), kind
+    return None
+
+
+class RowFormat(Generic[R]):
+    """Converts one kind of record to the rows of its table, and rows to records."""
+
+    def __init__(
+        self, record: type[R], table: sa.Table, *, joined: tuple[str, ...] = (), free_text: tuple[str, ...] = ()
+    ) -> None:
+        """Work out the conversions.
+
+        Args:
+            record: The record's dataclass.
+            table: The table; its columns have the names of the record's fields.
+            joined: Fields that come from another table; a row to read has them beside the table's own columns.
+            free_text: Columns that hold text which an engine or a client worded.
+        """
+        self._record = record
+        kinds = typing.get_type_hints(record)
+        names = [field.name for field in dataclasses.fields(typing.cast("Any", record))]
+        self._stored = [name for name in names if name in table.c]
+        self._read = [name for name in names if name in table.c or name in joined]
+        converted = {name: both for name in self._stored if (both := _conversion(kinds[name])) is not None}
+        self._encoders = [(name, both[0]) for name, both in converted.items()]
+        self._encoders += [(name, _storable) for name in free_text]
+        self._decoders = [(name, both[1]) for name, both in converted.items()]
+        self._values_of = operator.attrgetter(*self._stored)
+        self._columns_of = operator.attrgetter(*self._read)
+
+    def row(self, record: R, **extra: Any) -> dict[str, Any]:
+        """Return a record as a row, with the columns that are no fields of it."""
+        row = dict(zip(self._stored, self._values_of(record), strict=True))
+        for name, encode in self._encoders:
+            if row[name] is not None:
+                row[name] = encode(row[name])
+        return row | extra
+
+    def record(self, row: StoredRow, **extra: Any) -> R:
+        """Return a row as a record, with the fields that are no columns."""
+        fields = dict(zip(self._read, self._columns_of(row), strict=True))
+        for name, decode in self._decoders:
+            if fields[name] is not None:
+                fields[name] = decode(fields[name])
+        return self._record(**fields, **extra)
+
+
+_SESSIONS = RowFormat(Session, tables.sessions)
+TURNS = RowFormat(Turn, tables.turns, joined=("session_id", "tenant"), free_text=("model", "reason"))
+"""A row to read has its session's `session_id` and `tenant` beside the columns of `turns`."""
+REWARDS = RowFormat(Reward, tables.rewards, joined=("session_id", "tenant"))
+"""A row to read has its session's `session_id` and `tenant` beside the columns of `rewards`."""
+POLICIES = RowFormat(PolicyVersion, tables.policies)
+UPDATES = RowFormat(UpdateRecord, tables.updates)
+
+
+def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:
+    """Return the row of a new session: open, without turns and rewards."""
+    return _SESSIONS.row(
+        session,
+        group_pk=group_pk,
+        num_rewards=0,
+        num_turns=0,
+        num_chains=0,
+        status=SessionStatus.OPEN.value,
+        last_active_at=to_micros(session.created_at),
+    )
+
+
+def session_from_row(row: StoredRow, reward: float | None) -> Session:
+    """Return a stored session; its reward is computed from its reward lines."""
+    return _SESSIONS.record(row, reward=reward)
+
+
+def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
+    """Return the row of a new reward line; the database numbers it."""
+    row = REWARDS.row(reward, session_pk=session_pk)
+    del row["reward_id"]
+    return row

@@ -1,13 +1,22 @@
-"""Every table and column, declared once. Migrations make them; nothing else names a column.
+"""Every table and column. Columns that store a record's fields follow from the record in `turnwise.types`.
 
-One decision: a turn stores its parent and only what came after it, so a session of T turns costs O(T). Arrays are
-little-endian blobs (int32 ids, float32 logprobs), documents are JSON text, instants are integer microseconds since
-1970 in UTC: the same bytes on both databases, and nothing for a driver to convert on the hot path.
+A turn stores its parent and only what came after it, so a session of T turns costs O(T). Arrays are little-endian
+blobs (int32 ids, float32 logprobs), documents are JSON text, instants are integer microseconds since 1970 in UTC: the
+same bytes on both databases, and nothing for a driver to convert on the hot path.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import enum
+import types
+import typing
+from typing import Any
+
 import sqlalchemy as sa
+
+from turnwise.types import Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn, UpdateRecord
 
 metadata = sa.MetaData(
     naming_convention={
@@ -24,30 +33,51 @@ Serial = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 Instant = sa.BigInteger
 """Microseconds since 1970-01-01 UTC."""
 
+
+def _column_type(kind: Any) -> type[sa.types.TypeEngine[Any]]:
+    """Return the column type that stores values of a Python type."""
+    if kind in (TokenIds, Logprobs, bytes):
+        return sa.LargeBinary
+    if typing.get_origin(kind) in (dict, list) or issubclass(kind, (str, enum.StrEnum)):
+        return sa.Text
+    return {int: sa.Integer, float: sa.Float, datetime.datetime: Instant}[kind]
+
+
+def _columns(
+    record: type, *, key: str | None = None, omit: frozenset[str] = frozenset(), required: frozenset[str] = frozenset()
+) -> list[sa.Column[Any]]:
+    """Return one column for each field of a record.
+
+    Args:
+        record: The record's dataclass.
+        key: The field that is the primary key.
+        omit: Fields that are stored elsewhere, or not at all.
+        required: Fields that may be None in the record and never are in the table.
+    """
+    columns = []
+    kinds = typing.get_type_hints(record)
+    for field in dataclasses.fields(record):
+        if field.name in omit:
+            continue
+        kind, nullable = kinds[field.name], False
+        if isinstance(kind, types.UnionType):
+            (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
+            nullable = field.name not in required
+        column_type = _column_type(kind)
+        if field.name == key:
+            columns.append(sa.Column(field.name, column_type, primary_key=True, autoincrement=False))
+        else:
+            columns.append(sa.Column(field.name, column_type, nullable=nullable))
+    return columns
+
+
 sessions = sa.Table(
     "sessions",
     metadata,
     sa.Column("session_pk", Serial, primary_key=True, autoincrement=True),
-    sa.Column("tenant", sa.Text, nullable=False),
-    sa.Column("session_id", sa.Text, nullable=False),
-    sa.Column("task_id", sa.Text),
-    sa.Column("run", sa.Integer, nullable=False),
-    sa.Column("group_id", sa.Text),
-    sa.Column("group_size", sa.Integer),
     sa.Column("group_pk", sa.ForeignKey("groups.group_pk")),
-    sa.Column("split", sa.Text, nullable=False),
-    sa.Column("credit", sa.Text, nullable=False),
-    sa.Column("gamma", sa.Float, nullable=False),
-    sa.Column("sampling", sa.Text, nullable=False),
-    sa.Column("metadata", sa.Text, nullable=False),
-    sa.Column("status", sa.Text, nullable=False),
-    sa.Column("termination_reason", sa.Text),
-    sa.Column("num_turns", sa.Integer, nullable=False),
-    sa.Column("num_chains", sa.Integer, nullable=False),
     sa.Column("num_rewards", sa.Integer, nullable=False),
-    sa.Column("created_at", Instant, nullable=False),
-    sa.Column("last_active_at", Instant, nullable=False),
-    sa.Column("ended_at", Instant),
+    *_columns(Session, omit=frozenset({"reward"})),
     sa.UniqueConstraint("tenant", "session_id"),
     sa.Index("ix_sessions_group", "tenant", "group_id"),
     sa.Index("ix_sessions_group_pk", "group_pk"),
@@ -59,35 +89,8 @@ sessions = sa.Table(
 turns = sa.Table(
     "turns",
     metadata,
-    sa.Column("turn_id", sa.Text, primary_key=True),
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
-    sa.Column("parent_turn_id", sa.Text),
-    sa.Column("chain_id", sa.Text, nullable=False),
-    sa.Column("seq", sa.Integer, nullable=False),
-    sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("dialect", sa.Text, nullable=False),
-    sa.Column("model", sa.Text, nullable=False),
-    sa.Column("messages", sa.Text, nullable=False),
-    sa.Column("tools", sa.Text),
-    sa.Column("sampling", sa.Text, nullable=False),
-    sa.Column("response", sa.Text, nullable=False),
-    sa.Column("prompt_delta", sa.LargeBinary, nullable=False),
-    sa.Column("prompt_length", sa.Integer, nullable=False),
-    sa.Column("token_ids", sa.LargeBinary, nullable=False),
-    sa.Column("logprobs", sa.LargeBinary, nullable=False),
-    sa.Column("finish_reason", sa.Text),
-    sa.Column("outcome", sa.Text, nullable=False),
-    sa.Column("reason", sa.Text),
-    sa.Column("policy_version_first", sa.Integer, nullable=False),
-    sa.Column("policy_version_last", sa.Integer, nullable=False),
-    sa.Column("history_digest", sa.LargeBinary, nullable=False),
-    sa.Column("messages_digest", sa.LargeBinary, nullable=False),
-    sa.Column("dialogue_digest", sa.LargeBinary, nullable=False),
-    sa.Column("request_key", sa.Text),
-    sa.Column("inferred_by", sa.Text),
-    sa.Column("created_at", Instant, nullable=False),
-    sa.Column("ttft_seconds", sa.Float),
-    sa.Column("duration_seconds", sa.Float, nullable=False),
+    *_columns(Turn, key="turn_id", omit=frozenset({"session_id", "tenant"}), required=frozenset({"step"})),
     sa.UniqueConstraint("session_pk", "seq"),
     # Few calls carry a key; the others need not pay for its index.
     sa.Index(
@@ -113,13 +116,7 @@ rewards = sa.Table(
     metadata,
     sa.Column("reward_id", Serial, primary_key=True, autoincrement=True),
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
-    sa.Column("turn_id", sa.Text),
-    sa.Column("step", sa.Integer),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("value", sa.Float, nullable=False),
-    sa.Column("source", sa.Text),
-    sa.Column("written_by", sa.Text),
-    sa.Column("created_at", Instant, nullable=False),
+    *_columns(Reward, omit=frozenset({"reward_id", "session_id", "tenant"})),
     sa.Index("ix_rewards_session", "session_pk"),
 )
 
@@ -157,33 +154,9 @@ groups = sa.Table(
 )
 """The unit of claiming. A session without a group id has a group of size 1 under its own session id."""
 
-updates = sa.Table(
-    "updates",
-    metadata,
-    sa.Column("update_id", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("trainer_id", sa.Text, nullable=False),
-    sa.Column("policy_version", sa.Integer, nullable=False),
-    sa.Column("num_groups", sa.Integer, nullable=False),
-    sa.Column("num_sessions", sa.Integer, nullable=False),
-    sa.Column("num_tokens", sa.Integer, nullable=False),
-    sa.Column("metrics", sa.Text, nullable=False),
-    sa.Column("created_at", Instant, nullable=False),
-)
+updates = sa.Table("updates", metadata, *_columns(UpdateRecord, key="update_id"))
 
-policies = sa.Table(
-    "policies",
-    metadata,
-    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("path", sa.Text, nullable=False),
-    sa.Column("kind", sa.Text, nullable=False),
-    sa.Column("status", sa.Text, nullable=False),
-    sa.Column("update_id", sa.Integer),
-    sa.Column("metrics", sa.Text, nullable=False),
-    sa.Column("error", sa.Text),
-    sa.Column("reload_seconds", sa.Float),
-    sa.Column("created_at", Instant, nullable=False),
-    sa.Column("activated_at", Instant),
-)
+policies = sa.Table("policies", metadata, *_columns(PolicyVersion, key="version"))
 
 serving = sa.Table(
     "serving",

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, LeaseLost, NotFound
-from turnwise.store import claims, ledger, queries, tables
+from turnwise.store import claims, experiences, ledger, policies, queries, tables
 from turnwise.store.claims import Claim
 from turnwise.store.database import Database
 from turnwise.types import Outcome, PolicyVersion, Reward, Session, Turn, UpdateRecord, utc_now
@@ -73,7 +73,6 @@ def test_a_lease_that_ran_out_can_be_claimed_under_the_next_fencing_token(databa
     for act in (
         lambda: claims.renew(database, first, 60),
         lambda: claims.release(database, first),
-        lambda: claims.drop(database, first, "late"),
         lambda: ack(database, first, update(trainer_id="slow")),
     ):
         with pytest.raises(LeaseLost, match="'a' is no longer held under fencing token 1"):
@@ -131,7 +130,7 @@ def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Da
     with database.read() as connection:
         assert queries.last_update(connection, "t") == queries.last_update(connection)
         recorded, has_more = queries.updates(connection)
-        assert queries.policy(connection, 1).update_id == 1
+        assert policies.get_policy(connection, 1).update_id == 1
         assert queries.updates(connection, after=1) == ([], False)
     assert ([one.update_id for one in recorded], has_more) == ([1], False)
     assert recorded[0].num_tokens == 2
@@ -150,7 +149,7 @@ def test_an_ack_is_all_or_nothing(database: Database) -> None:
     with database.read() as connection:
         assert queries.last_update(connection) is None
         with pytest.raises(NotFound):
-            queries.policy(connection, 1)
+            policies.get_policy(connection, 1)
 
 
 def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(database: Database) -> None:
@@ -162,15 +161,12 @@ def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(databa
         ack(database, held, update(trainer_id="other"))
 
 
-def test_released_groups_are_ready_again_and_dropped_ones_are_not(database: Database) -> None:
+def test_released_groups_are_ready_again(database: Database) -> None:
     add_ready(database, "a", "b")
     claims.release(database, claim(database, max_groups=1), "shutting down")
     assert group_rows(database)["a"].reason == "shutting down"
     again = claim(database)
     assert [(group.group_id, group.fencing_token) for group in again.groups] == [("a", 2), ("b", 1)]
-    claims.drop(database, again, "broken")
-    assert {row.status for row in group_rows(database).values()} == {"dropped"}
-    assert claims.claim(database, "t", max_groups=1, lease_seconds=60) is None
 
 
 def test_a_trainer_takes_back_what_its_dead_process_held_and_nobody_elses(database: Database) -> None:
@@ -238,7 +234,7 @@ def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: 
     assert {row.fencing_token for row in group_rows(database).values()} == {1}
 
 
-def test_a_claim_gives_the_trainer_its_experiences_and_sessions(database: Database) -> None:
+def test_a_claim_gives_the_trainer_its_experiences(database: Database) -> None:
     for session_id in ("a", "b", "unrewarded"):
         add_session(database, session_id, turns=2, group_id="g", group_size=2, task_id="task")
     with database.write() as connection:
@@ -247,15 +243,12 @@ def test_a_claim_gives_the_trainer_its_experiences_and_sessions(database: Databa
     finish(database, "b", value=0)
     held = claim(database)
     with database.read() as connection:
-        experiences = list(queries.experiences_of_groups(connection, held.group_pks))
-        sessions = queries.group_sessions(connection, held.group_pks)
-    assert [(one.session_id, one.reward, one.turn_ids) for one in experiences] == [
+        found = list(experiences.experiences_of_groups(connection, held.group_pks))
+    assert [(one.session_id, one.reward, one.turn_ids) for one in found] == [
         ("a", 1, ("a-t1", "a-t2")),
         ("b", 0, ("b-t1", "b-t2")),
     ]
-    assert {one.group_id for one in experiences} == {"g"}
-    [group_pk] = held.group_pks
-    assert [(one.session_id, one.reward) for one in sessions[group_pk]] == [("a", 1), ("b", 0), ("unrewarded", None)]
+    assert {one.group_id for one in found} == {"g"}
 
 
 def test_a_reward_after_training_changes_the_ledger_and_not_the_group(database: Database) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import ledger, queries
+from turnwise.store import groups, ledger, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import Credit, Outcome, PolicyStatus, PolicyVersion, Reward, Session, SessionStatus, Split, utc_now
 
@@ -359,12 +359,12 @@ def test_stalled_groups_are_trained_on_what_is_finished_or_dropped(database: Dat
     finish(database, "a")
     finish(database, "d")
     with database.write() as connection:
-        assert ledger.close_stalled_groups(connection, utc_now() - HOUR, "train") == []
-        closed = ledger.close_stalled_groups(connection, utc_now() + HOUR, "train")
+        assert groups.close_stalled_groups(connection, utc_now() - HOUR, "train") == []
+        closed = groups.close_stalled_groups(connection, utc_now() + HOUR, "train")
     assert sorted(closed) == ["some", "unsized"]
     assert group_status(database) == {"ready": 2, "open": 1}
     with database.write() as connection:
-        assert ledger.close_stalled_groups(connection, utc_now() + HOUR, "drop") == ["none"]
+        assert groups.close_stalled_groups(connection, utc_now() + HOUR, "drop") == ["none"]
     assert group_status(database) == {"ready": 2, "dropped": 1}
 
 
@@ -374,47 +374,47 @@ def test_a_group_with_a_session_at_work_is_not_stalled(database: Database) -> No
     add_session(database, turns=0, group_id="g", created_at=long_ago)
     with database.write() as connection:
         ledger.append_turns(connection, [make_turn("t1")])
-        assert ledger.close_stalled_groups(connection, utc_now() - HOUR, "drop") == []
+        assert groups.close_stalled_groups(connection, utc_now() - HOUR, "drop") == []
 
 
 def test_policies_are_published_once_activated_retired_and_pinned(database: Database) -> None:
     with database.write() as connection:
-        assert queries.active_policy(connection) is None
-        assert queries.newest_policy(connection) is None
-        assert queries.pinned_version(connection) is None
+        assert policies.active_policy(connection) is None
+        assert policies.newest_policy(connection) is None
+        assert policies.pinned_version(connection) is None
         for version in (0, 1, 2):
-            assert ledger.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
-        assert not ledger.publish_policy(connection, PolicyVersion(version=1, path="/1"))
-        ledger.activate_policy(connection, 0)
-        active = ledger.activate_policy(connection, 1, reload_seconds=0.5)
+            assert policies.publish_policy(connection, PolicyVersion(version=version, path=f"/{version}"))
+        assert not policies.publish_policy(connection, PolicyVersion(version=1, path="/1"))
+        policies.activate_policy(connection, 0)
+        active = policies.activate_policy(connection, 1, reload_seconds=0.5)
         assert (active.status, active.reload_seconds) == (PolicyStatus.ACTIVE, 0.5)
-        assert queries.policy(connection, 0).status is PolicyStatus.RETIRED
-        failed = ledger.fail_policy(connection, 2, "not finite")
+        assert policies.get_policy(connection, 0).status is PolicyStatus.RETIRED
+        failed = policies.fail_policy(connection, 2, "not finite")
         assert (failed.status, failed.error) == (PolicyStatus.FAILED, "not finite")
-        newest = queries.newest_policy(connection)
+        newest = policies.newest_policy(connection)
         assert newest is not None
         assert newest.version == 1
-        ledger.pin_policy(connection, 0)
-        assert queries.pinned_version(connection) == 0
-        ledger.pin_policy(connection, None)
-        assert queries.pinned_version(connection) is None
-        page, has_more = queries.policies(connection, limit=2)
+        policies.pin_policy(connection, 0)
+        assert policies.pinned_version(connection) == 0
+        policies.pin_policy(connection, None)
+        assert policies.pinned_version(connection) is None
+        page, has_more = policies.list_policies(connection, limit=2)
         assert ([policy.version for policy in page], has_more) == ([2, 1], True)
-        rest, has_more = queries.policies(connection, after=1)
+        rest, has_more = policies.list_policies(connection, after=1)
         assert ([policy.version for policy in rest], has_more) == ([0], False)
     for change in (
-        lambda connection: ledger.activate_policy(connection, 9),
-        lambda connection: ledger.fail_policy(connection, 9, ""),
-        lambda connection: ledger.pin_policy(connection, 9),
+        lambda connection: policies.activate_policy(connection, 9),
+        lambda connection: policies.fail_policy(connection, 9, ""),
+        lambda connection: policies.pin_policy(connection, 9),
     ):
         with pytest.raises(NotFound, match="version 9"), database.write() as connection:
             change(connection)
     with database.read() as connection:
-        active_now = queries.active_policy(connection)
+        active_now = policies.active_policy(connection)
     assert active_now is not None
     assert active_now.version == 1  # a failed activation left it in place
     with pytest.raises(Conflict, match="'/1', not '/other'"), database.write() as connection:
-        ledger.publish_policy(connection, PolicyVersion(version=1, path="/other"))
+        policies.publish_policy(connection, PolicyVersion(version=1, path="/other"))
 
 
 def test_answers_are_forgotten_by_their_age(database: Database) -> None:

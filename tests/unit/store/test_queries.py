@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
-from turnwise.store import ledger, queries
+from turnwise.store import experiences, ledger, policies, queries
 from turnwise.store.database import Database
-from turnwise.store.queries import SessionFilter
+from turnwise.store.experiences import SessionFilter
 from turnwise.types import Credit, Outcome, Reward, Session, SessionStatus, Split
 
 
@@ -55,9 +55,8 @@ def test_a_branch_does_not_see_its_sibling(connection: sa.Connection) -> None:
     view = queries.turn(connection, "default", "t3")
     assert view.prompt_token_ids.tolist() == [10, 11, 12, 13, 30, 31]
     assert queries.full_tokens(connection, "t3").tolist() == [10, 11, 12, 13, 30, 31, 32, 33]
-    messages, tools = queries.full_messages(connection, "t3")
-    assert [message["content"] for message in messages] == ["question 1", "answer 1", "question 3"]
-    assert tools == [{"type": "function"}]
+    assert [message["content"] for message in view.messages] == ["question 1", "answer 1", "question 3"]
+    assert view.tools == [{"type": "function"}]
 
 
 def test_turns_are_paged_with_their_ancestors_in_hand(connection: sa.Connection) -> None:
@@ -79,9 +78,8 @@ def test_what_is_not_there_is_named(connection: sa.Connection) -> None:
         (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
         (lambda: queries.turns(connection, "default", "s", after="t9"), "no turn 't9'"),
         (lambda: queries.full_tokens(connection, "t9"), "no turn 't9'"),
-        (lambda: queries.full_messages(connection, "t9"), "no turn 't9'"),
         (lambda: queries.stored_turn(connection, make_turn("t9")), "no turn 't9' in session 's'"),
-        (lambda: queries.policy(connection, 7), "policy version 7"),
+        (lambda: policies.get_policy(connection, 7), "policy version 7"),
     ):
         with pytest.raises(NotFound, match=says):
             ask()
@@ -138,7 +136,7 @@ def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> Non
 def test_experiences_are_those_of_sessions_that_are_over_and_rewarded(forest: Database) -> None:
     def found(wanted: SessionFilter) -> list[str]:
         with forest.read() as connection:
-            return [one.turn_ids[0] for one in queries.experiences(connection, wanted)]
+            return [one.turn_ids[0] for one in experiences.experiences(connection, wanted)]
 
     assert found(SessionFilter()) == []
     with forest.write() as connection:
@@ -158,7 +156,7 @@ def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> 
         ledger.add_rewards(connection, lines)
         ledger.end_session(connection, "default", "s", "env_done")
     with forest.read() as connection:
-        trunk, branch = queries.experiences(
+        trunk, branch = experiences.experiences(
             connection, SessionFilter(), credit=Credit.STEP_WISE, gamma=0.5, merge="chain"
         )
     assert (trunk.turn_ids, trunk.turn_steps) == (("t1", "t2", "t4"), (0, 1, 3))
@@ -177,12 +175,12 @@ def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> 
 def test_the_dry_run_answers_under_another_credit_policy(forest: Database) -> None:
     finish(forest, value=3)
     with forest.read() as connection:
-        own = [one.turn_rewards.tolist() for one in queries.experiences(connection, SessionFilter())]
+        own = [one.turn_rewards.tolist() for one in experiences.experiences(connection, SessionFilter())]
         dry = [
             one.turn_rewards.tolist()
-            for one in queries.experiences(connection, SessionFilter(), credit=Credit.STEP_WISE)
+            for one in experiences.experiences(connection, SessionFilter(), credit=Credit.STEP_WISE)
         ]
-        unnamed = list(queries.experiences(connection, SessionFilter(), names={"style"}))
+        unnamed = list(experiences.experiences(connection, SessionFilter(), names={"style"}))
     assert own == [[3], [3], [3], [3]]
     assert dry == [[0], [0], [0], [3]]
     assert unnamed == []
@@ -195,7 +193,7 @@ def test_experiences_of_many_sessions_stream_in_order(database: Database) -> Non
         add_session(database, name)
         finish(database, name)
     with database.read() as connection:
-        found = [one.session_id for one in queries.experiences(connection, SessionFilter())]
+        found = [one.session_id for one in experiences.experiences(connection, SessionFilter())]
     assert found == names
 
 
@@ -203,7 +201,7 @@ def test_experience_arrays_are_the_readers_own(forest: Database) -> None:
     """A trainer hands them to torch, which refuses memory that it must not write to."""
     finish(forest)
     with forest.read() as connection:
-        for one in queries.experiences(connection, SessionFilter(), merge="chain"):
+        for one in experiences.experiences(connection, SessionFilter(), merge="chain"):
             assert all(array.flags.writeable for array in (one.tokens, one.logprobs, one.turn_index, one.loss_mask))
             assert one.logprobs.dtype == np.float32
 

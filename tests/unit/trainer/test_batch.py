@@ -14,7 +14,7 @@ from trainer.learning.losses import loss_of
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec, selected_logprobs
 from turnwise.chains import merge_session, split_session
-from turnwise.store import queries
+from turnwise.store import experiences
 from turnwise.types import EID, Experience, Turn
 
 
@@ -203,7 +203,7 @@ def test_experiences_of_a_real_ledger_pack_to_the_same_logprobs(tmp_path, policy
     model = load_model(policy.spec.model)
     Rollouts(db, model, num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
-        found = list(queries.experiences(conn, queries.SessionFilter(), merge="chain"))
+        found = list(experiences.experiences(conn, experiences.SessionFilter(), merge="chain"))
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
     agent = PolicyAgent(policy, AgentRule(proximal=True, row_tokens=90))

@@ -14,7 +14,7 @@ from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
-from turnwise.store import queries
+from turnwise.store import experiences
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def preference(tmp_path, before, after):
     """Return how much more probable the tokens of better sessions became than those of worse ones of their group."""
     db = new_ledger(tmp_path / "ledger.db")
     with db.read() as conn:
-        found = list(queries.experiences(conn, queries.SessionFilter(), merge="chain"))
+        found = list(experiences.experiences(conn, experiences.SessionFilter(), merge="chain"))
     db.close()
     gained = 0.0
     for group_id in {experience.group_id for experience in found}:

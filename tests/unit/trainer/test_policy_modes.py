@@ -13,7 +13,7 @@ from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from trainer.settings import TrainerSettings
-from turnwise.store import queries
+from turnwise.store import experiences
 from turnwise.types import PolicyKind
 
 TORCHS_OWN = "ignore:.*torch.jit:DeprecationWarning"
@@ -33,7 +33,7 @@ def batch(tmp_path_factory, model) -> Batch:
     db = new_ledger(tmp_path_factory.mktemp("ledger") / "ledger.db")
     Rollouts(db, load_model(model), num_turns=3).play("a", num_groups=2)
     with db.read() as conn:
-        found = list(queries.experiences(conn, queries.SessionFilter(), merge="chain"))
+        found = list(experiences.experiences(conn, experiences.SessionFilter(), merge="chain"))
     db.close()
     return build(found, [np.linspace(-1.0, 2.0, len(e.turn_ids)) for e in found], policy_version=0)
 

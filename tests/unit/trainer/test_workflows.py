@@ -21,7 +21,7 @@ from trainer.policy import agent
 from trainer.publish.checkpoint import read_manifest
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint
-from turnwise.store import queries
+from turnwise.store import policies, queries
 
 
 class Killed(BaseException):
@@ -90,7 +90,7 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     assert (state.progress.num_batches, state.progress.num_updates, state.progress.policy_version) == (2, 4, 2)
     assert groups_by_status(ledger) == {"trained": 6}
     with ledger.read() as conn:
-        published, _ = queries.policies(conn)
+        published, _ = policies.list_policies(conn)
         record = queries.last_update(conn)
     assert [policy.version for policy in published] == [2, 1, 0]
     assert published[-1].path == str(model)
