@@ -1,7 +1,7 @@
-"""The nouns of the system as frozen records, the same for proxy, trainer, SDK and tables.
+"""The records of the system, shared by proxy, trainer, SDK and tables; columns and JSON follow from their fields.
 
-One decision: token arrays are numpy, never lists, so a turn costs 4 bytes a number in memory and on disk; the JSON
-forms are made at the edges. Legend of shapes: P prompt tokens of a turn, R sampled tokens of a turn, L tokens of a
+Token arrays are numpy, never lists, so a token id takes 4 bytes in memory and on disk; JSON is made at the edges.
+Legend of shapes: P prompt tokens of a turn, R sampled tokens of a turn, L tokens of a
 whole experience.
 """
 
@@ -314,10 +314,13 @@ class Experience:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
-    """One optimizer update of the trainer, committed together with the acks of what it used."""
+    """One update: what the trainer did with one batch, committed together with the acks of the groups it used.
+
+    An update takes one or more optimizer steps and makes one policy version, or none if nothing could be trained on.
+    """
 
     update_id: int
-    """The trainer's own count, from 1: the key that makes a replay visible."""
+    """Count of batches, from 1. A repeated commit of the same update is recognised by it."""
     trainer_id: str
     policy_version: int
     """The version that came out of it."""

@@ -20,7 +20,7 @@ import pytest
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.processes.stack import command, free_port
 from turnwise.processes.supervisor import is_ready, tail_of
-from turnwise.store import filters, queries
+from turnwise.store import experiences, queries
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
 
@@ -59,7 +59,9 @@ class RunningProxy:
         database = Database(self.database_url)
         try:
             with database.read() as connection:
-                listed, _ = queries.sessions(connection, filters.SessionFilter(session_id=session_id), limit=ALL_TURNS)
+                listed, _ = queries.sessions(
+                    connection, experiences.SessionFilter(session_id=session_id), limit=ALL_TURNS
+                )
                 return [
                     view
                     for each in listed

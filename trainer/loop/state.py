@@ -28,8 +28,8 @@ class Progress:
     seed: int
     num_batches: int = 0
     """Claims acked, the refused ones included; the last `update_id` in the ledger."""
-    num_updates: int = 0
-    """Optimizer steps."""
+    num_optimizer_steps: int = 0
+    """A batch, which the ledger calls an update, takes one or more."""
     policy_version: int = 0
     """The version that the weights are."""
     num_groups: int = 0
@@ -83,6 +83,9 @@ class State:
             self.policy.model, self.optimizer, cast("dict[str, Any]", saved["optimizer"]), options=options
         )
         self.scheduler.load_state_dict(saved["scheduler"])
+        progress = dict(saved["progress"])
+        if "num_updates" in progress:  # as releases before 0.2 named it
+            progress["num_optimizer_steps"] = progress.pop("num_updates")
         return dataclasses.replace(
-            self, progress=Progress(**saved["progress"]), metrics=saved["metrics"], buffer=saved["buffer"]
+            self, progress=Progress(**progress), metrics=saved["metrics"], buffer=saved["buffer"]
         )

@@ -224,13 +224,13 @@ class OnPolicyWorkflow(RLWorkflow):
             chosen=chosen.chosen,
         )
         try:
-            num_updates, gauges = self._update(state, batch)
+            num_steps, gauges = self._update(state, batch)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no bug of ours
             reasons = {group.group_id: f"refused: {error}" for group in claimed.claim.groups}
             return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, reasons)
-        metrics |= gauges | {"num_updates": num_updates, "seconds": time.monotonic() - started}
-        return self._commit(state, claimed, chosen, metrics, num_updates)
+        metrics |= gauges | {"num_updates": num_steps, "seconds": time.monotonic() - started}
+        return self._commit(state, claimed, chosen, metrics, num_steps)
 
     def _select(self, claimed: ClaimedBatch) -> Selection:
         return select(
@@ -245,17 +245,17 @@ class OnPolicyWorkflow(RLWorkflow):
         """Take `num_minibatches` optimizer steps in each of `reuse_epochs` passes; return how many, and the gauges."""
         rng = state.rng()
         proximal = self.agent.proximal_logprobs(batch)
-        total, norms, num_updates = Gauges(), list[float](), 0
+        total, norms, num_steps = Gauges(), list[float](), 0
         for _ in range(self.config.reuse_epochs):
             for members in minibatches(batch, self.config.num_minibatches, rng):
                 gauges, norm = self.agent.optimizer_step(
-                    state.optimizer, batch, members, proximal=proximal, is_first=num_updates == 0
+                    state.optimizer, batch, members, proximal=proximal, is_first=num_steps == 0
                 )
                 state.scheduler.step()
-                num_updates += 1
+                num_steps += 1
                 total.add(gauges)
                 norms.append(norm)
-                number = state.progress.num_updates + num_updates
+                number = state.progress.num_optimizer_steps + num_steps
                 self._record(
                     {"update": number, **gauges.read(), "grad_norm": finite(norm)}, state.progress.num_batches + 1
                 )
@@ -265,10 +265,10 @@ class OnPolicyWorkflow(RLWorkflow):
             "num_skipped_updates": len(norms) - len(taken),
             "learning_rate": state.optimizer.param_groups[0]["lr"],
         }
-        return num_updates, read
+        return num_steps, read
 
     def _commit(
-        self, state: State, claimed: ClaimedBatch, chosen: Selection, metrics: Json, num_updates: int
+        self, state: State, claimed: ClaimedBatch, chosen: Selection, metrics: Json, num_steps: int
     ) -> tuple[Json, State]:
         """Write the version, then make it count: ack, update and policy in one transaction."""
         world = self.agent.world
@@ -278,7 +278,7 @@ class OnPolicyWorkflow(RLWorkflow):
             _with_progress(
                 state,
                 num_batches=state.progress.num_batches + 1,
-                num_updates=state.progress.num_updates + num_updates,
+                num_optimizer_steps=state.progress.num_optimizer_steps + num_steps,
                 policy_version=version,
                 num_groups=state.progress.num_groups + len(claimed.claim.groups) - len(chosen.refused),
                 num_sessions=state.progress.num_sessions + metrics["num_sessions"],

@@ -104,7 +104,7 @@ LEARNERS = [
 def test_one_batch_moves_probability_to_the_better_sessions(tmp_path, model, played, learner):
     """Whatever the loss and the estimator, the sign is right."""
     state = train(tmp_path, model, played, **learner)
-    assert state.progress.num_updates == 2
+    assert state.progress.num_optimizer_steps == 2
     assert preference(tmp_path, load_model(model), load_model(tmp_path / "policies" / "v000001")) > 0.5
 
 

@@ -45,10 +45,10 @@ def test_the_buffer_warms_up_then_learns_and_lets_the_oldest_go(tmp_path, model,
     buffer = workflow.replay_buffer
     state = workflow.setup(0)
     _, state = workflow.step(state)
-    assert state.progress.num_updates == 0
+    assert state.progress.num_optimizer_steps == 0
     assert not buffer.can_sample(state.buffer)
     _, state = workflow.step(state)
-    assert state.progress.num_updates == 1
+    assert state.progress.num_optimizer_steps == 1
     assert buffer.is_full(state.buffer)
     assert sum(entry.num_uses for entry in buffer.entries(state.buffer)) == 2
     _, state = workflow.step(state)

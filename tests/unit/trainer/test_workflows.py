@@ -87,7 +87,7 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     """The whole loop over a real store: claim, credit, updates, checkpoint, ack, publish."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=6)
     state = train(settings_for(tmp_path, model))
-    assert (state.progress.num_batches, state.progress.num_updates, state.progress.policy_version) == (2, 4, 2)
+    assert (state.progress.num_batches, state.progress.num_optimizer_steps, state.progress.policy_version) == (2, 4, 2)
     assert groups_by_status(ledger) == {"trained": 6}
     with ledger.read() as conn:
         published, _ = policies.list_policies(conn)
@@ -262,7 +262,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_written_down(tmp_p
     monkeypatch.setattr(agent, "loss_of", lambda tokens, rule: loss_of(tokens, rule) * next(losses))
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=1, row_tokens=1000))
-    assert (state.progress.num_updates, state.metrics["num_skipped_updates"]) == (2, 1)
+    assert (state.progress.num_optimizer_steps, state.metrics["num_skipped_updates"]) == (2, 1)
     lines = [json.loads(line) for line in (tmp_path / "policies" / "trainer.jsonl").read_text().splitlines()]
     assert [line["grad_norm"] is None for line in lines] == [False, True, False]
     assert lines[1]["loss"] is None
