@@ -144,6 +144,10 @@ class Crew:
             trainer.process.send_signal(signal.SIGSTOP)
             refused = _refused(trainer.output)
             held = self._held_by(trainer)
+            # The trainer whose clock is ahead may have taken its groups before it was stopped: then try another.
+            if not held:
+                trainer.process.send_signal(signal.SIGCONT)
+                continue
             self.release()
             taken = self._taken(held)
             if not taken:

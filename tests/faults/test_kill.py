@@ -7,22 +7,19 @@ own end, before the next proxy begins, so that it stores nothing that its proxy 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
 import statistics
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from safetensors.numpy import save_file
+from support.control_plane import metric, publish
 from support.proxies import RunningProxy, running_proxy, wait_until_gone
 from support.retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing, wait_for
+from support.tiny_checkpoints import write_weights
 
 from proxy.fault import POINTS
 from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
@@ -56,18 +53,6 @@ def proxy_with(
         yield proxy
 
 
-def publish(proxy: RunningProxy, directory: Path, version: int) -> None:
-    """Publish a directory that looks like a checkpoint, so that a reload begins."""
-    checkpoint = directory / f"v{version}"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("{}")
-    save_file({"w": np.zeros(1, np.float32)}, checkpoint / "model.safetensors")
-    body = json.dumps({"path": str(checkpoint), "version": version}).encode()
-    urllib.request.urlopen(
-        urllib.request.Request(f"{proxy.url}/v1/policies", body, {"content-type": "application/json"})
-    ).close()
-
-
 @pytest.mark.parametrize("repetitions", REPETITIONS)
 def test_a_kill_at_any_point_of_a_call_loses_nothing_and_doubles_nothing(
     slow_engine, database_url, tmp_path, repetitions
@@ -82,7 +67,7 @@ def test_a_kill_at_any_point_of_a_call_loses_nothing_and_doubles_nothing(
                 writer = proxy.writing_process()
                 agents.go()
                 if point == "mid_reload":
-                    publish(proxy, tmp_path, life)
+                    publish(proxy, write_weights(tmp_path / f"v{life}"), version=life)
                 assert proxy.process.wait(DIES_SECONDS) == -signal.SIGKILL
                 wait_until_gone(writer)
                 agents.hold()
@@ -126,7 +111,7 @@ def test_a_writing_process_that_is_killed_loses_nothing_and_doubles_nothing(slow
         agents.stop()
         assert agents.refusals == {(503, "store_unavailable")}
         assert_nothing_is_lost_or_doubled(agents, proxy, slow_engine)
-        assert num_errors_of_writer(proxy) == WRITERS
+        assert metric(proxy, "turnwise_background_errors_total", task="writer") == WRITERS
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -141,18 +126,6 @@ def test_no_writing_process_outlives_its_proxy(start_proxy, slow_engine, number)
         proxy.process.wait(DIES_SECONDS)
         wait_until_gone(writer)
     assert "Traceback" not in proxy.log.read_text()
-
-
-def num_errors_of_writer(proxy: RunningProxy) -> float:
-    """Return how often the proxy lost its writing process, as its metrics tell."""
-    with urllib.request.urlopen(f"{proxy.url}/metrics") as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    return sum(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == "turnwise_background_errors_total" and sample.labels == {"task": "writer"}
-    )
 
 
 def finish(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> None:

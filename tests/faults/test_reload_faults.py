@@ -14,11 +14,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from support.breakable_engine import BreakableEngine
+from support.control_plane import ask, policy, publish, versions_of_engines, wait_for_status
 from support.proxies import RunningProxy, StartProxy
+from support.tiny_checkpoints import write_weights
+from support.waiting import wait_until
 
 from turnwise.processes.stack import free_port
 from turnwise.types import Outcome
@@ -45,50 +46,15 @@ def engines() -> Iterator[list[BreakableEngine]]:
 def proxy(engines: list[BreakableEngine], start_proxy: StartProxy, tmp_path: Path) -> RunningProxy:
     """A proxy over both, on version 1."""
     proxy = start_proxy(engines[0].url, "--engine", engines[1].url, "--reload-timeout-seconds", "3")
-    wait_until(lambda: len(ready(proxy)) == 2, "both engines are ready")
-    publish(proxy, tmp_path / "v1", 1)
-    wait_for(proxy, 1, "active")
-    assert versions(proxy) == {engine.url: 1 for engine in engines}
+    wait_until(lambda: len(versions_of_engines(proxy)) == 2, "both engines are ready")
+    publish_weights(proxy, tmp_path / "v1", 1)
+    wait_for_status(proxy, 1, "active")
+    assert versions_of_engines(proxy) == {engine.url: 1 for engine in engines}
     return proxy
 
 
-def ask(url: str, path: str, body: dict | None = None) -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
-        return json.loads(response.read())
-
-
-def publish(proxy: RunningProxy, place: Path, version: int) -> None:
-    place.mkdir()
-    (place / "config.json").write_text("{}")
-    save_file({"w": np.zeros(1, np.float32)}, place / "model.safetensors")
-    ask(proxy.url, "/v1/policies", {"path": str(place), "version": version})
-
-
-def wait_until(condition, what: str) -> None:
-    deadline = time.monotonic() + DONE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"it is not so that {what}"
-        time.sleep(0.02)
-
-
-def wait_for(proxy: RunningProxy, version: int, status: str) -> dict:
-    wait_until(lambda: policy(proxy, version)["status"] == status, f"version {version} is {status}")
-    return policy(proxy, version)
-
-
-def policy(proxy: RunningProxy, version: int) -> dict:
-    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)
-
-
-def versions(proxy: RunningProxy) -> dict[str, int]:
-    """Return the version of each engine that gets calls."""
-    return {engine["url"]: engine["policy_version"] for engine in ready(proxy)}
-
-
-def ready(proxy: RunningProxy) -> list[dict]:
-    return [engine for engine in ask(proxy.url, "/readyz")["engines"] if engine["ready"]]
+def publish_weights(proxy: RunningProxy, place: Path, version: int) -> None:
+    publish(proxy, write_weights(place), version=version)
 
 
 def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> tuple[int, str]:
@@ -121,34 +87,36 @@ def test_a_version_that_breaks_the_engine_that_tries_it_reaches_no_other(
     proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path, fault: str
 ):
     """It is marked failed, version 1 is served throughout, and the broken engine gets version 1 when it is back."""
-    publish(proxy, tmp_path / fault, 2)
-    failed = wait_for(proxy, 2, "failed")
+    publish_weights(proxy, tmp_path / fault, 2)
+    failed = wait_for_status(proxy, 2, "failed")
     assert "version 2 was not taken" in failed["error"]
     assert {status for status, _ in call_all(proxy, "meanwhile")} == {200}
     assert sampled_versions(proxy, "meanwhile") == {1}
     assert policy(proxy, 1)["status"] == "active"
     if fault != "refused":
-        assert versions(proxy) == {engines[1].url: 1}
+        assert versions_of_engines(proxy) == {engines[1].url: 1}
         engines[0].restart()
-    wait_until(lambda: versions(proxy) == {engine.url: 1 for engine in engines}, "both engines are on version 1")
-    publish(proxy, tmp_path / "v3", 3)
-    wait_for(proxy, 3, "active")
-    assert versions(proxy) == {engine.url: 3 for engine in engines}
+    wait_until(
+        lambda: versions_of_engines(proxy) == {engine.url: 1 for engine in engines}, "both engines are on version 1"
+    )
+    publish_weights(proxy, tmp_path / "v3", 3)
+    wait_for_status(proxy, 3, "active")
+    assert versions_of_engines(proxy) == {engine.url: 3 for engine in engines}
 
 
 def test_calls_that_waited_for_an_engine_that_died_are_served_by_another(
     proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
 ):
     """None that had not reached the engine fails: they wait at the gate while it loads, and move when it is gone."""
-    publish(proxy, tmp_path / "late", 2)
+    publish_weights(proxy, tmp_path / "late", 2)
     wait_until(lambda: is_loading(engines[0]), "the first engine is loading")
     started = time.monotonic()
     replies = call_all(proxy, "waited")
     assert {status for status, _ in replies} == {200}
     assert time.monotonic() - started > 0.3, "nothing waited, so nothing was tested"
     assert sampled_versions(proxy, "waited") == {1}
-    wait_for(proxy, 2, "failed")
-    assert versions(proxy) == {engines[1].url: 1}
+    wait_for_status(proxy, 2, "failed")
+    assert versions_of_engines(proxy) == {engines[1].url: 1}
 
 
 def is_loading(engine: BreakableEngine) -> bool:
@@ -166,13 +134,15 @@ def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_br
     proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
 ):
     """The version is good: the first engine proved it. The second comes back with fresh weights, and gets it."""
-    publish(proxy, tmp_path / "follower", 2)
-    wait_for(proxy, 2, "active")
-    assert versions(proxy) == {engines[0].url: 2}
+    publish_weights(proxy, tmp_path / "follower", 2)
+    wait_for_status(proxy, 2, "active")
+    assert versions_of_engines(proxy) == {engines[0].url: 2}
     assert {status for status, _ in call_all(proxy, "alone")} == {200}
     engines[1].kill()
     engines[1] = BreakableEngine(int(engines[1].url.rpartition(":")[2]))
-    wait_until(lambda: versions(proxy) == {engine.url: 2 for engine in engines}, "both engines are on version 2")
+    wait_until(
+        lambda: versions_of_engines(proxy) == {engine.url: 2 for engine in engines}, "both engines are on version 2"
+    )
     assert ask(engines[1].url, "/fake/state")["reloads"] == [str(tmp_path / "follower")]
     assert {status for status, _ in call_all(proxy, "both")} == {200}
     assert sampled_versions(proxy, "both") == {2}
@@ -194,5 +164,5 @@ def test_calls_on_their_way_to_an_engine_that_dies_end_clearly_and_the_next_ones
     outcomes = [view.turn.outcome for view in proxy.turns() if view.turn.session_id.startswith("doomed")]
     assert outcomes.count(Outcome.EXACT) == len(replies) - len(refused)
     assert set(outcomes) <= {Outcome.EXACT, Outcome.ERROR, Outcome.ABORTED}
-    wait_until(lambda: versions(proxy) == {engines[1].url: 1}, "the dead engine is taken out")
+    wait_until(lambda: versions_of_engines(proxy) == {engines[1].url: 1}, "the dead engine is taken out")
     assert {status for status, _ in call_all(proxy, "after")} == {200}

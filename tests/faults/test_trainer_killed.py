@@ -10,18 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.killed_trainer import STAGES
+from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from turnwise.store import queries
 
 PROGRAM = Path(__file__).parents[1] / "support" / "killed_trainer.py"
 VERSIONS = (1, 2)
-IN_EVERY_RUN = (
-    "between two rows of a minibatch",
-    "the trainer's state half written",
-    "inside the publishing transaction",
-)
 
 
 def play(directory: Path, model: Path) -> Path:
@@ -81,7 +76,8 @@ def straight(tmp_path_factory, model):
 
 
 @pytest.mark.parametrize(
-    "stage", [stage if stage in IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES]
+    "stage",
+    [stage if stage in STAGES_IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
 )
 def test_a_trainer_killed_at_any_stage_is_followed_by_one_that_ends_with_the_same_weights(
     tmp_path, model, straight, stage

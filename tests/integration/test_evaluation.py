@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.request
-from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from support.control_plane import ask, publish
 from support.proxies import RunningProxy
+from support.tiny_checkpoints import write_weights
 
 from trainer.loop.evaluator import LedgerEvaluator
 from turnwise.store import policies, queries
@@ -53,23 +51,9 @@ def evaluator(database: Database, proxy: RunningProxy, *sessions: tuple[str, flo
     return LedgerEvaluator(database, [sys.executable, "-c", AGENT, proxy.url, json.dumps(sessions)])
 
 
-def ask(proxy: RunningProxy, path: str, body: dict | None = None) -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(proxy.url + path, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return json.loads(response.read())
-
-
-def publish(proxy: RunningProxy, place: Path) -> int:
-    place.mkdir()
-    (place / "config.json").write_text("{}")
-    save_file({"w": np.zeros(1, np.float32)}, place / "model.safetensors")
-    return ask(proxy, "/v1/policies", {"path": str(place)})["version"]
-
-
 def test_held_out_sessions_are_played_by_the_version_that_was_just_published(proxy, database, tmp_path):
     """It waits until engines serve it; sessions of the training split, and those still open, do not count."""
-    version = publish(proxy, tmp_path / "v1")
+    version = publish(proxy, write_weights(tmp_path / "v1"))
     played = [("eval", 1.0, 1), ("eval", 0.0, 3), ("train", 0.5, 1), ("eval", 1.0, 2), ("eval", None, 1)]
     found = evaluator(database, proxy, *played).evaluate(version)
     assert found == {
@@ -79,7 +63,7 @@ def test_held_out_sessions_are_played_by_the_version_that_was_just_published(pro
         "turns_mean": 2.0,
         "num_sessions": 3,
     }
-    [listed] = [policy for policy in ask(proxy, "/v1/policies")["data"] if policy["version"] == version]
+    [listed] = [policy for policy in ask(proxy.url, "/v1/policies")["data"] if policy["version"] == version]
     assert listed["metrics"]["eval"] == found
     with database.read() as connection:
         assert queries.counts(connection).groups == {"ready": 1}  # the training session alone
@@ -87,7 +71,7 @@ def test_held_out_sessions_are_played_by_the_version_that_was_just_published(pro
 
 def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
     """Nor those of before it, in whatever process that was."""
-    version = publish(proxy, tmp_path / "v1")
+    version = publish(proxy, write_weights(tmp_path / "v1"))
     evaluator(database, proxy, ("eval", 0.0, 1)).evaluate(version)
     next_process = evaluator(database, proxy, ("eval", 1.0, 1), ("eval", 0.5, 1))
     for _ in range(2):
@@ -111,6 +95,6 @@ def test_a_version_that_engines_refuse_is_not_waited_for(proxy, database, tmp_pa
 
 
 def test_a_command_that_fails_is_reported_and_evaluates_nothing(proxy, database, tmp_path, caplog):
-    version = publish(proxy, tmp_path / "v1")
+    version = publish(proxy, write_weights(tmp_path / "v1"))
     assert LedgerEvaluator(database, [sys.executable, "-c", "raise SystemExit(3)"]).evaluate(version) == {}
     assert "exited with status 3" in caplog.text

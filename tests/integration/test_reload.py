@@ -15,7 +15,6 @@ import re
 import statistics
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +24,10 @@ import torch
 from openai import APIError, AsyncOpenAI, OpenAI
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_checkpoint, write_perturbed
+from support.control_plane import ask, policy, publish, wait_for_status
 from support.engines import RunningEngine
 from support.proxies import RunningProxy, StartProxy, running_proxy
+from support.waiting import assert_stays, wait_until
 
 from turnwise.store import policies
 from turnwise.store.database import Database
@@ -37,37 +38,8 @@ pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-3
 """Nats between the engine and `transformers`; both compute in float32."""
-TAKEN_SECONDS = 60.0
 NUM_TOKENS = 96
 SIZES = [pytest.param(5, 8), pytest.param(60, 32, marks=pytest.mark.slow)]
-
-
-def ask(url: str, path: str, body: dict | None = None) -> dict:
-    """Make one call of a control route."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        url + path, data, {"content-type": "application/json"}, method="POST" if body is not None else "GET"
-    )
-    with urllib.request.urlopen(request, timeout=TAKEN_SECONDS) as response:
-        raw = response.read()
-    return json.loads(raw) if raw.startswith(b"{") else {}
-
-
-def publish(proxy: RunningProxy, path: Path, **fields: object) -> int:
-    return ask(proxy.url, "/v1/policies", {"path": str(path), **fields})["version"]
-
-
-def policy(proxy: RunningProxy, version: int) -> dict:
-    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)
-
-
-def wait_for(proxy: RunningProxy, version: int, status: str = "active") -> dict:
-    """Wait until a version has come to a state."""
-    deadline = time.monotonic() + TAKEN_SECONDS
-    while (found := policy(proxy, version))["status"] != status:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture
@@ -75,7 +47,7 @@ def served(engine: RunningEngine, start_proxy: StartProxy) -> Iterator[RunningPr
     """A proxy whose version 0 is the engine's own model; afterwards the engine has that again, for other tests."""
     proxy = start_proxy(engine.url)
     assert publish(proxy, engine.model_dir) == 0
-    wait_for(proxy, 0)
+    wait_for_status(proxy, 0)
     try:
         yield proxy
     finally:
@@ -192,7 +164,7 @@ def test_reloads_under_streams_fail_nothing_and_every_token_is_of_the_version_th
                 await asyncio.sleep(0.3)  # the pace of a trainer: streams start and end in between
                 begin = time.monotonic()
                 assert await asyncio.to_thread(publish, served, paths[version]) == version
-                await asyncio.to_thread(wait_for, served, version)
+                await asyncio.to_thread(wait_for_status, served, version)
                 reloads.append((begin, time.monotonic()))
                 if version in sampled:
                     gaps.append(await asyncio.to_thread(greedy_gap, served, forward_of(paths[version])))
@@ -342,7 +314,7 @@ def test_a_bad_version_is_refused_with_a_sentence_before_the_engine_sees_it_and_
     """Whatever is wrong, the version is marked failed and the last good one answers; so does the one after it."""
     good = write_perturbed(engine.model_dir, tmp_path / "good", 1)
     version = publish(served, good)
-    wait_for(served, version)
+    wait_for_status(served, version)
     forward = forward_of(good)
     watched = Watched()
 
@@ -353,7 +325,7 @@ def test_a_bad_version_is_refused_with_a_sentence_before_the_engine_sees_it_and_
                 spoil(engine.model_dir, place)
                 loads = num_loads(engine)
                 publish_in_store(served, number, place)
-                failed = await asyncio.to_thread(wait_for, served, number, "failed")
+                failed = await asyncio.to_thread(wait_for_status, served, number, "failed")
                 assert re.search(words, failed["error"]), failed["error"]
                 assert num_loads(engine) == loads + (2 if spoil is other_probe else 0)
                 assert await asyncio.to_thread(greedy_gap, served, forward) < TOLERANCE
@@ -362,7 +334,7 @@ def test_a_bad_version_is_refused_with_a_sentence_before_the_engine_sees_it_and_
     assert watched.failures == []
     assert policy(served, version)["status"] == "active"
     after = write_perturbed(engine.model_dir, tmp_path / "after", 2)
-    wait_for(served, publish(served, with_probe(after, forward_of(after))))
+    wait_for_status(served, publish(served, with_probe(after, forward_of(after))))
     assert greedy_gap(served, forward_of(after)) < TOLERANCE
 
 
@@ -392,18 +364,17 @@ def test_a_version_is_pinned_rolled_back_to_and_let_go(served: RunningProxy, eng
     for version in (1, 2):
         path = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)
         forwards[version] = forward_of(path)
-        wait_for(served, publish(served, path))
+        wait_for_status(served, publish(served, path))
     for pinned in (1, 0):
         ask(served.url, f"/v1/policies/{pinned}/activate", {})
-        wait_for(served, pinned)
+        wait_for_status(served, pinned)
         assert greedy_gap(served, forwards[pinned]) < TOLERANCE
     forwards[3] = forward_of(write_perturbed(engine.model_dir, tmp_path / "v3", 3))
     assert publish(served, tmp_path / "v3") == 3
-    time.sleep(1.0)  # several looks of the proxy at the store
-    assert policy(served, 3)["status"] == "published"
+    assert_stays(lambda: policy(served, 3)["status"] == "published", "version 3 waits while version 0 is pinned")
     assert greedy_gap(served, forwards[0]) < TOLERANCE
     ask(served.url, "/v1/policies/0/activate", {"pin": False})
-    wait_for(served, 3)
+    wait_for_status(served, 3)
     assert greedy_gap(served, forwards[3]) < TOLERANCE
 
 
@@ -412,12 +383,9 @@ def test_an_engine_that_was_restarted_is_brought_to_the_active_version(
 ):
     """Whether it comes back under a running proxy or before a new one: fresh weights are replaced."""
     path = write_perturbed(engine.model_dir, tmp_path / "v1", 1)
-    wait_for(served, publish(served, path))
+    wait_for_status(served, publish(served, path))
     as_started(engine)
-    deadline = time.monotonic() + TAKEN_SECONDS
-    while ask(engine.url, "/weight_info")["weight_version"] != "1":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: ask(engine.url, "/weight_info")["weight_version"] == "1", "the engine has version 1")
     assert greedy_gap(served, forward_of(path)) < TOLERANCE
     served.kill()
     as_started(engine)
@@ -440,7 +408,7 @@ def test_adapters_take_over_call_by_call_without_a_pause_and_go_when_nobody_call
             for number, path in adapters.items():
                 await asyncio.sleep(0.3)  # streams start and end in between
                 assert await asyncio.to_thread(publish, served, path, kind="lora") == number
-                await asyncio.to_thread(wait_for, served, number)
+                await asyncio.to_thread(wait_for_status, served, number)
                 forward = forward_of(engine.model_dir, path)
                 assert await asyncio.to_thread(greedy_gap, served, forward) < TOLERANCE
 
@@ -456,16 +424,12 @@ def test_adapters_take_over_call_by_call_without_a_pause_and_go_when_nobody_call
         ids = np.concatenate([view.prompt_token_ids, view.turn.token_ids]).tolist()
         ours = forwards[view.turn.policy_version_first](ids, view.turn.prompt_length)
         assert float((ours - torch.tensor(view.turn.logprobs.copy())).abs().max()) < TOLERANCE
-    deadline = time.monotonic() + TAKEN_SECONDS
-    while (held := [model["id"] for model in ask(engine.url, "/v1/models")["data"]]) != [
-        "small",
-        "policy-v3",
-        "policy-v4",
-    ]:
-        assert time.monotonic() < deadline, held
-        time.sleep(0.1)
+    wait_until(
+        lambda: [model["id"] for model in ask(engine.url, "/v1/models")["data"]] == ["small", "policy-v3", "policy-v4"],
+        "the engine holds the two newest adapters alone",
+    )
     ask(served.url, "/v1/policies/0/activate", {})
-    wait_for(served, 0)
+    wait_for_status(served, 0)
     assert greedy_gap(served, forwards[0]) < TOLERANCE
 
 
@@ -474,7 +438,7 @@ def test_a_bad_adapter_is_refused_and_the_last_good_one_answers(
 ):
     """One of another model, one without its weights."""
     good = write_adapter(engine.model_dir, tmp_path / "good", 1)
-    wait_for(served, publish(served, good, kind="lora"))
+    wait_for_status(served, publish(served, good, kind="lora"))
     strange = write_adapter(engine.model_dir, tmp_path / "strange", 2)
     factors = load_file(strange / "adapter_model.safetensors")
     save_file(
@@ -485,5 +449,5 @@ def test_a_bad_adapter_is_refused_and_the_last_good_one_answers(
     (empty / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     for number, (path, words) in enumerate([(strange, "another model"), (empty, "cannot be read")], start=2):
         publish_in_store(served, number, path, PolicyKind.LORA)
-        assert words in wait_for(served, number, "failed")["error"]
+        assert words in wait_for_status(served, number, "failed")["error"]
     assert greedy_gap(served, forward_of(engine.model_dir, good)) < TOLERANCE

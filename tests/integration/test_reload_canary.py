@@ -10,13 +10,12 @@ import collections
 import contextlib
 import json
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pydantic import PrivateAttr
+from support.control_plane import ask, policy, publish, wait_for_status
 from support.proxies import RunningProxy, StartProxy
 from support.tiny_checkpoints import write_adapter, write_weights
 
@@ -53,13 +52,6 @@ def engines() -> Iterator[list[RunningFakeEngine]]:
             script._state = engine.state
             engine.state.script = script
         yield [first, second]
-
-
-def ask(url: str, path: str, body: dict | None = None) -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
-        return json.loads(response.read())
 
 
 WRITE = {"full": write_weights, "lora": write_adapter}
@@ -114,22 +106,6 @@ def playing(proxy: RunningProxy) -> Iterator[Agents]:
         agents.stop()
 
 
-def publish(proxy: RunningProxy, path: Path, kind: str) -> int:
-    return ask(proxy.url, "/v1/policies", {"path": str(path), "kind": kind})["version"]
-
-
-def policy(proxy: RunningProxy, version: int) -> dict:
-    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)
-
-
-def wait_for(proxy: RunningProxy, version: int, status: str) -> dict:
-    deadline = time.monotonic() + DONE_SECONDS
-    while (found := policy(proxy, version))["status"] != status:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return found
-
-
 def versions_of_sessions(proxy: RunningProxy) -> dict[str, list[int]]:
     """Return the versions that each session sampled with, in order."""
     found = collections.defaultdict(list)
@@ -146,14 +122,14 @@ def test_a_poisoned_update_is_rolled_back_without_a_person_and_a_good_one_is_pro
     """Only the canary's share of the sessions saw it, and none of them was moved in the middle but by the roll-back."""
     urls = [engine.url for engine in engines][: 2 if kind == "full" else 1]
     proxy = start_proxy(urls[0], *(flag for url in urls[1:] for flag in ("--engine", url)), *FLAGS)
-    good = publish(proxy, WRITE[kind](tmp_path / "good"), kind)
-    wait_for(proxy, good, "active")
+    good = publish(proxy, WRITE[kind](tmp_path / "good"), kind=kind)
+    wait_for_status(proxy, good, "active")
     with playing(proxy) as agents:
-        bad = publish(proxy, WRITE[kind](tmp_path / poison), kind)
-        failed = wait_for(proxy, bad, "failed")
+        bad = publish(proxy, WRITE[kind](tmp_path / poison), kind=kind)
+        failed = wait_for_status(proxy, bad, "failed")
         rolled_back = len(versions_of_sessions(proxy))
-        after = publish(proxy, WRITE[kind](tmp_path / "after"), kind)
-        wait_for(proxy, after, "active")
+        after = publish(proxy, WRITE[kind](tmp_path / "after"), kind=kind)
+        wait_for_status(proxy, after, "active")
     assert agents.failures == []
     assert failed["error"].startswith("rolled back as a canary: ")
     assert words in failed["error"]
@@ -192,13 +168,13 @@ def test_a_version_too_far_from_the_served_one_is_never_tried(
         engine.state.script.logprob_shifts = {"far": -3.0, "near": -0.5}
     urls = [engine.url for engine in engines][: 2 if kind == "full" else 1]
     proxy = start_proxy(urls[0], *(flag for url in urls[1:] for flag in ("--engine", url)), *FLAGS)
-    good = publish(proxy, probed(WRITE[kind](tmp_path / "good"), 0.0), kind)
-    wait_for(proxy, good, "active")
-    far = publish(proxy, probed(WRITE[kind](tmp_path / "far"), -3.0), kind)
-    failed = wait_for(proxy, far, "failed")
+    good = publish(proxy, probed(WRITE[kind](tmp_path / "good"), 0.0), kind=kind)
+    wait_for_status(proxy, good, "active")
+    far = publish(proxy, probed(WRITE[kind](tmp_path / "far"), -3.0), kind=kind)
+    failed = wait_for_status(proxy, far, "failed")
     assert "it is 2.05 nats a token from the served version; the limit is 1" in failed["error"]
-    near = publish(proxy, probed(WRITE[kind](tmp_path / "near"), -0.5), kind)
-    wait_for(proxy, near, "canary")
+    near = publish(proxy, probed(WRITE[kind](tmp_path / "near"), -0.5), kind=kind)
+    wait_for_status(proxy, near, "canary")
     assert policy(proxy, good)["status"] == "active"
 
 
@@ -206,10 +182,10 @@ def test_a_pin_calls_a_canary_off(engines: list[RunningFakeEngine], start_proxy:
     """What a person decides is not tried: the pinned version is served to all, and the other waits to be published."""
     proxy = start_proxy(engines[0].url, *FLAGS)
     for version in (0, 1):
-        publish(proxy, write_adapter(tmp_path / f"v{version}"), "lora")
-        wait_for(proxy, version, "active" if version == 0 else "canary")
+        publish(proxy, write_adapter(tmp_path / f"v{version}"), kind="lora")
+        wait_for_status(proxy, version, "active" if version == 0 else "canary")
     ask(proxy.url, "/v1/policies/0/activate", {})
-    wait_for(proxy, 1, "published")
+    wait_for_status(proxy, 1, "published")
     assert policy(proxy, 0)["status"] == "active"
     ask(proxy.url, "/v1/policies/1/activate", {})
-    wait_for(proxy, 1, "active")
+    wait_for_status(proxy, 1, "active")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import time
 import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.control_plane import ask, policy, publish
 from support.proxies import RunningProxy, running_proxy
 from support.tiny_checkpoints import write_adapter, write_weights
+from support.waiting import assert_stays, wait_until
 
 from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
-
-DONE_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -36,26 +33,8 @@ def two_proxies(fake_engine: RunningFakeEngine, tmp_path: Path) -> Iterator[list
         yield [first, second]
 
 
-def ask(url: str, path: str, body: dict | None = None) -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
-        return json.loads(response.read())
-
-
-def publish(proxy: RunningProxy, path: Path, kind: str = "full") -> int:
-    return ask(proxy.url, "/v1/policies", {"path": str(path), "kind": kind})["version"]
-
-
 def status(proxy: RunningProxy, version: int) -> str:
-    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)["status"]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DONE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"it is not so that {what}"
-        time.sleep(0.02)
+    return policy(proxy, version)["status"]
 
 
 def served(proxy: RunningProxy) -> int | None:
@@ -72,7 +51,7 @@ def test_one_of_two_proxies_drives_and_the_other_follows(
         wait_until(lambda version=version: status(two_proxies[0], version) == "active", "it is served")
         wait_until(lambda version=version: [served(p) for p in two_proxies] == [version] * 2, "both serve it")
     assert fake_engine.state.reloads == paths
-    version = publish(two_proxies[0], write_adapter(tmp_path / "adapter"), "lora")
+    version = publish(two_proxies[0], write_adapter(tmp_path / "adapter"), kind="lora")
     wait_until(lambda: [served(p) for p in two_proxies] == [version] * 2, "both serve the adapter")
     for number, proxy in enumerate(two_proxies):
         body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -96,8 +75,10 @@ def test_a_pinned_version_that_fails_is_tried_once_and_again_when_it_is_asked_fo
     ask(proxy.url, "/v1/policies/1/activate", {})
     wait_until(lambda: status(proxy, 1) == "failed", "it has failed")
     loads = len(fake_engine.state.reloads)
-    time.sleep(1.0)  # several looks of the proxy at the store
-    assert (status(proxy, 2), len(fake_engine.state.reloads)) == ("active", loads)
+    assert_stays(
+        lambda: (status(proxy, 2), len(fake_engine.state.reloads)) == ("active", loads),
+        "the version is not tried again",
+    )
     weights.write_bytes(whole)
     ask(proxy.url, "/v1/policies/1/activate", {})
     wait_until(lambda: status(proxy, 1) == "active", "it is served")
@@ -109,7 +90,7 @@ def test_what_is_no_adapter_is_not_published_as_one(proxy: RunningProxy, tmp_pat
     good = publish(proxy, write_weights(tmp_path / "good"))
     wait_until(lambda: status(proxy, good) == "active", "it is served")
     with pytest.raises(urllib.error.HTTPError) as refused:
-        publish(proxy, write_weights(tmp_path / "no-adapter"), "lora")
+        publish(proxy, write_weights(tmp_path / "no-adapter"), kind="lora")
     assert "adapter_config.json cannot be read" in refused.value.read().decode()
     assert status(proxy, good) == "active"
 
@@ -121,7 +102,7 @@ def test_an_adapter_after_whole_weights_rides_on_the_model_that_it_was_trained_o
     weights = write_weights(tmp_path / "weights")
     versions = [publish(proxy, write_weights(tmp_path / "first")), publish(proxy, weights)]
     wait_until(lambda: status(proxy, versions[1]) == "active", "the weights are served")
-    adapter = publish(proxy, write_adapter(tmp_path / "adapter"), "lora")
+    adapter = publish(proxy, write_adapter(tmp_path / "adapter"), kind="lora")
     wait_until(lambda: status(proxy, adapter) == "active", "the adapter is served")
     assert fake_engine.state.weights_path == fake_engine.state.model_path
     ask(proxy.url, f"/v1/policies/{versions[1]}/activate", {})

@@ -9,12 +9,9 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +19,10 @@ import pytest
 import torch
 from openai import APIError, AsyncOpenAI
 from support.checkpoints import Forward, forward_of, write_perturbed
+from support.control_plane import ask, publish, versions_of_engines
 from support.engines import RunningEngine, _end_group, _wait_healthy
 from support.proxies import RunningProxy, StartProxy
+from support.waiting import wait_until
 
 from turnwise.processes.engine_command import EngineSettings, build_command
 from turnwise.processes.stack import free_port
@@ -31,7 +30,6 @@ from turnwise.types import Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-DONE_SECONDS = 120.0
 TOLERANCE = 1e-3
 NUM_STREAMS = 8
 
@@ -53,25 +51,8 @@ def running_vllm(model_dir: Path, log: Path, port: int) -> Iterator[subprocess.P
         _end_group(process)
 
 
-def ask(url: str, path: str, body: dict | None = None) -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=DONE_SECONDS) as response:
-        raw = response.read()
-    return json.loads(raw) if raw.startswith(b"{") else {}
-
-
 def wait_for_engines(proxy: RunningProxy, wanted: dict[str, int]) -> None:
-    """Wait until exactly these engines get calls, on these versions."""
-    deadline = time.monotonic() + DONE_SECONDS
-    while (found := versions(proxy)) != wanted:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-
-
-def versions(proxy: RunningProxy) -> dict[str, int]:
-    engines = ask(proxy.url, "/readyz")["engines"]
-    return {engine["url"]: engine["policy_version"] for engine in engines if engine["ready"]}
+    wait_until(lambda: versions_of_engines(proxy) == wanted, f"exactly these engines get calls: {wanted}")
 
 
 def greedy_gap(engine_url: str, forward: Forward) -> float:
@@ -91,11 +72,8 @@ def greedy_gap(engine_url: str, forward: Forward) -> float:
     return float((forward(prompt + choice["token_ids"], len(prompt)) - theirs).abs().max())
 
 
-def wait_for_pause(log: Path, num_before: int) -> None:
-    deadline = time.monotonic() + DONE_SECONDS
-    while log.read_text(errors="replace").count("POST /pause") == num_before:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def count_pauses(log: Path) -> int:
+    return log.read_text(errors="replace").count("POST /pause")
 
 
 @dataclasses.dataclass
@@ -104,13 +82,6 @@ class Seen:
 
     num_whole: int = 0
     errors: list[str] = dataclasses.field(default_factory=list)
-
-
-def wait_for_calls(seen: Seen, count: int) -> None:
-    deadline = time.monotonic() + DONE_SECONDS
-    while seen.num_whole < count:
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.02)
 
 
 async def stream_until(stop: asyncio.Event, proxy: RunningProxy, number: int, seen: Seen) -> None:
@@ -145,22 +116,23 @@ def test_an_engine_killed_in_mid_reload_is_left_out_and_mended_when_it_returns(
     seen, log = Seen(), tmp_path / "other.log"
     paths = {number: write_perturbed(small_model_dir, tmp_path / f"v{number}", number) for number in (1, 2, 3)}
 
-    def publish(number: int) -> None:
-        ask(proxy.url, "/v1/policies", {"path": str(paths[number]), "version": number})
+    def publish_version(number: int) -> None:
+        publish(proxy, paths[number], version=number)
 
     async def reload_and_kill(process: subprocess.Popen[bytes]) -> None:
         stop = asyncio.Event()
         agents = [asyncio.create_task(stream_until(stop, proxy, number, seen)) for number in range(NUM_STREAMS)]
-        publish(1)
+        publish_version(1)
         await asyncio.to_thread(wait_for_engines, proxy, {other_url: 1, engine.url: 1})
-        await asyncio.to_thread(wait_for_calls, seen, 3 * NUM_STREAMS)
+        await asyncio.to_thread(wait_until, lambda: seen.num_whole >= 3 * NUM_STREAMS, "each stream ended thrice")
         assert seen.errors == []
-        loads = log.read_text(errors="replace").count("POST /pause")
-        publish(2)
-        await asyncio.to_thread(wait_for_pause, log, loads)
+        num_pauses = count_pauses(log)
+        publish_version(2)
+        await asyncio.to_thread(wait_until, lambda: count_pauses(log) > num_pauses, "the reload has begun")
         os.killpg(process.pid, signal.SIGKILL)
         await asyncio.to_thread(wait_for_engines, proxy, {engine.url: 1})
-        await asyncio.sleep(2.0)  # streams go on with the one that is left
+        num_whole = seen.num_whole
+        await asyncio.to_thread(wait_until, lambda: seen.num_whole > num_whole + NUM_STREAMS, "the other engine serves")
         stop.set()
         await asyncio.gather(*agents)
 
@@ -184,7 +156,7 @@ def test_an_engine_killed_in_mid_reload_is_left_out_and_mended_when_it_returns(
     with running_vllm(small_model_dir, log, port):
         wait_for_engines(proxy, {other_url: 1, engine.url: 1})
         assert greedy_gap(other_url, forward_of(paths[1])) < TOLERANCE
-        publish(3)
+        publish_version(3)
         wait_for_engines(proxy, {other_url: 3, engine.url: 3})
         for url in (other_url, engine.url):
             assert greedy_gap(url, forward_of(paths[3])) < TOLERANCE

@@ -38,6 +38,13 @@ STAGES = {
 """How far an update has come, and what the trainer is about to call then: two batches of two optimizer steps each, in
 rows of one session."""
 
+STAGES_IN_EVERY_RUN = (
+    "between two rows of a minibatch",
+    "the trainer's state half written",
+    "inside the publishing transaction",
+)
+"""The others are slow tests."""
+
 
 def dying(where: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callable[..., Any]]:
     """Return module, name and stand-in of the function; the stand-in dies at its n-th call."""

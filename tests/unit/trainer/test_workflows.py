@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.killed_trainer import STAGES, dying
+from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, dying
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from trainer.learning.losses import loss_of
@@ -130,21 +131,38 @@ def test_a_changed_weight_file_is_told_by_its_digest(tmp_path, model, ledger):
         read_manifest(directory)
 
 
-@pytest.mark.parametrize("workflow", ["on_policy", "off_policy"])
-@pytest.mark.parametrize("stage", STAGES)
+SMALL_ROWS = {"row_tokens": 16, "buffer_min_groups": 3, "buffer_groups": 5}
+KILLS = [
+    pytest.param(workflow, stage, marks=() if stage in STAGES_IN_EVERY_RUN else pytest.mark.slow)
+    for workflow in ("on_policy", "off_policy")
+    for stage in STAGES
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, model):
+    """Return the directory of a run that nothing interrupted, for a workflow; each is made once."""
+
+    @functools.cache
+    def made(workflow):
+        directory = tmp_path_factory.mktemp(workflow)
+        ledger = new_ledger(directory / "ledger.db")
+        Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+        train(settings_for(directory, model, workflow=workflow, **SMALL_ROWS))
+        ledger.close()
+        return directory
+
+    return made
+
+
+@pytest.mark.parametrize(("workflow", "stage"), KILLS)
 def test_a_trainer_killed_at_any_stage_and_resumed_gives_the_same_weights_bit_for_bit(
-    tmp_path, model, ledger, stage, workflow, monkeypatch
+    tmp_path, model, ledger, uninterrupted, stage, workflow, monkeypatch
 ):
-    """The law of the resume: state, claims, buffer and random numbers are those of the last commit."""
-    rollouts = Rollouts(ledger, load_model(model))
-    rollouts.play("a", num_groups=6)
-    twin = tmp_path / "twin"
-    twin.mkdir()
-    straight = new_ledger(twin / "ledger.db")
-    Rollouts(straight, rollouts.model).play("a", num_groups=6)
-    changes = {"row_tokens": 16, "workflow": workflow, "buffer_min_groups": 3, "buffer_groups": 5}
-    train(settings_for(twin, model, **changes))
-    straight.close()
+    """After a resume, state, claims, buffer and random numbers are those of the last commit."""
+    twin = uninterrupted(workflow)
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    changes = {"workflow": workflow, **SMALL_ROWS}
 
     def die():
         raise Killed

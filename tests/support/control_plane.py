@@ -1,0 +1,60 @@
+"""Calls of a proxy's or an engine's control routes: publish policies, read their status, read metrics."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from support.proxies import RunningProxy
+from support.waiting import wait_until
+
+CALL_SECONDS = 120.0
+
+
+def ask(url: str, path: str, body: dict | None = None) -> dict:
+    """GET a path, or POST a body to it; return the decoded reply, or nothing where the reply is no JSON object.
+
+    Raises:
+        urllib.error.HTTPError: the reply is an error.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=CALL_SECONDS) as response:
+        raw = response.read()
+    return json.loads(raw) if raw.startswith(b"{") else {}
+
+
+def publish(proxy: RunningProxy, path: Path, **fields: object) -> int:
+    """Publish a directory as a policy; return its version."""
+    return ask(proxy.url, "/v1/policies", {"path": str(path), **fields})["version"]
+
+
+def policy(proxy: RunningProxy, version: int) -> dict:
+    """Return a policy version as the proxy lists it."""
+    return next(each for each in ask(proxy.url, "/v1/policies")["data"] if each["version"] == version)
+
+
+def wait_for_status(proxy: RunningProxy, version: int, status: str = "active") -> dict:
+    """Wait until a version has a status; return the version."""
+    wait_until(lambda: policy(proxy, version)["status"] == status, f"version {version} is {status}")
+    return policy(proxy, version)
+
+
+def versions_of_engines(proxy: RunningProxy) -> dict[str, int]:
+    """Return the policy version of each engine that gets calls, by its URL."""
+    engines = ask(proxy.url, "/readyz")["engines"]
+    return {engine["url"]: engine["policy_version"] for engine in engines if engine["ready"]}
+
+
+def metric(proxy: RunningProxy, sample: str, **labels: str) -> float:
+    """Return the sum of a metric's samples that have these labels."""
+    with urllib.request.urlopen(f"{proxy.url}/metrics", timeout=CALL_SECONDS) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return sum(
+        each.value
+        for family in families
+        for each in family.samples
+        if each.name == sample and labels.items() <= each.labels.items()
+    )

@@ -1,0 +1,31 @@
+"""Wait for a condition with a deadline. Tests never sleep a fixed time and hope."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+WAIT_SECONDS = 60.0
+POLL_SECONDS = 0.02
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> None:
+    """Return as soon as the condition is true.
+
+    Args:
+        condition: called again and again.
+        what: the condition in words, for the failure.
+        seconds: the deadline.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain until {what}"
+        time.sleep(POLL_SECONDS)
+
+
+def assert_stays(condition: Callable[[], object], what: str, seconds: float = 1.0) -> None:
+    """Check again and again, for a while, that a condition remains true: proof that something does not happen."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert condition(), f"no longer true: {what}"
+        time.sleep(POLL_SECONDS)
