@@ -44,6 +44,7 @@ _EXTRA_OF = {
     "safetensors": "trainer",
     "tokenizers": "trainer",
     "peft": "trainer",
+    "pyarrow": "export",
 }
 """The extra that brings a module."""
 _COLOURS = {"engine": "magenta", "proxy": "cyan", "trainer": "green", "migrate": "yellow", "model": "blue"}
@@ -326,19 +327,49 @@ def sessions(database: str | None, limit: int, *, as_json: bool, **narrowed: Any
 
 @main.command("export")
 @_filter_options
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(["jsonl", "parquet", "hf", "openai", "atif", "replay"]),
+    default="jsonl",
+    show_default=True,
+    help="jsonl, parquet and hf are experiences, as a trainer sees them; the others are whole sessions.",
+)
 @click.option("--merge", type=click.Choice(["turn", "chain"]), default="chain", show_default=True)
 @click.option("--credit", type=click.Choice(["step_wise", "propagate"]), help="Another credit policy, as a dry run.")
 @click.option("--gamma", type=float, help="Another discount, as a dry run.")
 @click.option("--reward-bonus-coeff", type=float, default=0.0, show_default=True)
-@click.option("--output", type=click.File("w", lazy=True), default="-", help="File to write [default: stdout].")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="File to write; for hf, a directory [default: stdout].",
+)
 @_database_option
-@click.option("--json", "as_json", is_flag=True, help="The output always is: JSON Lines.")
-def export(database: str | None, output: Any, *, as_json: bool, **given: Any) -> None:  # noqa: ARG001  one flag everywhere
-    """Write experiences as JSON Lines: what the trainer would see."""
-    operate = import_module("turnwise.commands.operate")
+@click.option("--json", "as_json", is_flag=True, help="Print the number of lines or rows as JSON, on stderr.")
+def export(database: str | None, output: Path | None, *, as_json: bool, **given: Any) -> None:
+    """Write experiences or sessions: JSON Lines, Parquet, a Hugging Face data set, OpenAI's format, ATIF, or calls."""
+    exchange = import_module("turnwise.commands.exchange")
+    path = None if output is None or str(output) == "-" else output
     wanted = _filter_of(given)
-    for experience in operate.export(_database_url(database), wanted, **given):
-        output.write(json.dumps(experience, ensure_ascii=False) + "\n")
+    count = exchange.export(_database_url(database), wanted, output=path, **given)
+    if as_json:
+        click.echo(json.dumps({"format": given["format_name"], "count": count}), err=True)
+
+
+@main.command("replay")
+@click.argument("recording", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--to", "base_url", required=True, metavar="URL", help="OpenAI-compatible endpoint, with its /v1.")
+@click.option("--api-key", default="none", envvar="OPENAI_API_KEY", help="Bearer key [default: $OPENAI_API_KEY].")
+@click.option("--speed", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0: without pauses.")
+@click.option("--model", help="Model to ask for instead of the recorded one.")
+@_json_option
+def replay(recording: Path, base_url: str, api_key: str, speed: float, model: str | None, *, as_json: bool) -> None:
+    """Make recorded calls again, at their own pace or faster; exit 1 if any failed."""
+    exchange = import_module("turnwise.commands.exchange")
+    report = exchange.replay(recording, base_url, api_key=api_key, speed=speed, model=model)
+    _print(report, as_json=as_json)
+    if report["failed"]:
+        sys.exit(1)
 
 
 @main.command("doctor")

@@ -10,14 +10,14 @@ import dataclasses
 import datetime as dt
 import enum
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from turnwise.store import keys, queries
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter, experiences
-from turnwise.types import Credit, Experience, Json
+from turnwise.store.experiences import SessionFilter
+from turnwise.types import Experience, Json
 
 
 @contextlib.contextmanager
@@ -71,25 +71,6 @@ def list_sessions(url: str, wanted: SessionFilter, *, limit: int) -> list[Json]:
     """Return the newest sessions."""
     with opened(url) as database, database.read() as conn:
         return [as_json(session) for session in queries.sessions(conn, wanted, limit=limit)[0]]
-
-
-def export(
-    url: str,
-    wanted: SessionFilter,
-    *,
-    merge: Literal["turn", "chain"],
-    credit: str | None,
-    gamma: float | None,
-    reward_bonus_coeff: float,
-) -> Iterator[Json]:
-    """Yield experiences as a trainer would see them."""
-    policy = None if credit is None else Credit(credit)
-    with opened(url) as database, database.read() as conn:
-        found = experiences(
-            conn, wanted, merge=merge, credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff
-        )
-        for experience in found:
-            yield experience_json(experience)
 
 
 def experience_json(experience: Experience) -> Json:

@@ -1,0 +1,128 @@
+"""Experiences as columns: one Parquet file, or a Hugging Face data set directory with a card.
+
+Rows are written in groups of a fixed number, so memory is bounded and the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from turnwise import __version__
+from turnwise.types import Experience, Json
+
+ROWS_IN_GROUP = 256
+"""Rows that are held in memory and written together."""
+
+
+def write_parquet(experiences: Iterable[Experience], path: Path) -> int:
+    """Write experiences to a Parquet file; return how many.
+
+    Tokens, mask and logprobs cover the whole sequence, [L] each; `turn_rewards` and `returns` have one value per
+    trained turn, [K].
+    """
+    import pyarrow.parquet
+
+    schema = _schema()
+    count = 0
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for rows in _grouped(map(_row, experiences), ROWS_IN_GROUP):
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+            count += len(rows)
+    return count
+
+
+def write_dataset(experiences: Iterable[Experience], directory: Path) -> int:
+    """Write a directory that `datasets.load_dataset` reads: `data/train.parquet` and a card; return the row count."""
+    (directory / "data").mkdir(parents=True, exist_ok=True)
+    count = write_parquet(experiences, directory / "data" / "train.parquet")
+    (directory / "README.md").write_text(_card(count), encoding="utf-8")
+    return count
+
+
+def _row(experience: Experience) -> Json:
+    eid = experience.eid
+    return {
+        "eid": eid.uid,
+        "session_id": experience.session_id,
+        "group_id": experience.group_id,
+        "task_id": eid.task,
+        "run": eid.run,
+        "split": experience.split.value,
+        "turn_ids": list(experience.turn_ids),
+        "turn_steps": list(experience.turn_steps),
+        "tokens": experience.tokens,
+        "prompt_length": experience.prompt_length,
+        "loss_mask": experience.loss_mask,
+        "turn_index": experience.turn_index,
+        "logprobs": experience.logprobs,
+        "turn_rewards": experience.turn_rewards,
+        "returns": experience.turn_returns,
+        "reward": experience.reward,
+        "policy_version_first": experience.policy_version_first,
+        "policy_version_last": experience.policy_version_last,
+    }
+
+
+def _schema() -> Any:
+    import pyarrow
+
+    columns: dict[str, Any] = {
+        "eid": pyarrow.string(),
+        "session_id": pyarrow.string(),
+        "group_id": pyarrow.string(),
+        "task_id": pyarrow.string(),
+        "run": pyarrow.int32(),
+        "split": pyarrow.string(),
+        "turn_ids": pyarrow.list_(pyarrow.string()),
+        "turn_steps": pyarrow.list_(pyarrow.int32()),
+        "tokens": pyarrow.list_(pyarrow.int32()),
+        "prompt_length": pyarrow.int32(),
+        "loss_mask": pyarrow.list_(pyarrow.bool_()),
+        "turn_index": pyarrow.list_(pyarrow.int32()),
+        "logprobs": pyarrow.list_(pyarrow.float32()),
+        "turn_rewards": pyarrow.list_(pyarrow.float64()),
+        "returns": pyarrow.list_(pyarrow.float64()),
+        "reward": pyarrow.float64(),
+        "policy_version_first": pyarrow.int32(),
+        "policy_version_last": pyarrow.int32(),
+    }
+    return pyarrow.schema(columns.items())
+
+
+def _grouped(rows: Iterator[Json], size: int) -> Iterator[list[Json]]:
+    while group := list(itertools.islice(rows, size)):
+        yield group
+
+
+def _card(count: int) -> str:
+    return f"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train.parquet
+tags:
+- reinforcement-learning
+- turnwise
+---
+
+# Experiences captured by Turnwise {__version__}
+
+{count} training sequences, as a trainer sees them. Each row is one chain of turns, or one turn, with the exact token
+ids that the model was given and sampled.
+
+| column | content |
+|---|---|
+| `tokens` | prompt and sampled token ids |
+| `prompt_length` | tokens before the first sampled one |
+| `loss_mask` | true where a token was sampled and is trained |
+| `turn_index` | which of `turn_ids` sampled the token, -1 where none did |
+| `logprobs` | logprobs under the policy that sampled; 0 where `loss_mask` is false |
+| `turn_rewards`, `returns` | reward and return of each turn in `turn_ids` |
+| `reward` | reward of the whole session |
+| `policy_version_first`, `policy_version_last` | oldest and newest policy version among the turns |
+| `eid` | batch/task/run/step/suffix |
+"""

@@ -1,0 +1,94 @@
+"""Calls made again from a recording, at the pace at which they were made or a multiple of it.
+
+A call is sent once the call that it continues has its answer, and not before its time. The recorded messages are sent
+as they are, so the load is that of the recording even where the model answers differently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+import httpx2
+
+from turnwise.types import Json
+
+TIMEOUT_SECONDS = 600.0
+CONNECTIONS = 1000
+
+
+@dataclasses.dataclass(slots=True)
+class ReplayReport:
+    """What became of the calls of a recording."""
+
+    calls: int = 0
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Number of failed calls by status or by the name of the connection's error."""
+    seconds: float = 0.0
+    latencies: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of each call that was answered with status 200."""
+
+    def as_json(self) -> Json:
+        """Return the figures of the report."""
+        cuts = statistics.quantiles(self.latencies, n=100) if len(self.latencies) > 1 else self.latencies * 99
+        return {
+            "calls": self.calls,
+            "failed": sum(self.failures.values()),
+            "failures": self.failures,
+            "seconds": round(self.seconds, 3),
+            "p50_seconds": round(cuts[49], 4) if cuts else None,
+            "p99_seconds": round(cuts[98], 4) if cuts else None,
+        }
+
+
+async def replay(
+    calls: Sequence[Json], base_url: str, *, api_key: str, speed: float, model: str | None
+) -> ReplayReport:
+    """Send recorded calls to an OpenAI-compatible endpoint.
+
+    Args:
+        calls: Lines of a recording.
+        base_url: The endpoint, with its `/v1`.
+        api_key: Sent as the bearer key.
+        speed: How many times faster than recorded; 0 sends each call as soon as the one before it is answered.
+        model: Model to ask for instead of the recorded one.
+    """
+    report = ReplayReport(calls=len(calls))
+    first = min((call["started_at"] for call in calls), default=0.0)
+    answered = {call["turn_id"]: asyncio.Event() for call in calls}
+    limits = httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
+    headers = {"authorization": f"Bearer {api_key}"}
+    began = time.perf_counter()
+    async with httpx2.AsyncClient(base_url=base_url, headers=headers, timeout=TIMEOUT_SECONDS, limits=limits) as client:
+
+        async def send(call: Json) -> None:
+            try:
+                if (parent := answered.get(call["parent_turn_id"] or "")) is not None:
+                    await parent.wait()
+                if speed > 0:
+                    due = began + (call["started_at"] - first) / speed
+                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                await _send(client, call["body"] | ({"model": model} if model else {}), report)
+            finally:
+                answered[call["turn_id"]].set()
+
+        await asyncio.gather(*map(send, calls))
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+async def _send(client: httpx2.AsyncClient, body: Json, report: ReplayReport) -> None:
+    started = time.perf_counter()
+    try:
+        response = await client.post("/chat/completions", json=body)
+    except httpx2.HTTPError as error:
+        problem: str | None = type(error).__name__
+    else:
+        problem = None if response.status_code == 200 else str(response.status_code)
+    if problem is None:
+        report.latencies.append(time.perf_counter() - started)
+    else:
+        report.failures[problem] = report.failures.get(problem, 0) + 1
