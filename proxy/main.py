@@ -16,8 +16,6 @@ from proxy.writer.process import GC_ALLOCATIONS
 
 SWITCH_SECONDS = 0.0003
 """How long the event loop may keep a thread that reads the store waiting for the interpreter: once a row, and more."""
-DRAIN_SECONDS = 30
-"""How long running calls may go on after the process was told to stop."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of the usual clients keep an idle connection, so that none sends into one that is closing."""
 
@@ -38,7 +36,7 @@ def run(settings: ProxySettings) -> int:
             access_log=False,
             log_level=settings.log_level,
             log_config=None,
-            timeout_graceful_shutdown=DRAIN_SECONDS,
+            timeout_graceful_shutdown=settings.drain_seconds,  # type: ignore[arg-type]  # a float works,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             backlog=4096,
             lifespan="on",

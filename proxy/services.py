@@ -117,6 +117,8 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
+            await asyncio.wait_for(relay.wait_idle(), settings.commit_timeout_seconds)
         pool.close()
         await writer.close()
         for opened in (database, exports):

@@ -48,6 +48,8 @@ class ProxySettings(Settings):
     """A request whose headers and body are not whole by then is closed."""
     engine_timeout_seconds: float = Field(default=600.0, gt=0)
     """The longest silence of an engine within one call."""
+    drain_seconds: float = Field(default=30.0, gt=0)
+    """How long running calls may continue after SIGTERM; then they are cut off and stored as `aborted`."""
     session_idle_seconds: float = Field(default=3600.0, gt=0)
     """An open session without a call for this long expires."""
     reward_replay_seconds: float = Field(default=86_400.0, gt=0)

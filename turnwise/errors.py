@@ -106,7 +106,7 @@ class ReloadFailed(EngineError):
 
 
 class ProxyUnavailable(TurnwiseError):
-    """The proxy cannot be reached by the SDK, or failed on its own side."""
+    """The proxy cannot be reached by the SDK, failed on its own side, or is stopping."""
 
 
 class RolloutFailed(TurnwiseError):

@@ -1,4 +1,4 @@
-"""From what the engine said to turns as they are stored, with the one outcome that each call has."""
+"""Build the turns of a call from the engine's reply, each with its one outcome."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from proxy.writer.process import Sampled
 from turnwise.types import Outcome, Session, TokenIds, Turn
 
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
-"""What is kept of a reply."""
+"""Fields of a reply that are stored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """When a call's parts happened, and under which weights."""
+    """Times and policy versions of a call."""
 
     created_at: datetime.datetime
     ttft_seconds: float | None
@@ -29,18 +29,47 @@ class Timing:
     policy_version_last: int
 
 
-def failed_turn(call: Call, timing: Timing, reason: str, *, turn_id: str, session: Session) -> Turn:
-    """Return the turn of a call that brought no completion: what was asked is kept, nothing was sampled."""
-    asked = {"chain_id": turn_id, "model": call.model, "messages": call.messages, "tools": call.tools}
-    return _turn(call, timing, session, turn_id=turn_id, outcome=Outcome.ERROR, reason=reason, **asked)
+def failed_turn(
+    call: Call, timing: Timing, reason: str, *, turn_id: str, session: Session, inferred_by: str | None = None
+) -> Turn:
+    """Return the turn of a call without a completion: it stores the request and no tokens."""
+    return _turn(
+        call,
+        timing,
+        session,
+        turn_id=turn_id,
+        chain_id=turn_id,
+        model=call.model,
+        messages=call.messages,
+        tools=call.tools,
+        inferred_by=inferred_by,
+        outcome=Outcome.ERROR,
+        reason=reason,
+    )
 
 
 def build_turns(
-    call: Call, plan: Plan, captured: Captured, timing: Timing, *, turn_id: str, session: Session, aborted: str | None
+    call: Call,
+    plan: Plan,
+    captured: Captured,
+    timing: Timing,
+    *,
+    turn_id: str,
+    session: Session,
+    inferred_by: str | None = None,
+    aborted: str | None = None,
 ) -> list[Sampled]:
-    """Return one turn per choice; the later ones have `#1`, `#2` behind the call's id.
+    """Return one turn per choice; the ids of later choices end in `#1`, `#2`.
 
-    `aborted` says what cut the reply off, None for a whole one.
+    Args:
+        call: the request.
+        plan: its prompt.
+        captured: the engine's reply.
+        timing: its times and policy versions.
+        turn_id: the completion's id.
+        session: the session that it belongs to.
+        inferred_by: the API key that identified the session; None if the call names its session.
+        aborted: what cut the reply off; None for a complete reply.
     """
     echo = as_token_ids(captured.prompt_token_ids)
     echoed = plan.prompt_token_ids is None or np.array_equal(echo, plan.prompt_token_ids)
@@ -49,7 +78,7 @@ def build_turns(
         choice = captured.choices.get(index) or Choice()
         prompt = as_token_ids(choice.prompt_token_ids) if choice.prompt_token_ids else echo
         outcome, reason = _outcome(prompt, choice, echoed=echoed, reason=plan.reason, aborted=aborted)
-        # A repetition of a call that was cut off samples again; only a whole reply may be found by the key.
+        # A retry of a call that was cut off samples again: only a complete reply is stored under the key.
         keyed = call.idempotency_key is not None and aborted is None
         history_digest, messages_digest, dialogue_digest = plan.history.extended(choice.message)
         own_id = turn_id if index == 0 else f"{turn_id}#{index}"
@@ -66,6 +95,7 @@ def build_turns(
             outcome=outcome,
             reason=reason,
             request_key=request_key(str(call.idempotency_key), index) if keyed else None,
+            inferred_by=inferred_by,
             history_digest=history_digest,
             messages_digest=messages_digest,
             dialogue_digest=dialogue_digest,
@@ -76,19 +106,18 @@ def build_turns(
 
 
 def as_token_ids(numbers: list[int]) -> TokenIds:
-    """Return token ids as they are stored; `array` takes a list in half the time that numpy needs."""
+    """Return token ids as they are stored; `array` converts a list in half of numpy's time."""
     return np.frombuffer(array("i", numbers), np.int32)
 
 
 def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:
-    """Return a turn of what was asked, when, and what else is known."""
+    """Return a turn with the fields of the request, the timing and `known`."""
     return Turn(
         session_id=session.session_id,
         tenant=session.tenant,
         step=call.step,
         dialect=call.dialect.name,
         sampling=call.sampling,
-        inferred_by=call.inferred_by,
         policy_version_first=timing.policy_version_first,
         policy_version_last=timing.policy_version_last,
         created_at=timing.created_at,
@@ -101,30 +130,30 @@ def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:
 def _place(
     call: Call, plan: Plan, prompt: TokenIds, turn_id: str, parent: KnownTurn | None, *, is_first: bool
 ) -> dict[str, Any]:
-    """Return the fields that put a turn behind its parent, or at the root of a chain.
+    """Return the fields that place a turn after its parent, or at the root of a chain.
 
-    The first choice goes on with the parent's chain if the parent has no child yet; every other one opens a chain.
+    The first choice continues the parent's chain if the parent has no child; every other choice starts a new chain.
     """
     if parent is None:
         return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools, "prompt_delta": prompt}
-    goes_on = is_first and not parent.has_child
+    continues = is_first and not parent.has_child
     return {
         "parent_turn_id": parent.turn_id,
-        "chain_id": parent.chain_id if goes_on else turn_id,
+        "chain_id": parent.chain_id if continues else turn_id,
         "messages": plan.new_messages(call.messages),
         "prompt_delta": prompt[plan.parent_length :],
     }
 
 
 def request_key(idempotency_key: str, index: int) -> str:
-    """Return what a repetition of a call finds its choice by."""
+    """Return the key under which a retry finds a stored choice."""
     return f"{idempotency_key}#{index}"
 
 
 def _outcome(
     prompt: TokenIds, choice: Choice, *, echoed: bool, reason: str | None, aborted: str | None
 ) -> tuple[Outcome, str | None]:
-    """Name how a choice ended, its logprobs apart; the first thing that is wrong with it gives the reason."""
+    """Return the outcome of a choice, its logprobs not considered, and the reason: the first problem found."""
     if aborted is not None:
         return Outcome.ABORTED, aborted
     if not len(prompt):
@@ -139,7 +168,7 @@ def _outcome(
 
 
 def known_turn(turn: Turn, plan: Plan) -> KnownTurn:
-    """Return what the session must remember to extend a turn that was just stored."""
+    """Return what a session in memory needs to extend a turn that was just stored."""
     before = (
         plan.prompt_token_ids[: plan.parent_length]
         if turn.parent_turn_id and plan.prompt_token_ids is not None

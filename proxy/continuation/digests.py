@@ -1,8 +1,9 @@
-"""What makes two conversations the same: a digest after every message, independent of how a client spells it.
+"""Digests of conversations: one after every message, independent of how a client writes the messages.
 
-A request extends a turn when its first messages digest to the turn's own messages and reply. The digest forgets what
-clients are known to change on the way back: tool-call ids, spaces and key order in tool arguments, `null` against
-absent fields, text parts against plain text, and thinking, which most clients drop. It forgets nothing else.
+A request extends a turn when the digest of its first messages equals the digest of the turn's messages and reply. The
+digest ignores what clients are known to change when they send a reply back: tool-call ids, spaces and key order in
+tool arguments, `null` instead of an absent field, text parts instead of plain text, and thinking, which most clients
+drop. It ignores nothing else.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from turnwise.types import Json
 DIGEST_BYTES = 8
 """Digests are compared within one session, or one API key's sessions, so 64 bits are plenty."""
 MESSAGE_BYTES = 16
-"""Of one message's own digest, which goes into all digests of the conversations that it is part of."""
+"""Length of the digest of one message, which is hashed into the digests of all conversations that contain it."""
 SYSTEM_ROLES = ("system", "developer")
-"""Tuples, because what a client calls a role or a type may be anything, and need not hash."""
+"""A tuple, not a set, because a client may send an unhashable value as a role or a type."""
 TEXT_PARTS = ("text", "refusal", None)
 """Types of content parts that are text."""
-FORGOTTEN = frozenset({"content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "role"})
-"""Message fields that are handled by name below, or that do not count."""
+HANDLED_FIELDS = frozenset({"content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "role"})
+"""Message fields that `message_digest` reads by name or ignores."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class History:
 
 
 def digest_history(messages: Sequence[Json], context: bytes) -> History:
-    """Digest every prefix of `messages`; `context` stands for tools and template arguments."""
+    """Digest every prefix of `messages`; `context` is the digest of tools and template arguments."""
     full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
     history = History([], [], [], (full, plain, dialogue))
     for message in messages:
@@ -72,24 +73,26 @@ def _empty() -> Any:
 
 
 def context_digest(tools: Any, template: Json) -> bytes:
-    """Digest what a chat template renders besides messages: tool schemas and its own arguments."""
+    """Return the digest of what a chat template renders besides messages: tool schemas and template arguments."""
     if not tools and not template:
         return b""
     return blake2b(orjson.dumps([tools, template], option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES).digest()
 
 
 def message_digest(message: Json) -> bytes:
-    """Return what stands for a message."""
+    """Return the digest of one message."""
     canonical: Json = {"r": message.get("role"), "c": canonical_content(message.get("content"))}
     if calls := message.get("tool_calls"):
         canonical["t"] = [_canonical_call(call) for call in calls] if isinstance(calls, list) else calls
-    if others := {key: value for key, value in message.items() if key not in FORGOTTEN and value not in (None, [], "")}:
+    if others := {
+        key: value for key, value in message.items() if key not in HANDLED_FIELDS and value not in (None, [], "")
+    }:
         canonical["o"] = others
     return blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=MESSAGE_BYTES).digest()
 
 
 def canonical_content(content: Any) -> Any:
-    """Return text for anything that is only text; other parts stay as they are."""
+    """Return content that is only text as one string; return other content unchanged."""
     if content is None:
         return ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -113,14 +116,14 @@ def _parsed_arguments(text: str) -> Any:
 
 
 def canonical_arguments(arguments: Any) -> Any:
-    """Return tool arguments as a value, so that their spelling does not count; unparsable text stays text."""
+    """Return tool arguments as a JSON value, so that spaces and key order do not count; invalid JSON stays text."""
     if isinstance(arguments, str):
         return _parsed_arguments(arguments) if arguments.strip() else {}
     return {} if arguments is None else arguments
 
 
 def has_media(messages: Sequence[Json]) -> bool:
-    """Say whether any message carries something that is not text: vLLM renders such prompts itself."""
+    """Return whether any message has content that is not text: only vLLM can render such prompts."""
     return any(
         isinstance(part, dict) and part.get("type") not in TEXT_PARTS
         for message in messages

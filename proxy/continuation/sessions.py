@@ -1,7 +1,7 @@
-"""Sessions as the proxy holds them: a cache over the store, from which any process can rebuild any session.
+"""The sessions of a proxy: a cache over the store, so that any process can continue any session.
 
-Which session a call belongs to is the first of: URL path, `X-Session-Id`, the session key, `metadata.session_id`; with
-none of these, the session of the same API key that holds the conversation which the call extends, or a new one.
+The session of a call is the first of: URL path, `X-Session-Id`, the session key, `metadata.session_id`. Without any of
+these it is the session of the same API key that contains the conversation which the call extends, or a new session.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy as np
 
 from proxy.auth import Principal
 from proxy.continuation.chat_template import ChatTemplate
-from proxy.continuation.plan import Forest, KnownTurn, Plan, digest_call, plan_call, reply_position
+from proxy.continuation.conversation import Conversation
+from proxy.continuation.plan import Forest, KnownTurn, Plan, plan_call
+from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -31,7 +33,7 @@ from turnwise.types import Outcome, Session, SessionStatus, TokenIds
 
 log = logging.getLogger(__name__)
 SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
-"""What a session id can be: it is part of URLs and headers, so no character needs escaping, and none is `..`."""
+"""Valid session ids. They are part of URLs and headers, so no character needs escaping, and no id is `..`."""
 _SESSION_ID = re.compile(SESSION_ID)
 
 
@@ -43,29 +45,13 @@ class LiveSession:
     forest: Forest = dataclasses.field(default_factory=Forest)
 
 
-class Tips:
-    """Turns whose tokens are in memory: those that calls extend, the ends of chains, up to a number of bytes."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """The session that a call belongs to, and how it was found."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._held: collections.OrderedDict[str, tuple[KnownTurn, int]] = collections.OrderedDict()
-
-    def hold(self, turn: KnownTurn) -> None:
-        """Keep a new turn's tokens in place of its parent's; what was held for longest makes room."""
-        self._release(turn.parent_turn_id or "")
-        self._release(turn.turn_id)
-        size = len(turn.tokens or b"")
-        self._held[turn.turn_id] = (turn, size)
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes:
-            self._release(next(iter(self._held)))
-
-    def _release(self, turn_id: str) -> None:
-        held = self._held.pop(turn_id, None)
-        if held is not None:
-            held[0].tokens = None
-            self._num_bytes -= held[1]
+    live: LiveSession
+    inferred_by: str | None = None
+    """The API key whose conversations identified the session; None if the call names its session."""
 
 
 class Sessions:
@@ -86,29 +72,29 @@ class Sessions:
         self._metrics = metrics
         self._live: collections.OrderedDict[tuple[str, str], LiveSession] = collections.OrderedDict()
         self._inferred: collections.OrderedDict[tuple[str, bytes], str] = collections.OrderedDict()
-        self._tips = Tips(settings.token_cache_bytes)
+        self._token_cache = TokenCache(settings.token_cache_bytes)
         self._opening: dict[tuple[str, str], asyncio.Task[LiveSession]] = {}
 
-    async def of_call(self, call: Call, principal: Principal) -> LiveSession:
-        """Return the session of a call; one that nobody created yet is opened.
+    async def find(self, call: Call, conversation: Conversation, principal: Principal) -> Placement:
+        """Return the session of a call; create the session if it does not exist.
 
         Raises:
             Conflict: the session has ended.
-            InvalidRequest: the session id cannot be one.
+            InvalidRequest: the session id is not valid.
         """
         session_id = principal.session_id or call.session_id
         if session_id is None:
-            return await self._infer(call, principal)
+            return Placement(await self._infer(call, conversation, principal), principal.key_id)
         live = await self.open(Session(session_id=check_id(session_id), tenant=principal.tenant))
         if live.session.status is not SessionStatus.OPEN:
             raise Conflict(
                 f"session {session_id!r} is {live.session.status.value}; create a new one to go on",
                 code="session_not_open",
             )
-        return live
+        return Placement(live)
 
     async def open(self, session: Session) -> LiveSession:
-        """Return the stored session of that id in memory, or store `session`."""
+        """Return the session with this id; store `session` if there is none."""
         key = (session.tenant, session.session_id)
         live = self._live.get(key)
         if live is not None:
@@ -134,11 +120,11 @@ class Sessions:
         return live
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Drop a session from memory, because the store has changed it."""
+        """Remove a session from memory because its row in the store has changed."""
         self._live.pop((tenant, session_id), None)
 
     async def refresh(self, live: LiveSession) -> None:
-        """Learn the turns that other processes, or an earlier life of this one, have committed."""
+        """Add the turns that other processes have committed, or this process before a restart."""
         for view in await asyncio.to_thread(self._read_unknown, live):
             turn = view.turn
             live.forest.add(
@@ -163,29 +149,21 @@ class Sessions:
             views, _ = queries.turns(connection, session.tenant, session.session_id, limit=len(index))
         return [view for view in views if view.turn.turn_id not in known and len(view.turn.token_ids)]
 
-    async def plan(self, live: LiveSession, call: Call, template: ChatTemplate | None) -> Plan:
+    async def plan(
+        self, live: LiveSession, call: Call, conversation: Conversation, template: ChatTemplate | None
+    ) -> Plan:
         """Decide which turn the call extends and with which prompt."""
-        history, context = digest_call(call)
-        replies = reply_position(call.messages)
-        if not replies:
-            return Plan(history=history, context=context)
+        if not conversation.num_replied:
+            return Plan(history=conversation.history)
         if not self._settings.continuation:
-            return Plan(history=history, context=context, reason="continuation_off")
-        parent = live.forest.deepest(history, replies)
-        if parent is None or parent.num_messages < replies:
+            return Plan(history=conversation.history, reason="continuation_off")
+        parent = live.forest.deepest(conversation)
+        if parent is None or parent.num_messages < conversation.num_replied:
             await self.refresh(live)
-            parent = live.forest.deepest(history, replies)
+            parent = live.forest.deepest(conversation)
         tokens = None if parent is None else await self._tokens(parent)
-        return plan_call(
-            call,
-            history,
-            context,
-            live.forest,
-            template,
-            tokens,
-            parent,
-            keep_thinking=self._settings.thinking == "keep",
-        )
+        keep_thinking = self._settings.thinking == "keep"
+        return plan_call(call, conversation, live.forest, template, parent, tokens, keep_thinking=keep_thinking)
 
     async def _tokens(self, turn: KnownTurn) -> TokenIds:
         if turn.tokens is not None:
@@ -196,40 +174,35 @@ class Sessions:
         with self._database.read() as connection:
             return queries.full_tokens(connection, turn_id)
 
-    async def _infer(self, call: Call, principal: Principal) -> LiveSession:
-        """Return the open session of this API key that holds what the call extends, or a new one."""
-        call.inferred_by = principal.key_id
-        held = await self._holding(call, principal)
-        if held is not None and (live := await self._if_open(held, principal)):
+    async def _infer(self, call: Call, conversation: Conversation, principal: Principal) -> LiveSession:
+        """Return the open session of this API key that contains what the call extends, or a new session."""
+        found = await self._find_by_conversation(conversation, principal)
+        if found is not None and (live := await self._if_open(found, principal)):
             return live
         self._metrics.sessions.labels("inferred").inc()
         if call.idempotency_key is not None:
-            # A repetition finds the session again by this name, and in it the turn, whatever was forgotten meanwhile.
+            # A retry derives the same id, so it finds the session and its turn even after a restart.
             named = blake2b(f"{principal.key_id}\0{call.idempotency_key}".encode(), digest_size=16).hexdigest()
             if live := await self._if_open(f"auto-{named}", principal):
                 return live
         return await self.open(Session(session_id=f"auto-{uuid.uuid4().hex}", tenant=principal.tenant))
 
     async def _if_open(self, session_id: str, principal: Principal) -> LiveSession | None:
-        """Return a session unless it is over: who named none cannot know that."""
+        """Return a session if it is open: a caller that names no session cannot know that it has ended."""
         live = await self.open(Session(session_id=session_id, tenant=principal.tenant))
         return live if live.session.status is SessionStatus.OPEN else None
 
-    async def _holding(self, call: Call, principal: Principal) -> str | None:
-        """Return the session that holds the longest part of the call's conversation.
+    async def _find_by_conversation(self, conversation: Conversation, principal: Principal) -> str | None:
+        """Return the session that contains the longest part of the conversation.
 
-        Memory is believed for all of it up to the last reply; for less, the store may know better.
+        A match in memory up to the last reply is used at once; for a shorter match the store may have a longer one.
         """
-        replies = reply_position(call.messages)
-        if not replies:
+        digests = conversation.replied_digests()
+        if not digests:
             return None
-        history, _ = digest_call(call)
-        remembered = self._inferred.get((principal.key_id, history.full[replies - 1]))
-        if remembered is not None:
-            return remembered
-        digests = [
-            history.full[end] for end in range(replies - 1, -1, -1) if call.messages[end].get("role") == "assistant"
-        ]
+        cached = self._inferred.get((principal.key_id, digests[0]))
+        if cached is not None:
+            return cached
 
         def read() -> str | None:
             with self._database.read() as connection:
@@ -242,12 +215,12 @@ class Sessions:
 
         Args:
             live: their session.
-            turns: what was committed.
-            inferred_for: the key, where its calls name no session and must be found by their conversation.
+            turns: the committed turns.
+            inferred_for: the API key whose calls find these turns by their conversation; None for a named session.
         """
         for turn in turns:
             live.forest.add(turn)
-            self._tips.hold(turn)
+            self._token_cache.add(turn)
             if inferred_for is not None:
                 self._inferred[inferred_for, turn.history_digest] = live.session.session_id
         while len(self._inferred) > self._settings.cache_sessions:
@@ -255,10 +228,10 @@ class Sessions:
 
 
 def check_id(session_id: object) -> str:
-    """Return the id if it can be one.
+    """Return the id if it is valid.
 
     Raises:
-        InvalidRequest: when it is empty, too long, or holds a character that does not belong in a URL's path.
+        InvalidRequest: when it is empty, too long, or contains a character that needs escaping in a URL.
     """
     if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
         raise InvalidRequest(

@@ -52,8 +52,6 @@ class Call:
     wants_token_ids: bool
     session_id: str | None = None
     step: int | None = None
-    inferred_by: str | None = None
-    """The API key whose session was inferred, because the call names no session."""
     idempotency_key: str | None = None
     is_retry: bool = False
     """Whether the SDK marked the call as a retry of an earlier one."""

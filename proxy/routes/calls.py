@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 from proxy.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.auth import Principal
-from proxy.calls.relay import ClientLeft
+from proxy.calls.client_left import ClientLeft
 from proxy.calls.replays import Key, rebuilt_answer, replay_key
 from proxy.connections import LEFT
 from proxy.continuation.sessions import check_id

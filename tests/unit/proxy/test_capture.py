@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn
-from proxy.continuation.plan import KnownTurn, Plan, digest_call
+from proxy.continuation.conversation import read_conversation
+from proxy.continuation.plan import KnownTurn, Plan
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
 from proxy.writer.process import complete
@@ -38,8 +39,7 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
 
 
 def plan_of(call: Call, **fields: Any) -> Plan:
-    history, context = digest_call(call)
-    return Plan(history=history, context=context, **fields)
+    return Plan(history=read_conversation(call).history, **fields)
 
 
 def extending(call: Call, *, has_child: bool = False) -> Plan:
@@ -163,7 +163,6 @@ def test_only_a_whole_reply_is_found_by_its_key():
 
 def test_a_call_that_brought_nothing_keeps_what_was_asked():
     call = call_of(USER, key="k")
-    call.inferred_by = "key"
-    turn = failed_turn(call, TIMING, "engine_500", turn_id="chatcmpl-1", session=SESSION)
+    turn = failed_turn(call, TIMING, "engine_500", turn_id="chatcmpl-1", session=SESSION, inferred_by="key")
     assert (turn.outcome, turn.reason, turn.request_key) == (Outcome.ERROR, "engine_500", None)
     assert (turn.messages, turn.inferred_by, turn.token_ids.size) == ([USER], "key", 0)

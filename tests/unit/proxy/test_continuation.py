@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from proxy.continuation.chat_template import ChatTemplate, Reply, Unsafe
+from proxy.continuation.conversation import read_conversation
 from proxy.continuation.plan import (
     Forest,
     KnownTurn,
     Plan,
     break_reason,
-    digest_call,
     plan_call,
-    reply_position,
     with_thinking,
 )
 from proxy.dialects.chat import ChatCompletions
@@ -34,8 +33,9 @@ def stored(
 ):
     """Store a turn as the proxy would."""
     reasoning = str(fields.pop("reasoning", ""))
-    history, _ = digest_call(call(messages, **fields))
-    full, plain, dialogue = history.extended({"role": "assistant", "content": text})
+    full, plain, dialogue = read_conversation(call(messages, **fields)).history.extended(
+        {"role": "assistant", "content": text}
+    )
     turn = KnownTurn(
         turn_id=turn_id,
         parent_turn_id=parent,
@@ -61,9 +61,9 @@ def test_the_deepest_turn_that_is_repeated_is_extended():
     stored(forest, "t1", [USER], "A")
     deep = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
     messages = [USER, said("A"), NEXT, said("B"), USER]
-    history, _ = digest_call(call(messages))
-    assert reply_position(messages) == 4
-    assert forest.deepest(history, 4) is deep
+    conversation = read_conversation(call(messages))
+    assert conversation.num_replied == 4
+    assert forest.deepest(conversation) is deep
     assert forest.by_id["t1"].has_child
     assert forest.by_id["t1"].tokens is None
 
@@ -73,8 +73,7 @@ def test_a_branch_extends_the_turn_it_leaves_from():
     forest = Forest()
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
-    history, _ = digest_call(call([USER, said("A"), {"role": "user", "content": "other"}]))
-    assert forest.deepest(history, 2) is first
+    assert forest.deepest(read_conversation(call([USER, said("A"), {"role": "user", "content": "other"}]))) is first
 
 
 @pytest.mark.parametrize(
@@ -91,25 +90,21 @@ def test_a_history_that_extends_nothing_says_why(messages, fields, reason):
     """No reply, an edited reply, another system message, other tools."""
     forest = Forest()
     stored(forest, "t1", [SYSTEM, USER], "A")
-    wanted = call(messages, **fields)
-    history, _ = digest_call(wanted)
-    assert forest.deepest(history, reply_position(messages)) is None
-    assert break_reason(wanted, history, forest) == reason
+    conversation = read_conversation(call(messages, **fields))
+    assert forest.deepest(conversation) is None
+    assert break_reason(conversation, forest) == reason
 
 
 def test_a_first_call_with_somebody_elses_history_is_no_break():
     """A session may begin in mid-conversation: nothing of it was sampled here."""
-    wanted = call([USER, said("A"), NEXT])
-    history, _ = digest_call(wanted)
-    assert break_reason(wanted, history, Forest()) is None
+    assert break_reason(read_conversation(call([USER, said("A"), NEXT])), Forest()) is None
 
 
 def test_a_call_that_extends_nothing_is_planned_with_its_reason():
     forest = Forest()
     stored(forest, "t1", [USER], "A")
     wanted = call([USER, said("edited"), NEXT])
-    history, context = digest_call(wanted)
-    plan = plan_call(wanted, history, context, forest, None, None, None, keep_thinking=False)
+    plan = plan_call(wanted, read_conversation(wanted), forest, None, None, None, keep_thinking=False)
     assert (plan.parent, plan.reason) == (None, "edited_history")
     assert plan.new_messages(wanted.messages) == wanted.messages
 
@@ -134,9 +129,8 @@ def planned(template: ChatTemplate | Canned | None, messages: list[Json], **fiel
     forest = Forest()
     parent = stored(forest, "t1", [USER], "A", reasoning="hm")
     wanted = call(messages, **fields)
-    history, context = digest_call(wanted)
     tokens = np.frombuffer(parent.tokens, np.int32)
-    return plan_call(wanted, history, context, forest, template, tokens, parent, keep_thinking=False)  # type: ignore[arg-type]
+    return plan_call(wanted, read_conversation(wanted), forest, template, parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
 
 
 def test_the_prompt_is_the_stored_tokens_and_what_the_template_puts_after_them():

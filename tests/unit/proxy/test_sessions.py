@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from proxy.auth import Principal
-from proxy.continuation.plan import KnownTurn, digest_call
-from proxy.continuation.sessions import LiveSession, Sessions
+from proxy.continuation.conversation import read_conversation
+from proxy.continuation.plan import KnownTurn
+from proxy.continuation.sessions import Placement, Sessions
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
@@ -60,10 +61,14 @@ def call_of(*messages: Json, **fields) -> Call:
     return call
 
 
-def replied(sessions: Sessions, live: LiveSession, call: Call) -> None:
-    """Let the session remember a reply to the call, as a commit does."""
-    history, _ = digest_call(call)
-    full, messages, dialogue = history.extended(REPLY)
+async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) -> Placement:
+    return await sessions.find(call, read_conversation(call), principal)
+
+
+def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
+    """Add a reply to the call, as a commit does."""
+    live = placement.live
+    full, messages, dialogue = read_conversation(call).history.extended(REPLY)
     turn = KnownTurn(
         turn_id=f"{live.session.session_id}-{len(call.messages)}",
         parent_turn_id=None,
@@ -74,53 +79,52 @@ def replied(sessions: Sessions, live: LiveSession, call: Call) -> None:
         dialogue_digest=dialogue,
         tokens=np.zeros(1, np.int32).tobytes(),
     )
-    sessions.remember(live, [turn], inferred_for=call.inferred_by)
+    sessions.remember(live, [turn], inferred_for=placement.inferred_by)
 
 
-async def test_what_memory_holds_is_not_looked_up(sessions: Sessions, database: CountedReads):
-    """Neither is a conversation that only begins."""
+async def test_a_conversation_in_memory_needs_no_database_read(sessions: Sessions, database: CountedReads):
+    """Neither does a conversation that only begins."""
     first = call_of(HELLO)
-    live = await sessions.of_call(first, AGENT)
-    replied(sessions, live, first)
+    placement = await found(sessions, first)
+    replied(sessions, placement, first)
     reads = database.num_reads
-    assert await sessions.of_call(call_of(HELLO, REPLY, HELLO), AGENT) is live
+    assert (await found(sessions, call_of(HELLO, REPLY, HELLO))).live is placement.live
     assert database.num_reads == reads
-    assert first.inferred_by == "key"
+    assert placement.inferred_by == "key"
 
 
-async def test_what_memory_does_not_hold_is_looked_up_once(sessions: Sessions, database: CountedReads):
+async def test_a_conversation_that_is_not_in_memory_is_read_once(sessions: Sessions, database: CountedReads):
     reads = database.num_reads
-    await sessions.of_call(call_of(HELLO, REPLY, HELLO, REPLY, HELLO), AGENT)
+    await found(sessions, call_of(HELLO, REPLY, HELLO, REPLY, HELLO))
     assert database.num_reads == reads + 1
 
 
 async def test_a_call_that_names_its_session_belongs_to_it_whatever_it_repeats(sessions: Sessions):
     first = call_of(HELLO)
-    replied(sessions, await sessions.of_call(first, AGENT), first)
-    named = call_of(HELLO, REPLY, HELLO, session_id="named")
-    assert (await sessions.of_call(named, AGENT)).session.session_id == "named"
-    assert named.inferred_by is None
+    replied(sessions, await found(sessions, first), first)
+    named = await found(sessions, call_of(HELLO, REPLY, HELLO, session_id="named"))
+    assert (named.live.session.session_id, named.inferred_by) == ("named", None)
 
 
 async def test_a_named_session_that_is_over_is_refused(sessions: Sessions, database: CountedReads):
-    await sessions.of_call(call_of(HELLO, session_id="named"), AGENT)
+    await found(sessions, call_of(HELLO, session_id="named"))
     with database.write() as connection:
         ledger.end_session(connection, "default", "named")
     sessions.forget("default", "named")
     with pytest.raises(Conflict, match="'named' is ended; create a new one"):
-        await sessions.of_call(call_of(HELLO, session_id="named"), AGENT)
+        await found(sessions, call_of(HELLO, session_id="named"))
 
 
 async def test_calls_with_one_idempotency_key_share_a_session_until_it_is_over(
     sessions: Sessions, database: CountedReads
 ):
-    """Of the same API key; another's is another."""
-    keyed = [await sessions.of_call(call_of(HELLO, idempotency_key="k"), AGENT) for _ in range(2)]
+    """Calls of another API key do not share it."""
+    keyed = [(await found(sessions, call_of(HELLO, idempotency_key="k"))).live for _ in range(2)]
     assert keyed[0] is keyed[1]
     other = Principal(tenant="default", role="agent", key_id="other")
-    assert await sessions.of_call(call_of(HELLO, idempotency_key="k"), other) is not keyed[0]
+    assert (await found(sessions, call_of(HELLO, idempotency_key="k"), other)).live is not keyed[0]
     session_id = keyed[0].session.session_id
     with database.write() as connection:
         ledger.end_session(connection, "default", session_id)
     sessions.forget("default", session_id)
-    assert (await sessions.of_call(call_of(HELLO, idempotency_key="k"), AGENT)).session.session_id != session_id
+    assert (await found(sessions, call_of(HELLO, idempotency_key="k"))).live.session.session_id != session_id

@@ -1,0 +1,43 @@
+"""The conversation that a call sends, with its digests: computed once, then passed to every step of the call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from proxy.continuation.digests import History, context_digest, digest_history
+from proxy.dialects.base import Call
+from turnwise.types import Json
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of one call."""
+
+    messages: list[Json]
+    history: History
+    """Digests of every prefix of the messages."""
+    num_replied: int
+    """Number of messages up to and including the last assistant message; 0 without one."""
+
+    def replied_digests(self) -> list[bytes]:
+        """Return the full digest after each assistant message, the longest prefix first."""
+        return [
+            self.history.full[end]
+            for end in range(self.num_replied - 1, -1, -1)
+            if self.messages[end].get("role") == "assistant"
+        ]
+
+
+def read_conversation(call: Call) -> Conversation:
+    """Compute the digests of a call's conversation."""
+    context = context_digest(call.tools, call.template_arguments)
+    return Conversation(call.messages, digest_history(call.messages, context), reply_position(call.messages))
+
+
+def reply_position(messages: Sequence[Json]) -> int:
+    """Return the number of messages up to and including the last assistant message; 0 without one."""
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index].get("role") == "assistant":
+            return index + 1
+    return 0

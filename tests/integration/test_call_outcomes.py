@@ -1,0 +1,64 @@
+"""Every call has one stored outcome, whatever stops it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import httpx2
+import pytest
+from support.proxies import RunningProxy, StartProxy
+
+from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
+from turnwise.fake_engine.script import Reply, Rule
+
+DEADLINE_SECONDS = 30.0
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+
+
+def outcomes(proxy: RunningProxy) -> list[tuple[str, str | None]]:
+    return [(view.turn.outcome.value, view.turn.reason) for view in proxy.turns()]
+
+
+def test_a_call_without_a_healthy_engine_is_stored_and_counted(start_proxy: StartProxy):
+    with running_fake_engine() as engine:
+        proxy = start_proxy(engine.url)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while httpx2.get(f"{proxy.url}/readyz").status_code == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    reply = httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert outcomes(proxy) == [("error", "engine_unavailable")]
+    counted = 'turnwise_turns_total{outcome="error",reason="engine_unavailable"} 1.0'
+    assert counted in httpx2.get(f"{proxy.url}/metrics").text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_call_that_is_cut_off_by_sigterm_is_stored(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
+):
+    """After the drain time; of a stream with the tokens that were sampled until then. The client gets an error."""
+    proxy = start_proxy(fake_engine.url, "--drain-seconds", "0.5")
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 500, pace_seconds=0.05)))
+    seen = bytearray()
+
+    def call() -> None:
+        body = {**CHAT, "stream": stream}
+        with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=body, timeout=DEADLINE_SECONDS) as reply:
+            for part in reply.iter_bytes():
+                seen.extend(part)
+
+    client = threading.Thread(target=call)
+    client.start()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while seen.count(b"data:") <= 3 if stream else not any("Hello." in str(each.body) for each in fake_engine.calls):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    proxy.process.send_signal(signal.SIGTERM)
+    assert proxy.process.wait(DEADLINE_SECONDS) in (0, -signal.SIGTERM)
+    client.join(DEADLINE_SECONDS)
+    assert b"proxy_unavailable" in seen
+    assert outcomes(proxy) == [("aborted", "proxy_stopped")]
+    assert bool(len(proxy.turns()[0].turn.token_ids)) is stream
