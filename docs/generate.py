@@ -14,6 +14,7 @@ from trainer.settings import TrainerSettings
 from turnwise.commands.cli import main as command
 from turnwise.processes.engine_command import EngineSettings
 from turnwise.processes.stack import UpSettings
+from turnwise.rollouts.settings import RunSettings
 from turnwise.settings import Settings
 
 TARGET = Path(__file__).parent / "reference.md"
@@ -22,6 +23,7 @@ SECTIONS: dict[str, type[Settings]] = {
     "trainer": TrainerSettings,
     "engine": EngineSettings,
     "up": UpSettings,
+    "run": RunSettings,
 }
 
 

@@ -15,7 +15,8 @@
     │   ├── EngineUnsuitable   reachable, but without what exact capture needs
     │   └── ReloadFailed       new weights were not taken; the last good version is served
     ├── ProxyUnavailable       the proxy cannot be reached by the SDK, or failed on its own side
-    ├── RolloutFailed          a run of a workflow that failed on every attempt
+    ├── RolloutFailed          a run of a workflow that failed on every attempt, or rollouts that cannot go on
+    ├── GraderFailed           a reward source that gave no usable reward
     ├── StoreError             the database's side
     │   ├── StoreUnavailable   cannot be reached, is full, or is locked for too long
     │   ├── SchemaMismatch     the tables are not those of this release: run `turnwise db upgrade`
@@ -110,7 +111,11 @@ class ProxyUnavailable(TurnwiseError):
 
 
 class RolloutFailed(TurnwiseError):
-    """A run of a workflow that failed on every attempt."""
+    """A run of a workflow that failed on every attempt, or rollouts that cannot go on."""
+
+
+class GraderFailed(TurnwiseError):
+    """A reward source that gave no usable reward."""
 
 
 class StoreError(TurnwiseError):

@@ -26,7 +26,7 @@ from pydantic_settings.exceptions import SettingsError as UnreadableVariable
 
 from turnwise.errors import SettingsError
 
-SECTIONS = ("proxy", "trainer", "engine", "up", "demo")
+SECTIONS = ("proxy", "trainer", "engine", "up", "demo", "run", "reward")
 """Tables of `turnwise.toml`, one a process."""
 
 DEFAULT_FILE = Path("turnwise.toml")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from pydantic import SecretStr
 
+from turnwise.commands import run as run_agents
 from turnwise.commands.flags import SettingsCommand
 from turnwise.errors import ClientError, SettingsError, TurnwiseError
 from turnwise.settings import load_settings
@@ -182,6 +183,7 @@ main.add_command(
         help="Become a vLLM server with the flags that capture and reload need. Arguments after -- go to vLLM.",
     )
 )
+main.add_command(run_agents.command)
 
 
 @main.command("fake-engine")

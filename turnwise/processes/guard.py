@@ -1,8 +1,9 @@
-"""A process between the supervisor and its child: whatever becomes of the supervisor, no part of the child outlives it.
+"""A process between a parent and its child that ends the child's whole process tree when either of them ends.
 
-The decision behind it: the kernel tells the guard when its parent is gone, even when that was killed, and the guard
-ends the child's whole process group: a term signal, a deadline, a kill. It is run by its path, isolated, and imports
-nothing of ours: it starts in milliseconds.
+The kernel signals the guard when its parent is gone, also after `kill -9`. The guard then ends the child's process
+group with a term signal, a deadline and a kill, and afterwards kills the descendants that left the group: as the
+subreaper it is the parent of all orphans below it. It is run by its path, isolated, and imports nothing of ours, so it
+starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 
 _PR_SET_PDEATHSIG = 1
 """Linux's prctl option: the signal that a process gets when its parent is gone."""
+_PR_SET_CHILD_SUBREAPER = 36
+"""Linux's prctl option: orphaned descendants become children of this process."""
 _WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 
 
@@ -29,6 +32,7 @@ def main(grace_seconds: float, parent: int, command: list[str]) -> int:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     signal_on_parents_death(signal.SIGTERM)
+    _adopt_orphans()
     if os.getppid() != parent:
         return 1
     child = os.fork()
@@ -41,6 +45,35 @@ def main(grace_seconds: float, parent: int, command: list[str]) -> int:
         return _watch(child, grace_seconds)
     finally:
         _signal_group(child, signal.SIGKILL)
+        _end_descendants()
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends; only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _end_descendants() -> None:
+    """Kill and reap every remaining child; the orphans that a kill leaves behind become children and are next."""
+    while True:
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    """Return the process ids of this process's children; empty where the system has no /proc."""
+    path = f"/proc/self/task/{os.getpid()}/children"
+    try:
+        with open(path) as children:  # noqa: PTH123  pathlib takes longer to import than the guard to start
+            return [int(pid) for pid in children.read().split()]
+    except FileNotFoundError:
+        return []
 
 
 def signal_on_parents_death(number: signal.Signals) -> None:
@@ -65,8 +98,8 @@ def _watch(child: int, grace_seconds: float) -> int:
     """Wait for the child's end and pass the signals on; return its exit status, as a shell counts it."""
     deadline = float("inf")
     while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
+        status = _reap_until(child)
+        if status is not None:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
         left = deadline - time.monotonic()
@@ -77,6 +110,16 @@ def _watch(child: int, grace_seconds: float) -> int:
             deadline = _pass_on(signal.sigwaitinfo(_WATCHED).si_signo, child, grace_seconds, deadline)
         elif received := signal.sigtimedwait(_WATCHED, left):
             deadline = _pass_on(received.si_signo, child, grace_seconds, deadline)
+
+
+def _reap_until(child: int) -> int | None:
+    """Reap orphans that ended; return the child's wait status once it has ended."""
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == child:
+            return status
+        if ended == 0:
+            return None
 
 
 def _pass_on(number: int, child: int, grace_seconds: float, deadline: float) -> float:

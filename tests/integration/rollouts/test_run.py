@@ -1,0 +1,339 @@
+"""`turnwise run` as a user calls it: a process, a real proxy, agents that are programs of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.proxies import ProxyAndEngine, RunningProxy, command_line
+from support.rollout_agents import finished_run, start_run, write_agent, write_program, write_tasks
+
+from turnwise.client import Client
+from turnwise.types import Json
+
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture
+def url(shared_proxy: ProxyAndEngine) -> str:
+    return shared_proxy.proxy.url
+
+
+@pytest.fixture
+def client(url: str):
+    with Client(url) as client:
+        yield client
+
+
+def sessions_of(client: Client, directory: Path, out: str) -> list[Json]:
+    name = json.loads((directory / out / "plan.json").read_text())["name"]
+    return [session for session in client.sessions() if session["metadata"].get("rollouts") == name]
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.02)
+
+
+def test_one_command_runs_in_a_session_of_its_own_and_gives_its_exit_status(url, client, tmp_path):
+    agent = write_agent(tmp_path, "print(ask('hello'))\nsys.exit(3)\n")
+    done = finished_run(tmp_path, "--proxy", url, "--", sys.executable, str(agent))
+    assert (done.returncode, done.stdout) == (3, "hello\n")
+    session_id = done.stderr.split("session ")[1].split(",")[0]
+    session = client.session(session_id)
+    assert (session["status"], session["termination_reason"]) == ("ended", "exit_status_3")
+    assert (session["num_turns"], session["reward"]) == (1, None)
+    turns = list(client.turns(session_id))
+    assert [turn["outcome"] for turn in turns] == ["exact"]
+
+
+def test_one_command_can_be_graded_and_limited(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask('hello')\nimport time\ntime.sleep(600)\n")
+    grader = write_program(tmp_path / "grade.sh", "#!/bin/sh\nexit 1\n")
+    options = ("--reward-command", "./grade.sh", "--timeout", "2", "--json")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    assert grader.exists()
+    assert done.returncode == 124
+    result = json.loads(done.stdout)
+    assert (result["reward"], result["termination_reason"]) == (0.0, "timeout")
+
+
+def test_every_run_of_a_task_gets_a_fresh_copy_its_variables_and_a_reward(url, client, tmp_path):
+    """Two tasks twice: the agent writes into its copy, the grader compares it with the task's answer."""
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "notes.txt").write_text("fresh")
+    body = """
+assert open("notes.txt").read() == "fresh", "the copy is not fresh"
+assert os.environ["HOME"].startswith(os.path.dirname(os.getcwd())), "the home is not the run's own"
+open("notes.txt", "w").write(ask(sys.argv[1]))
+open("run.txt", "w").write(os.environ["TURNWISE_RUN"])
+"""
+    agent = write_agent(tmp_path, body)
+    write_program(
+        tmp_path / "grade.sh", '#!/bin/sh\n[ "$(cat notes.txt)" = "$TURNWISE_TASK_ANSWER" ] && echo 1 || echo 0.5\n'
+    )
+    tasks = write_tasks(
+        tmp_path,
+        {"task_id": "say yes", "question": "yes", "answer": "yes"},
+        {"task_id": "say no", "question": "no", "answer": "maybe"},
+    )
+    options = ("--tasks", str(tasks), "--group-size", "2", "--parallel", "3", "--workdir", "template")
+    graded = ("--reward-command", "./grade.sh", "--out", "out", "--json")
+    done = finished_run(tmp_path, "--proxy", url, *options, *graded, "--", sys.executable, str(agent), "{question}")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    rewards = {(run["task_id"], run["run"]): run["reward"] for run in report["runs"]}
+    assert rewards == {("say yes", 0): 1.0, ("say yes", 1): 1.0, ("say no", 0): 0.5, ("say no", 1): 0.5}
+    assert (report["summary"]["reward_mean"], report["summary"]["num_turns"]) == (0.75, 4)
+    assert "4/4 runs  reward 0.750" in done.stderr
+    assert (template / "notes.txt").read_text() == "fresh"
+    sessions = sessions_of(client, tmp_path, "out")
+    assert {session["status"] for session in sessions} == {"ended"}
+    assert {(session["task_id"], session["run"], session["reward"]) for session in sessions} == {
+        (task_id, run, reward) for (task_id, run), reward in rewards.items()
+    }
+    assert len({session["group_id"] for session in sessions}) == 2
+    assert {session["group_size"] for session in sessions} == {2}
+    assert not list(tmp_path.glob("out/runs/*/work")), "copies of finished runs are removed"
+
+
+def test_a_grader_reads_the_session_and_rewards_its_steps(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask('one')\nask('two')\n")
+    write_program(
+        tmp_path / "grade.py",
+        f"#!{sys.executable}\nimport json, sys\ntold = json.load(sys.stdin)\n"
+        "assert told['task']['task_id'] == 't'\n"
+        "for turn in told['turns']:\n"
+        "    value = float(turn['response']['content'] == 'two')\n"
+        "    print(json.dumps({'value': value, 'step': turn['step'], 'name': 'said two'}))\n",
+    )
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    options = ("--tasks", str(tasks), "--reward-command", "./grade.py", "--credit", "step_wise", "--out", "out")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    assert done.returncode == 0, done.stderr
+    (session,) = sessions_of(client, tmp_path, "out")
+    rewards = [[reward["value"] for reward in turn["rewards"]] for turn in client.turns(session["session_id"])]
+    assert rewards == [[0.0], [1.0]]
+
+
+def test_the_time_limit_ends_the_whole_process_tree(url, client, tmp_path):
+    """Also the part that left its process group and its parent."""
+    body = """
+import subprocess, time
+ask('hello')
+child = subprocess.Popen(["setsid", "sh", "-c", "sleep 611 & echo $! > orphan.pid; wait"])
+time.sleep(600)
+"""
+    agent = write_agent(tmp_path, body)
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    options = ("--tasks", str(tasks), "--timeout", "2", "--keep-workdirs", "--out", "out", "--json")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (run["termination_reason"], run["num_turns"]) == ("timeout", 1)
+    (pid_file,) = tmp_path.glob("out/runs/*/work/orphan.pid")
+    assert b"611" not in command_line(int(pid_file.read_text()))
+
+
+def test_after_kill_9_the_same_command_finishes_without_playing_anything_twice(url, client, tmp_path):
+    """Finished runs are kept, the interrupted one is played in a new session, and no process is left behind."""
+    body = """
+import time
+ask('hello')
+open(f"../../../../played-{os.environ['TURNWISE_TASK_ID']}", "a").write(f"{os.getpid()}\\n")
+while os.environ["TURNWISE_TASK_ID"] == "slow" and not os.path.exists("../../../../go"):
+    time.sleep(0.02)
+ask('bye')
+"""
+    agent = write_agent(tmp_path, body)
+    write_program(tmp_path / "grade.sh", "#!/bin/sh\necho x >> ../../../../graded\necho 1\n")
+    tasks = write_tasks(tmp_path, {"task_id": "quick"}, {"task_id": "slow"}, {"task_id": "later"})
+    options = ("--tasks", str(tasks), "--parallel", "2", "--reward-command", "./grade.sh", "--out", "out", "--json")
+    arguments = ("--proxy", url, *options, "--", sys.executable, str(agent))
+    process = start_run(tmp_path, *arguments)
+    results = tmp_path / "out/results.jsonl"
+    wait_for(lambda: results.exists() and results.read_text().count("\n") == 2, "two finished runs")
+    wait_for((tmp_path / "played-slow").exists, "the slow run")
+    process.kill()
+    process.communicate()
+    interrupted = int((tmp_path / "played-slow").read_text())
+    wait_for(lambda: not command_line(interrupted), "the end of the interrupted agent")
+    (tmp_path / "go").touch()
+    done = finished_run(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0, 1.0, 1.0]
+    played = {name: (tmp_path / f"played-{name}").read_text().count("\n") for name in ("quick", "slow", "later")}
+    assert played == {"quick": 1, "slow": 2, "later": 1}
+    assert (tmp_path / "graded").read_text().count("x") == 3
+    ended = {(s["task_id"], s["termination_reason"], s["reward"]) for s in sessions_of(client, tmp_path, "out")}
+    assert ended == {
+        ("quick", "exit_status_0", 1.0),
+        ("slow", "interrupted", None),
+        ("slow", "exit_status_0", 1.0),
+        ("later", "exit_status_0", 1.0),
+    }
+
+
+def test_a_run_that_was_played_and_not_graded_is_only_graded_after_a_kill(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask('hello')\nopen('../../../../played', 'a').write('x')\n")
+    write_program(
+        tmp_path / "grade.sh", "#!/bin/sh\necho $$ >> ../../../../grading\n[ -e ../../../../go ] || sleep 600\n"
+    )
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    options = ("--tasks", str(tasks), "--reward-command", "./grade.sh", "--out", "out", "--json")
+    arguments = ("--proxy", url, *options, "--", sys.executable, str(agent))
+    process = start_run(tmp_path, *arguments)
+    wait_for((tmp_path / "grading").exists, "the grader")
+    process.kill()
+    process.communicate()
+    (tmp_path / "go").touch()
+    done = finished_run(tmp_path, *arguments)
+    assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0]
+    assert (tmp_path / "played").read_text() == "x"
+    assert len(sessions_of(client, tmp_path, "out")) == 1
+
+
+def test_watch_plays_pass_after_pass_until_it_is_interrupted(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask('hello')\n")
+    tasks = write_tasks(tmp_path, {"task_id": "a"}, {"task_id": "b"})
+    options = ("--tasks", str(tasks), "--watch", "--out", "out", "--json")
+    process = start_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    results = tmp_path / "out/results.jsonl"
+    wait_for(lambda: results.exists() and results.read_text().count("\n") >= 5, "three passes")
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0
+    runs = json.loads(out)["runs"]
+    assert {run["pass_index"] for run in runs} >= {0, 1, 2}
+    assert len({run["session_id"] for run in runs}) == len(runs)
+
+
+def test_held_out_tasks_are_played_in_eval_sessions_without_a_group(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask('hello')\n")
+    tasks = write_tasks(tmp_path, {"task_id": "a", "split": "train"}, {"task_id": "b", "split": "eval"})
+    options = ("--tasks", str(tasks), "--split", "eval", "--group-size", "2", "--out", "out")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    assert done.returncode == 0, done.stderr
+    told = [(s["task_id"], s["split"], s["group_id"]) for s in sessions_of(client, tmp_path, "out")]
+    assert told == [("b", "eval", None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "sentence"),
+    [
+        (["--tasks", "none.jsonl"], ["true"], "cannot read the tasks file 'none.jsonl'"),
+        (["--tasks", "tasks.jsonl"], ["no-such-agent"], "there is no program 'no-such-agent'"),
+        (["--tasks", "tasks.jsonl", "--reward-command", "./none.sh"], ["true"], "there is no program './none.sh'"),
+        (["--tasks", "tasks.jsonl", "--as", "codx"], ["true"], "'codx' is no known agent"),
+        (["--tasks", "tasks.jsonl", "--call", "nowhere:play"], [], "No module named 'nowhere'"),
+        (["--watch"], ["true"], "--watch needs --tasks"),
+        ([], [], "give either a command"),
+        (["--proxy", "http://127.0.0.1:9", "--tasks", "tasks.jsonl"], ["true"], "was not ready within"),
+    ],
+)
+def test_what_cannot_be_started_is_one_sentence(url, tmp_path, options, command, sentence):
+    write_tasks(tmp_path, {"task_id": "t"})
+    done = finished_run(tmp_path, "--proxy", url, *options, *(["--", *command] if command else []))
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_agent_that_makes_no_call_is_stopped_with_the_end_of_its_log(url, tmp_path):
+    agent = write_agent(tmp_path, "print('I looked at port 11434')\nsys.exit(1)\n")
+    tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(50)))
+    options = ("--tasks", str(tasks), "--parallel", "1", "--out", "out")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    assert done.returncode == 1
+    assert "the first 3 runs made no model call (exit_status_1)" in done.stderr
+    assert "I looked at port 11434" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_results_of_another_command_are_not_mixed(url, tmp_path):
+    agent = write_agent(tmp_path, "ask('hello')\n")
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    options = ("--proxy", url, "--tasks", str(tasks), "--out", "out", "--")
+    assert finished_run(tmp_path, *options, sys.executable, str(agent)).returncode == 0
+    done = finished_run(tmp_path, *options, sys.executable, str(agent), "--other")
+    assert done.returncode == 2
+    assert "give another --out" in done.stderr
+
+
+def test_a_broken_grader_leaves_the_session_without_a_reward_and_is_reported(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask('hello')\n")
+    write_program(tmp_path / "grade.sh", "#!/bin/sh\nexit 7\n")
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    options = ("--tasks", str(tasks), "--reward-command", "./grade.sh", "--out", "out")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    assert done.returncode == 1
+    assert "exit status 7" in done.stderr
+    (session,) = sessions_of(client, tmp_path, "out")
+    assert (session["status"], session["reward"]) == ("ended", None)
+
+
+CALLED = """
+import os, threading, time, urllib.request, json
+print("imported", os.getpid())
+
+def play(task, run):
+    print("a print of the agent disturbs nothing")
+    body = json.dumps({"model": run.model, "messages": [{"role": "user", "content": task["question"]}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + run.api_key}
+    with urllib.request.urlopen(urllib.request.Request(run.base_url + "/chat/completions", body, headers)) as answer:
+        said = json.load(answer)["choices"][0]["message"]["content"]
+    assert os.listdir(run.directory) == []
+    if said == "hang":
+        time.sleep(600)
+    if said == "die":
+        os._exit(9)
+    if said == "fail":
+        raise ValueError("the agent failed")
+    return [{"value": 1.0 if said == task["answer"] else 0.0}]
+
+async def play_later(task, run):
+    return play(task, run)
+"""
+
+
+@pytest.mark.parametrize("function", ["play", "play_later"])
+def test_a_called_agent_is_imported_once_and_returns_its_reward(url, client, tmp_path, function):
+    (tmp_path / "library_agent.py").write_text(CALLED)
+    tasks = write_tasks(tmp_path, *({"task_id": str(n), "question": str(n % 3), "answer": "1"} for n in range(12)))
+    options = ("--tasks", str(tasks), "--call", f"library_agent:{function}", "--parallel", "6", "--workers", "2")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {run["task_id"]: run["reward"] for run in report["runs"]} == {str(n): float(n % 3 == 1) for n in range(12)}
+    assert (tmp_path / "out/workers.log").read_text().count("imported") == 2
+    assert {session["status"] for session in sessions_of(client, tmp_path, "out")} == {"ended"}
+
+
+def test_a_call_that_hangs_fails_or_ends_its_worker_costs_its_own_run(url, tmp_path):
+    (tmp_path / "library_agent.py").write_text(CALLED)
+    questions = ["a", "hang", "fail", "b", "die", "c", "d"]
+    tasks = write_tasks(tmp_path, *({"task_id": each, "question": each, "answer": each} for each in questions))
+    options = ("--tasks", str(tasks), "--call", "library_agent:play", "--parallel", "1", "--timeout", "3")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
+    assert done.returncode == 1
+    runs = {run["task_id"]: run for run in json.loads(done.stdout)["runs"]}
+    assert [task_id for task_id, run in runs.items() if run["reward"] == 1.0] == ["a", "b", "c", "d"]
+    assert runs["hang"]["termination_reason"] == "timeout"
+    assert "the agent failed" in runs["fail"]["error"]
+    assert "worker process ended" in runs["die"]["error"]
+
+
+def test_a_wrong_session_key_does_not_stop_a_proxy_that_asks_for_none(proxy: RunningProxy, tmp_path):
+    """The session's own key reaches the agent; the run's key stays with the runner."""
+    agent = write_agent(tmp_path, "ask('hello')\nprint(os.environ['OPENAI_API_KEY'])\n")
+    done = finished_run(tmp_path, "--proxy", proxy.url, "--api-key", "mine", "--", sys.executable, str(agent))
+    assert done.returncode == 0, done.stderr
+    assert "mine" not in done.stdout

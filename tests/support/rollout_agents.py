@@ -1,0 +1,66 @@
+"""Agents for the tests of `turnwise run`: plain programs that know nothing of Turnwise, and start in milliseconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from turnwise.processes.stack import command
+
+AGENT = """\
+import json, os, sys, urllib.request
+
+def ask(text):
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+"""
+"""The head of every agent: `ask` makes one model call."""
+
+
+def write_agent(directory: Path, body: str) -> Path:
+    """Write an agent whose program is this body."""
+    path = directory / "agent.py"
+    path.write_text(AGENT + body)
+    return path
+
+
+def write_tasks(directory: Path, *tasks: Mapping[str, object]) -> Path:
+    """Write a tasks file."""
+    path = directory / "tasks.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return path
+
+
+def write_program(path: Path, text: str) -> Path:
+    """Write an executable script."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def start_run(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start `turnwise run` in a directory."""
+    return subprocess.Popen(
+        command("run", *arguments),
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finished_run(directory: Path, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run `turnwise run` to its end."""
+    process = start_run(directory, *arguments)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

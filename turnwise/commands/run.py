@@ -1,0 +1,94 @@
+"""`turnwise run`: any agent's command in a session of its own, or over all tasks of a file."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from turnwise.commands.flags import SettingsCommand
+
+if TYPE_CHECKING:
+    from turnwise.rollouts.settings import RunSettings
+
+INTERRUPTED_STATUS = 130
+
+
+class RunCommand(SettingsCommand):
+    """Adds `--as`, and lets `--json` print the results."""
+
+    def _flags(self) -> list[click.Parameter]:
+        flags = [flag for flag in super()._flags() if flag.name not in {"agent", "as_json"}]
+        named = "Known agent whose variables, files and flags the command needs; by default the command's name tells."
+        return [
+            click.Option(["--as", "agent"], metavar="NAME", help=named),
+            click.Option(["--json", "as_json"], is_flag=True, help="Print the results as JSON."),
+            *flags,
+        ]
+
+    def _invoke(self, **values: Any) -> None:
+        self._run = _run_as_json if values["as_json"] else _run
+        super()._invoke(**values)
+
+
+def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False) -> None:
+    if settings.tasks is None:
+        _run_once(settings, argv, as_json=as_json)
+    report, opening = import_module("turnwise.rollouts.report"), import_module("turnwise.rollouts.opening")
+    progress = report.Progress()
+    try:
+        results = asyncio.run(opening.play_all(settings, argv, progress))
+    except asyncio.CancelledError:
+        click.echo("turnwise: interrupted; the same command goes on where this one stopped", err=True)
+        sys.exit(INTERRUPTED_STATUS)
+    if as_json:
+        runs = [dataclasses.asdict(result) for result in results]
+        click.echo(json.dumps({"summary": report.summary(results), "runs": runs}, indent=2))
+    else:
+        click.echo("\n".join(report.table(results)))
+    problems = [result for result in results if result.error is not None]
+    if problems:
+        click.echo(
+            f"turnwise: {len(problems)} runs have an error, the first of session {problems[0].session_id}: "
+            f"{problems[0].error}",
+            err=True,
+        )
+    sys.exit(1 if problems else 0)
+
+
+def _run_as_json(settings: RunSettings, argv: tuple[str, ...]) -> None:
+    _run(settings, argv, as_json=True)
+
+
+def _run_once(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) -> None:
+    """Run one command and end with its exit status."""
+    single = import_module("turnwise.rollouts.single")
+
+    def say(text: str) -> None:
+        click.echo(f"turnwise: {text}", err=True)
+
+    result = asyncio.run(single.run_once(settings, argv, say))
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    reward = "no reward" if result.reward is None else f"reward {result.reward:g}"
+    say(f"session {result.session_id} ended: {result.num_turns} turns, {reward}, {result.termination_reason}")
+    if result.error is not None:
+        say(result.error)
+    if result.num_turns == 0:
+        say("the command made no model call; point it by TURNWISE_BASE_URL or OPENAI_BASE_URL, or name it with --as")
+    sys.exit(single.exit_status(result))
+
+
+command = RunCommand(
+    "run",
+    model="turnwise.rollouts.settings:RunSettings",
+    section="run",
+    run=_run,
+    takes_extra="[-- COMMAND…]",
+    help="Run any agent through the proxy: one command in a session of its own, or all tasks of a file as rollouts.",
+)

@@ -1,0 +1,110 @@
+"""Runs a command to its end, with a time limit that ends its whole process tree.
+
+Each command runs under the guard (`guard.py`), so nothing that it started outlives it or this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from turnwise.errors import SettingsError
+from turnwise.processes import guard
+
+GRACE_SECONDS = 5.0
+"""From the term signal to the kill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended."""
+
+    exit_status: int
+    """As a shell counts it: 128 + N for signal N."""
+    timed_out: bool
+    seconds: float
+    output: bytes = b""
+    """Standard output, where it was captured."""
+
+
+async def run_limited(
+    argv: Sequence[str],
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    log: Path,
+    timeout_seconds: float | None,
+    stdin: bytes | None = None,
+    capture: bool = False,
+) -> Ended:
+    """Run a command and return how it ended.
+
+    Args:
+        argv: Program and arguments.
+        cwd: Its working directory.
+        environment: All of its environment.
+        log: Standard error is appended to this file, and standard output unless it is captured.
+        timeout_seconds: The process tree is ended after this time; None waits without a limit.
+        stdin: What it reads; None gives it an empty standard input.
+        capture: Return standard output.
+    """
+    guarded = [sys.executable, "-I", "-S", str(guard.__file__), str(GRACE_SECONDS), str(os.getpid()), *argv]
+    started = time.monotonic()
+    with log.open("ab") as written:
+        process = await asyncio.create_subprocess_exec(
+            *guarded,
+            cwd=cwd,
+            env=dict(environment),
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE if capture else written,
+            stderr=written,
+            start_new_session=True,
+        )
+    timed_out, output = False, b""
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            output = (await process.communicate(stdin))[0] or b""
+    except TimeoutError:
+        timed_out = True
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    code = process.returncode or 0
+    return Ended(code if code >= 0 else 128 - code, timed_out, time.monotonic() - started, output)
+
+
+def split_command(text: str, setting: str) -> list[str]:
+    """Split a command line as a shell does; a program given by a relative path is made absolute.
+
+    Raises:
+        SettingsError: it is empty, its quotes do not match, or there is no such program.
+    """
+    try:
+        argv = shlex.split(text)
+    except ValueError as error:
+        raise SettingsError(f"{setting} {text!r} cannot be split into words: {error}") from error
+    if not argv:
+        raise SettingsError(f"{setting} is empty; give a program and its arguments")
+    return [find_program(argv[0], setting), *argv[1:]]
+
+
+def find_program(name: str, setting: str) -> str:
+    """Return the absolute path of a program.
+
+    Raises:
+        SettingsError: there is no such program, or it is not executable.
+    """
+    found = shutil.which(name)
+    if found is not None:
+        return str(Path(found).absolute())
+    if Path(name).is_file():
+        raise SettingsError(f"{setting}: {name!r} is not executable; run `chmod +x {shlex.quote(name)}`")
+    raise SettingsError(f"{setting}: there is no program {name!r}; install it, or give its path")

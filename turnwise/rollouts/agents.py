@@ -1,0 +1,252 @@
+"""The table of known agents: what each one needs to find the proxy.
+
+An agent that reads the variables of the OpenAI, Anthropic or Google SDKs needs no entry. An entry adds what its agent
+needs beyond them: variables, configuration files in a scratch home that goes with the run, or flags.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.errors import SettingsError
+from turnwise.types import Json
+
+CONTEXT_TOKENS = 32_768
+"""Context length that is stated to agents which ask for one."""
+MAX_OUTPUT_TOKENS = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where one run finds its model."""
+
+    base_url: str
+    """What OpenAI clients take: `…/sessions/ID/v1`."""
+    api_key: str
+    model: str
+    home: Path
+    """A directory of the run's own for configuration files."""
+
+    @property
+    def root(self) -> str:
+        """What Anthropic and Google clients take: the same without `/v1`."""
+        return self.base_url.removesuffix("/v1")
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """How one agent is pointed at the proxy."""
+
+    name: str
+    programs: tuple[str, ...] = ()
+    """Names of its program."""
+    variables: Callable[[Address], dict[str, str]] = field(default=lambda _: {})
+    files: Callable[[Address], dict[str, str]] = field(default=lambda _: {})
+    """Path below the scratch home → content."""
+    flags: Callable[[Address], list[str]] = field(default=lambda _: [])
+    """Inserted after the program's name."""
+    scratch_home: bool = True
+    """HOME is a scratch directory, so that the user's own settings are neither read nor changed."""
+
+
+def _json(value: Json) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def _codex_config(address: Address) -> str:
+    return f"""\
+model = {json.dumps(address.model)}
+model_provider = "turnwise"
+
+[model_providers.turnwise]
+name = "Turnwise"
+base_url = {json.dumps(address.base_url)}
+wire_api = "responses"
+env_key = "OPENAI_API_KEY"
+"""
+
+
+def _opencode_config(address: Address) -> str:
+    # Not named `openai`: opencode gives that provider another wire format.
+    model = {"name": address.model, "limit": {"context": CONTEXT_TOKENS, "output": MAX_OUTPUT_TOKENS}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Turnwise",
+        "options": {"baseURL": address.base_url, "apiKey": address.api_key},
+        "models": {address.model: model},
+    }
+    whole = f"turnwise/{address.model}"
+    return _json({"provider": {"turnwise": provider}, "model": whole, "small_model": whole, "autoupdate": False})
+
+
+def _pi_models(address: Address) -> str:
+    model = {
+        "id": address.model,
+        "name": address.model,
+        "reasoning": False,
+        "input": ["text"],
+        "contextWindow": CONTEXT_TOKENS,
+        "maxTokens": MAX_OUTPUT_TOKENS,
+        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+    }
+    provider = {
+        "baseUrl": address.base_url,
+        "api": "openai-completions",
+        "apiKey": address.api_key,
+        "models": [model],
+    }
+    return _json({"providers": {"turnwise": provider}})
+
+
+def _selected_auth(kind: str) -> str:
+    return _json({"security": {"auth": {"selectedType": kind}}, "privacy": {"usageStatisticsEnabled": False}})
+
+
+def _vibe_config(address: Address) -> str:
+    return f"""\
+active_model = "turnwise"
+
+[[providers]]
+name = "turnwise"
+api_base = {json.dumps(address.base_url)}
+api_key_env_var = "OPENAI_API_KEY"
+
+[[models]]
+name = {json.dumps(address.model)}
+provider = "turnwise"
+alias = "turnwise"
+"""
+
+
+AGENTS: Mapping[str, Agent] = {
+    agent.name: agent
+    for agent in (
+        Agent("any", scratch_home=False),
+        Agent(
+            "codex",
+            ("codex",),
+            variables=lambda address: {"CODEX_HOME": str(address.home / ".codex")},
+            files=lambda address: {".codex/config.toml": _codex_config(address)},
+        ),
+        Agent(
+            "opencode",
+            ("opencode",),
+            variables=lambda address: {"OPENCODE_CONFIG": str(address.home / "opencode.json")},
+            files=lambda address: {"opencode.json": _opencode_config(address)},
+        ),
+        Agent(
+            "qwen-code",
+            ("qwen",),
+            files=lambda _: {".qwen/settings.json": _selected_auth("openai")},
+        ),
+        Agent(
+            "gemini-cli",
+            ("gemini",),
+            variables=lambda _: {"GEMINI_CLI_TRUST_WORKSPACE": "true"},
+            files=lambda _: {".gemini/settings.json": _selected_auth("gemini-api-key")},
+            flags=lambda address: ["--model", address.model],
+        ),
+        Agent(
+            "pi",
+            ("pi",),
+            variables=lambda address: {"PI_CODING_AGENT_DIR": str(address.home / ".pi/agent")},
+            files=lambda address: {".pi/agent/models.json": _pi_models(address)},
+            flags=lambda address: ["--provider", "turnwise", "--model", address.model],
+        ),
+        Agent(
+            "claude-code",
+            ("claude",),
+            variables=lambda address: {
+                "ANTHROPIC_DEFAULT_HAIKU_MODEL": address.model,
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "CLAUDE_CONFIG_DIR": str(address.home / ".claude"),
+            },
+        ),
+        Agent(
+            "mini-swe-agent",
+            ("mini", "mini-swe-agent"),
+            variables=lambda address: {
+                "MSWEA_CONFIGURED": "true",
+                "MSWEA_COST_TRACKING": "ignore_errors",
+                "MSWEA_GLOBAL_CONFIG_DIR": str(address.home / ".mini-swe-agent"),
+                "MSWEA_MODEL_NAME": f"openai/{address.model}",
+            },
+        ),
+        Agent(
+            "aider",
+            ("aider",),
+            variables=lambda address: {"AIDER_MODEL": f"openai/{address.model}", "AIDER_ANALYTICS": "false"},
+        ),
+        Agent("gptme", ("gptme",), variables=lambda address: {"MODEL": f"openai/{address.model}"}),
+        Agent(
+            "vibe",
+            ("vibe",),
+            variables=lambda address: {"VIBE_HOME": str(address.home / ".vibe")},
+            files=lambda address: {".vibe/config.toml": _vibe_config(address)},
+        ),
+    )
+}
+"""Known agents by name; `any` is every other command."""
+
+
+def find_agent(argv: Sequence[str], name: str | None = None) -> Agent:
+    """Return the entry of a command: the named one, else the one whose program it is, else `any`.
+
+    Raises:
+        SettingsError: no agent has this name.
+    """
+    if name is not None:
+        if name not in AGENTS:
+            raise SettingsError(f"--as {name!r} is no known agent; give one of {', '.join(AGENTS)}")
+        return AGENTS[name]
+    program = Path(argv[0]).name
+    return next((agent for agent in AGENTS.values() if program in agent.programs), AGENTS["any"])
+
+
+def variables(agent: Agent, address: Address) -> dict[str, str]:
+    """Return the variables of a run: those that SDKs read, and those of its agent."""
+    return {
+        "OPENAI_BASE_URL": address.base_url,
+        "OPENAI_API_BASE": address.base_url,
+        "OPENAI_API_KEY": address.api_key,
+        "OPENAI_MODEL": address.model,
+        "ANTHROPIC_BASE_URL": address.root,
+        "ANTHROPIC_API_KEY": address.api_key,
+        "ANTHROPIC_AUTH_TOKEN": address.api_key,
+        "ANTHROPIC_MODEL": address.model,
+        "GOOGLE_GEMINI_BASE_URL": address.root,
+        "GEMINI_API_KEY": address.api_key,
+        "GEMINI_MODEL": address.model,
+        "TURNWISE_BASE_URL": address.base_url,
+        "TURNWISE_API_KEY": address.api_key,
+        "TURNWISE_MODEL": address.model,
+        **agent.variables(address),
+    }
+
+
+def environment(agent: Agent, address: Address, *, scratch_home: bool) -> dict[str, str]:
+    """Return the whole environment of a run: this process's own, without keys and homes of the user's agents."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNWISE_")}
+    home = {"HOME": str(address.home), "XDG_CONFIG_HOME": str(address.home / ".config")} if scratch_home else {}
+    if scratch_home:
+        data = {"XDG_DATA_HOME": ".local/share", "XDG_STATE_HOME": ".local/state", "XDG_CACHE_HOME": ".cache"}
+        home |= {name: str(address.home / below) for name, below in data.items()}
+    return {**inherited, **home, **variables(agent, address)}
+
+
+def write_files(agent: Agent, address: Address) -> None:
+    """Write the agent's configuration files into the scratch home."""
+    for below, content in agent.files(address).items():
+        path = address.home / below
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        path.chmod(0o600)  # it may hold the session's key
+
+
+def command_line(agent: Agent, argv: Sequence[str], address: Address) -> list[str]:
+    """Return the command with the flags that its agent needs, before the user's own."""
+    return [argv[0], *agent.flags(address), *argv[1:]]

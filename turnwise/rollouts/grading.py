@@ -1,0 +1,101 @@
+"""Rewards a played run and ends its session, once, whatever is killed in between."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from turnwise.client import AsyncClient
+from turnwise.errors import Conflict, GraderFailed, NotFound
+from turnwise.processes.limited import split_command
+from turnwise.rewards import transcript
+from turnwise.rewards.command import CommandGrader
+from turnwise.rewards.verdict import Reward
+from turnwise.rollouts import agents
+from turnwise.rollouts.agents import AGENTS
+from turnwise.rollouts.players import Played, Run
+from turnwise.rollouts.results import write_whole
+from turnwise.rollouts.settings import RunSettings
+from turnwise.types import Json
+
+PLAYED_FILE = "played.json"
+"""Written when a run was played to its end: from here on it is only graded."""
+SOURCE = "turnwise run"
+
+
+class Grading:
+    """Grades runs by the reward command, or by what the called function returned."""
+
+    def __init__(self, settings: RunSettings, client: AsyncClient) -> None:
+        """Find the grader.
+
+        Raises:
+            SettingsError: there is no such program.
+        """
+        self._client = client
+        self._grader: CommandGrader | None = None
+        if settings.reward_command is not None:
+            argv = split_command(settings.reward_command, "--reward-command")
+            self._grader = CommandGrader(argv, settings.reward_timeout)
+
+    def stored(self, directory: Path) -> Played | None:
+        """Return how the run of a directory ended; None if it was not played to its end."""
+        path = directory / PLAYED_FILE
+        if not path.exists():
+            return None
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["rewards"] is not None:
+            fields["rewards"] = [Reward(**each) for each in fields["rewards"]]
+        return Played(**fields)
+
+    def store(self, directory: Path, played: Played) -> None:
+        """Record that a run was played to its end."""
+        write_whole(directory / PLAYED_FILE, dataclasses.asdict(played))
+
+    async def grade(self, run: Run, played: Played) -> tuple[Json, str | None]:
+        """Reward a run and end its session; return the session, and why it has no reward."""
+        error = None
+        rewards: Sequence[Reward] = played.rewards or []
+        if self._grader is not None and played.error is None:
+            try:
+                rewards = [*rewards, *await self._ask(self._grader, run, played)]
+            except GraderFailed as failure:
+                error = f"the grader failed: {failure}"
+        try:
+            return await self._reward_and_end(run.session_id, rewards, played.termination_reason), error
+        except NotFound as failure:  # of a turn that the grader made up: the session stays without a reward
+            error = f"the reward has no target: {failure}"
+            return await self._client.end_session(run.session_id, reason=played.termination_reason), error
+
+    async def _reward_and_end(self, session_id: str, rewards: Sequence[Reward], reason: str) -> Json:
+        """Post all rewards and end the session; a single session reward goes with the end in one transaction."""
+        if len(rewards) == 1 and rewards[0] == Reward(rewards[0].value):
+            return await self._client.end_session(session_id, reason=reason, reward=rewards[0].value)
+        if rewards:
+            lines = [reward.line(session_id, SOURCE) for reward in rewards]
+            try:
+                await self._client.rewards(lines, idempotency_key=f"{session_id}/rewards")
+            except Conflict:
+                # They were posted before a kill, and the grader decides otherwise now: the first decision stands.
+                return await self._client.end_session(session_id, reason=reason)
+        return await self._client.end_session(session_id, reason=reason)
+
+    async def _ask(self, grader: CommandGrader, run: Run, played: Played) -> list[Reward]:
+        session = await self._client.session(run.session_id)
+        turns = [turn async for turn in self._client.turns(run.session_id)]
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("TURNWISE_")},
+            **agents.variables(AGENTS["any"], run.address),
+            **run.variables(),
+            "TURNWISE_TERMINATION_REASON": played.termination_reason,
+            "TURNWISE_LOG": str(run.log.absolute()),
+        }
+        return await grader.grade(
+            transcript.document(session, turns, run.task.fields),
+            cwd=run.workdir,
+            environment=environment,
+            log=run.directory / "grader.log",
+        )

@@ -1,0 +1,137 @@
+"""Puts the parts of rollouts together: client, player, results and runner; and plays all passes of a tasks file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from turnwise.client import AsyncClient
+from turnwise.errors import SettingsError
+from turnwise.processes.limited import find_program
+from turnwise.rollouts.agents import find_agent
+from turnwise.rollouts.pacing import Pace
+from turnwise.rollouts.players import CommandPlayer, Player
+from turnwise.rollouts.report import Progress
+from turnwise.rollouts.results import Results, RunResult
+from turnwise.rollouts.runner import OnResult, Runner
+from turnwise.rollouts.settings import RunSettings, check
+from turnwise.rollouts.tasks import load_tasks
+from turnwise.rollouts.workers import CallPlayer
+
+READY_SECONDS = 4.0
+"""How long a proxy that is starting is waited for."""
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    settings: RunSettings, argv: Sequence[str] = (), on_result: OnResult = lambda _: None
+) -> AsyncIterator[Runner]:
+    """Give a runner of these settings, for as long as the block lasts.
+
+    Args:
+        settings: What to play and how; `tasks` is not read here.
+        argv: The agent's command, where `call` names none.
+        on_result: Called with each finished run.
+
+    Raises:
+        SettingsError: the settings do not fit together, or there is no such program.
+        ProxyUnavailable: the proxy is not ready.
+    """
+    check(settings, tuple(argv))
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connected(settings))
+        await client.wait_until_ready(READY_SECONDS)
+        results = stack.enter_context(Results(settings.directory(), _plan(settings, argv)))
+        player = _player(settings, argv)
+        stack.push_async_callback(player.close)
+        pace = None
+        if settings.groups_per_version is not None:
+            pace = Pace(client, groups_per_version=settings.groups_per_version, lead=settings.lead)
+        model = settings.model or await client.served_model()
+        yield Runner(settings, client, player, results, model=model, pace=pace, on_result=on_result)
+
+
+def connected(settings: RunSettings) -> AsyncClient:
+    """Return a client of the proxy."""
+    key = None if settings.api_key is None else settings.api_key.get_secret_value()
+    return AsyncClient(settings.proxy, key, max_retries=10)
+
+
+async def play_all(settings: RunSettings, argv: Sequence[str], progress: Progress) -> list[RunResult]:
+    """Play all passes of the tasks file; the first interrupt lets running runs end, the second ends them.
+
+    Raises:
+        SettingsError: the tasks, the command or the settings cannot be used.
+        ProxyUnavailable: the proxy cannot be reached.
+        RolloutFailed: the agent never calls the model.
+    """
+    assert settings.tasks is not None
+    load_tasks(settings.tasks, settings.split)
+    planned: list[int | None] = [None]
+    async with opened(settings, argv, on_result=lambda result: progress.add(result, planned[0])) as runner:
+        results: list[RunResult] = []
+        with _interrupts(runner, progress.message):
+            for pass_index in itertools.count() if settings.watch else range(settings.passes):
+                tasks = load_tasks(settings.tasks, settings.split)
+                before = runner.num_finished(pass_index, settings.split)
+                planned[0] = None if settings.watch else settings.passes * len(tasks) * settings.group_size - before
+                if before:
+                    progress.message(f"{before} runs of pass {pass_index} are finished and are not played again")
+                results += await runner.play(
+                    tasks, split=settings.split, group_size=settings.group_size, pass_index=pass_index
+                )
+                if runner.stopping.is_set():
+                    break
+        return results
+
+
+@contextlib.contextmanager
+def _interrupts(runner: Runner, message: Callable[[str], None]) -> Any:
+    """Turn signals into a stop: the first waits for running runs, the second cancels them."""
+    loop, playing = asyncio.get_running_loop(), asyncio.current_task()
+    assert playing is not None
+
+    def interrupt() -> None:
+        if runner.stopping.is_set():
+            playing.cancel()
+            return
+        runner.stopping.set()
+        message("stopping: running runs are played to their end; interrupt again to end them now")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _plan(settings: RunSettings, argv: Sequence[str]) -> dict[str, Any]:
+    """Return what must be the same for results to belong together."""
+    return {"command": [settings.call] if settings.call else list(argv), "group_size": settings.group_size}
+
+
+def _player(settings: RunSettings, argv: Sequence[str]) -> Player:
+    if settings.call is not None:
+        return CallPlayer(
+            settings.call,
+            parallel=settings.parallel,
+            num_workers=settings.workers,
+            timeout_seconds=settings.timeout_seconds,
+            log=settings.directory() / "workers.log",
+            python=settings.python,
+        )
+    if not argv:
+        raise SettingsError("give a command after `--`, or --call module:function")
+    agent = find_agent(argv, settings.agent)
+    return CommandPlayer(
+        agent,
+        [find_program(argv[0], "the command"), *argv[1:]],
+        timeout_seconds=settings.timeout_seconds,
+        scratch_home=settings.scratch_home is not False,
+    )

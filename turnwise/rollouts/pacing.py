@@ -1,0 +1,54 @@
+"""Holds training groups back until the trainer has used earlier ones, so that what is played stays fresh."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from turnwise.client import AsyncClient
+
+POLL_SECONDS = 0.25
+"""How often the active policy version is asked for."""
+
+
+class Pace:
+    """Admits at most `lead` versions' worth of groups more than the trainer has used."""
+
+    def __init__(self, client: AsyncClient, *, groups_per_version: int, lead: float) -> None:
+        self._client = client
+        self._groups_per_version = groups_per_version
+        self._lead = lead
+        self._num_groups = 0
+        self._first_version: int | None = None
+        self._polled_at = float("-inf")
+        self.version = 0
+        """The active policy version when it was last asked for."""
+
+    async def admit(self, stopping: asyncio.Event) -> None:
+        """Wait until one more group may start, or until the runner stops."""
+        if self._first_version is None:
+            await self._poll()
+        while not stopping.is_set():
+            if self._num_groups < self._limit():
+                self._num_groups += 1
+                return
+            await self._poll()
+
+    def _limit(self) -> float:
+        used = 0 if self._first_version is None else self.version - self._first_version
+        return (used + self._lead) * self._groups_per_version
+
+    async def _poll(self) -> None:
+        await asyncio.sleep(max(0.0, self._polled_at + POLL_SECONDS - time.monotonic()))
+        self._polled_at = time.monotonic()
+        self.version = await active_version(self._client)
+        if self._first_version is None:
+            self._first_version = self.version
+
+
+async def active_version(client: AsyncClient) -> int:
+    """Return the version of the active policy; 0 while none was published."""
+    async for policy in client.policies():
+        if policy["status"] == "active":
+            return int(policy["version"])
+    return 0

@@ -1,0 +1,131 @@
+"""What a person sees of rollouts: a progress line while they run, and a table at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from turnwise.rollouts.results import RunResult
+
+MAX_TABLE_TASKS = 40
+"""More tasks than this are summed up in one line."""
+SECONDS_BETWEEN_LINES = 10.0
+"""Between two progress lines where the output is no terminal."""
+COLUMNS = ("task_id", "runs", "reward_mean", "reward_min", "reward_max", "turns_mean", "seconds_mean", "failed")
+
+
+class Progress:
+    """Counts finished runs and prints a line about them."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._started = time.monotonic()
+        self._printed_at = 0.0
+        self.results: list[RunResult] = []
+        self.num_resumed = 0
+
+    def add(self, result: RunResult, num_planned: int | None) -> None:
+        """Count a run and print the line when it is due.
+
+        Args:
+            result: The finished run.
+            num_planned: All runs of this pass; None where there is no end.
+        """
+        self.results.append(result)
+        now = time.monotonic()
+        is_terminal = self._stream.isatty()
+        if is_terminal or now - self._printed_at >= SECONDS_BETWEEN_LINES or len(self.results) == num_planned:
+            self._printed_at = now
+            self._print(self.line(num_planned), same_line=is_terminal)
+
+    def line(self, num_planned: int | None) -> str:
+        """Return the progress line."""
+        told = summary(self.results)
+        total = "" if num_planned is None else f"/{num_planned}"
+        reward = "no reward yet" if told["reward_mean"] is None else f"reward {told['reward_mean']:.3f}"
+        problems = ", ".join(
+            f"{told[name]} {label}"
+            for name, label in (
+                ("num_timeouts", "timed out"),
+                ("num_failed", "failed"),
+                ("num_without_calls", "without a model call"),
+                ("num_ungraded", "without a reward"),
+            )
+            if told[name]
+        )
+        seconds = time.monotonic() - self._started
+        return f"{len(self.results)}{total} runs  {reward}  {seconds:.0f} s" + (f"  ({problems})" if problems else "")
+
+    def message(self, text: str) -> None:
+        """Print a sentence."""
+        self._print(text, same_line=False)
+
+    def _print(self, text: str, *, same_line: bool) -> None:
+        clear = "\r\x1b[K" if self._stream.isatty() else ""
+        self._stream.write(clear + text + ("" if same_line else "\n"))
+        self._stream.flush()
+
+
+def summary(results: Sequence[RunResult]) -> dict[str, Any]:
+    """Return the sums over runs."""
+    rewards = [result.reward for result in results if result.reward is not None]
+    return {
+        "num_runs": len(results),
+        "num_rewarded": len(rewards),
+        "reward_mean": _mean(rewards),
+        "num_timeouts": sum(result.termination_reason == "timeout" for result in results),
+        "num_failed": sum(is_failed(result) for result in results),
+        "num_without_calls": sum(result.num_turns == 0 for result in results),
+        "num_ungraded": sum(result.reward is None for result in results),
+        "num_turns": sum(result.num_turns for result in results),
+        "seconds_mean": _mean([result.seconds for result in results]),
+    }
+
+
+def by_task(results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Return one row a task, in the order in which they were first finished."""
+    groups: dict[str, list[RunResult]] = defaultdict(list)
+    for result in results:
+        groups[result.task_id].append(result)
+    return [{"task_id": task_id, **_row(runs)} for task_id, runs in groups.items()]
+
+
+def table(results: Sequence[RunResult]) -> list[str]:
+    """Return the table as lines of text: one a task where they fit, and the sum."""
+    rows = by_task(results)
+    shown = rows if len(rows) <= MAX_TABLE_TASKS else []
+    total = {"task_id": f"all {len(rows)} tasks", **_row(results)}
+    cells = [list(COLUMNS)] + [[_cell(row[name]) for name in COLUMNS] for row in (*shown, total)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(COLUMNS))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def is_failed(result: RunResult) -> bool:
+    """Tell whether the agent ended with an error of its own."""
+    return result.termination_reason not in {"exit_status_0", "timeout"}
+
+
+def _row(runs: Sequence[RunResult]) -> dict[str, Any]:
+    rewards = [run.reward for run in runs if run.reward is not None]
+    return {
+        "runs": len(runs),
+        "reward_mean": _mean(rewards),
+        "reward_min": min(rewards, default=None),
+        "reward_max": max(rewards, default=None),
+        "turns_mean": _mean([run.num_turns for run in runs]),
+        "seconds_mean": _mean([run.seconds for run in runs]),
+        "failed": sum(is_failed(run) or run.termination_reason == "timeout" for run in runs),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,122 @@
+"""The ledger of finished runs: one line of JSON each, appended and synced, so that no finished run is played twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Self, TextIO
+
+from turnwise.errors import SettingsError
+from turnwise.types import Json
+
+Key = tuple[int, str, str, int]
+"""Pass, split, task and run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """One finished run."""
+
+    session_id: str
+    task_id: str
+    run: int
+    pass_index: int
+    split: str
+    reward: float | None
+    """The session's reward; None where none was given."""
+    termination_reason: str
+    num_turns: int
+    seconds: float
+    error: str | None = None
+    """What went wrong with the run or with its grader, in a sentence."""
+
+    @property
+    def key(self) -> Key:
+        """What identifies the run."""
+        return (self.pass_index, self.split, self.task_id, self.run)
+
+
+class Results:
+    """The results of one directory, which one process may write at a time."""
+
+    def __init__(self, directory: Path, plan: Json) -> None:
+        """Open the ledger.
+
+        Args:
+            directory: Where it is kept.
+            plan: What must be the same for results to belong together.
+
+        Raises:
+            SettingsError: another process uses the directory, or it holds results of another plan.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._lock = (directory / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise SettingsError(f"another `turnwise run` uses {str(directory)!r}; give another --out") from error
+        self.name = self._identify(plan)
+        """Begins every session id of this directory."""
+        self._path = directory / "results.jsonl"
+        self.finished = {result.key: result for result in read_results(self._path)}
+        self._file: TextIO = self._path.open("a", encoding="utf-8")
+        if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):
+            self._file.write("\n")  # a kill cut the last line, which is played again
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._lock.close()
+
+    def add(self, result: RunResult) -> None:
+        """Record a finished run durably."""
+        self._file.write(json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.finished[result.key] = result
+
+    def _identify(self, plan: Json) -> str:
+        """Return the name of these results, which the first start chooses.
+
+        Raises:
+            SettingsError: the directory holds results of another plan.
+        """
+        path = self.directory / "plan.json"
+        if not path.exists():
+            write_whole(path, {"name": f"run-{uuid.uuid4().hex[:8]}", **plan})
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in plan.items():
+            if stored.get(name) != value:
+                raise SettingsError(
+                    f"{str(self.directory)!r} holds results with {name} {stored.get(name)!r}, not {value!r}; "
+                    "give another --out"
+                )
+        return str(stored["name"])
+
+
+def read_results(path: Path) -> list[RunResult]:
+    """Return the results of a ledger; a line that a kill cut is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        found.append(RunResult(**fields))
+    return found
+
+
+def write_whole(path: Path, value: Json) -> None:
+    """Write JSON so that a kill leaves the whole file or none."""
+    staged = path.with_suffix(".tmp")
+    staged.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+    staged.replace(path)

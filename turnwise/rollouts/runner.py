@@ -1,0 +1,257 @@
+"""Plays runs of tasks through the proxy: a session each, graded, recorded once, resumable after any kill.
+
+Where a run stands is told by three facts, in this order: its line in `results.jsonl` (finished), its session at the
+proxy (ended: finished, the line is missing), and `played.json` in its directory (played, not yet rewarded). A session
+that is open, has turns and has no `played.json` was interrupted: it is ended without a reward, and the run is played
+anew in a session of the next attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.client import AsyncClient, AsyncSessionHandle
+from turnwise.client.wire import SessionFields
+from turnwise.errors import RolloutFailed, TurnwiseError
+from turnwise.processes.supervisor import tail_of
+from turnwise.rollouts.agents import Address
+from turnwise.rollouts.grading import Grading
+from turnwise.rollouts.pacing import Pace
+from turnwise.rollouts.players import Played, Player, Run
+from turnwise.rollouts.results import Key, Results, RunResult, write_whole
+from turnwise.rollouts.settings import RunSettings
+from turnwise.rollouts.tasks import Task
+from turnwise.types import Json
+
+INTERRUPTED = "interrupted"
+"""Termination reason of a session whose run did not end; it is never rewarded."""
+MAX_RUNS_WITHOUT_CALLS = 3
+"""When the first so many runs made no model call, the agent is not pointed at the proxy."""
+
+OnResult = Callable[[RunResult], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A run before it has a session."""
+
+    task: Task
+    run: int
+    group_size: int
+    split: str
+    pass_index: int
+
+    @property
+    def key(self) -> Key:
+        return (self.pass_index, self.split, self.task.task_id, self.run)
+
+
+class Runner:
+    """Plays tasks, never more than `parallel` runs at a time."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        client: AsyncClient,
+        player: Player,
+        results: Results,
+        *,
+        model: str,
+        pace: Pace | None = None,
+        on_result: OnResult = lambda _: None,
+    ) -> None:
+        """Make a runner.
+
+        Args:
+            settings: What to play and how.
+            client: The proxy.
+            player: How a run is played.
+            results: Where finished runs are recorded.
+            model: The name of the model that agents are told.
+            pace: Holds training groups back until the trainer has used earlier ones; None holds nothing back.
+            on_result: Called with each finished run.
+        """
+        self._settings = settings
+        self._client = client
+        self._player = player
+        self._results = results
+        self._model = model
+        self._pace = pace
+        self._on_result = on_result
+        self._grading = Grading(settings, client)
+        self._places = asyncio.Semaphore(settings.parallel)
+        self._num_finished = 0
+        self._has_called = False
+        self.stopping = asyncio.Event()
+        """Set, no further run starts; those that run are played to their end."""
+
+    async def play(
+        self, tasks: Iterable[Task], *, split: str = "train", group_size: int = 1, pass_index: int = 0
+    ) -> list[RunResult]:
+        """Play each task `group_size` times; return all results, those of an earlier start included.
+
+        Raises:
+            RolloutFailed: the agent never calls the model.
+            SettingsError: the agent cannot be started.
+        """
+        planned: list[_Planned] = []
+        try:
+            async with asyncio.TaskGroup() as running:
+                for task in tasks:
+                    group = [_Planned(task, run, group_size, split, pass_index) for run in range(group_size)]
+                    planned += group
+                    await self._start(group, running)
+                    if self.stopping.is_set():
+                        break
+        except* (TurnwiseError, OSError) as failures:
+            raise _first(failures) from None
+        return [self._results.finished[each.key] for each in planned if each.key in self._results.finished]
+
+    def num_finished(self, pass_index: int, split: str) -> int:
+        """Return how many runs of a pass are finished."""
+        return sum(key[:2] == (pass_index, split) for key in self._results.finished)
+
+    async def _start(self, group: list[_Planned], running: asyncio.TaskGroup) -> None:
+        """Start those runs of a group that are not finished, each as soon as there is a place."""
+        missing = [each for each in group if each.key not in self._results.finished]
+        if missing and self._pace is not None and missing[0].split == "train":
+            await self._pace.admit(self.stopping)
+        for each in missing:
+            await self._places.acquire()
+            if self.stopping.is_set():
+                self._places.release()
+                return
+            running.create_task(self._finish(each))
+
+    async def _finish(self, planned: _Planned) -> None:
+        try:
+            result = await self._complete(planned)
+        finally:
+            self._places.release()
+        self._results.add(result)
+        self._on_result(result)
+        self._num_finished += 1
+        self._has_called = self._has_called or result.num_turns > 0
+        if not self._has_called and self._num_finished >= MAX_RUNS_WITHOUT_CALLS:
+            raise RolloutFailed(self._no_call(result))
+
+    async def _complete(self, planned: _Planned) -> RunResult:
+        """Bring one run to its end, from wherever an earlier start left it."""
+        attempt = 0
+        while True:
+            attempt += 1
+            session_id = self._session_id(planned, attempt)
+            session = await self._client.create_session(**_fields(self._settings, planned, session_id, self._results))
+            directory = self._results.directory / "runs" / session_id
+            # A creation may be answered from the proxy's memory, without the turns so far.
+            known = await self._client.session(session_id) if directory.exists() else session.data
+            if known["status"] == "ended":
+                if known["termination_reason"] == INTERRUPTED:
+                    continue
+                return _result(planned, known, known["termination_reason"] or "", 0.0)
+            if known["status"] == "expired":
+                continue
+            played = self._grading.stored(directory)
+            if played is None and known["num_turns"] > 0:
+                await session.end(reason=INTERRUPTED)
+                continue
+            return await self._play_and_grade(planned, session, directory, played)
+
+    async def _play_and_grade(
+        self, planned: _Planned, session: AsyncSessionHandle, directory: Path, played: Played | None
+    ) -> RunResult:
+        run = Run(
+            task=planned.task,
+            run=planned.run,
+            split=planned.split,
+            session_id=session.session_id,
+            directory=directory,
+            workdir=(directory / "work").absolute(),
+            address=Address(session.base_url, session.api_key, self._model, (directory / "home").absolute()),
+        )
+        if played is None:
+            await asyncio.to_thread(self._prepare, run)
+            played = await self._player.play(run)
+            self._grading.store(directory, played)
+        ended, error = await self._grading.grade(run, played)
+        if not self._settings.keep_workdirs:
+            await asyncio.to_thread(_clean, directory, keep=self._settings.call is None)
+        return _result(planned, ended, played.termination_reason, played.seconds, played.error or error)
+
+    def _prepare(self, run: Run) -> None:
+        """Make the run's directory afresh: what an interrupted attempt left there goes."""
+        if run.directory.exists():
+            shutil.rmtree(run.directory)
+        run.address.home.mkdir(parents=True)
+        if self._settings.workdir is None:
+            run.workdir.mkdir()
+        else:
+            shutil.copytree(self._settings.workdir, run.workdir, symlinks=True)
+        write_whole(run.directory / "task.json", run.task.fields)
+
+    def _session_id(self, planned: _Planned, attempt: int) -> str:
+        parts = [self._results.name, planned.split, str(planned.pass_index), planned.task.slug, str(planned.run)]
+        return "-".join(parts) + (f".{attempt}" if attempt > 1 else "")
+
+    def _no_call(self, result: RunResult) -> str:
+        log = self._results.directory / "runs" / result.session_id / "agent.log"
+        end = f"; the end of its log {log}:\n{tail_of(log)}" if log.exists() else ""
+        return (
+            f"the first {self._num_finished} runs made no model call ({result.error or result.termination_reason}): "
+            "the agent did not find the proxy; point it by TURNWISE_BASE_URL or OPENAI_BASE_URL, or name it with "
+            f"--as{end}"
+        )
+
+
+def _fields(settings: RunSettings, planned: _Planned, session_id: str, results: Results) -> SessionFields:
+    """Return what the session of a run is created with."""
+    fields = SessionFields(
+        session_id=session_id,
+        task_id=planned.task.task_id,
+        run=planned.run,
+        split=planned.split,
+        credit=settings.credit,
+        gamma=settings.gamma,
+        metadata={"rollouts": results.name, "pass": planned.pass_index},
+    )
+    if planned.split == "train" and planned.group_size > 1:
+        fields["group_id"] = f"{results.name}-{planned.pass_index}-{planned.task.slug}"
+        fields["group_size"] = planned.group_size
+    return fields
+
+
+def _result(planned: _Planned, session: Json, reason: str, seconds: float, error: str | None = None) -> RunResult:
+    return RunResult(
+        session_id=session["session_id"],
+        task_id=planned.task.task_id,
+        run=planned.run,
+        pass_index=planned.pass_index,
+        split=planned.split,
+        reward=session["reward"],
+        termination_reason=reason,
+        num_turns=session["num_turns"],
+        seconds=round(seconds, 3),
+        error=error,
+    )
+
+
+def _clean(directory: Path, *, keep: bool) -> None:
+    """Remove a finished run's copies; keep its log where it has one of its own."""
+    if not keep:
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    for name in ("work", "home"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def _first(failures: BaseExceptionGroup[Any]) -> BaseException:
+    """Return the first failure of a tree of groups."""
+    failure: BaseException = failures
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure

@@ -1,0 +1,99 @@
+"""Settings of `turnwise run`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+
+from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.errors import SettingsError
+from turnwise.settings import Settings
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class RunSettings(Settings):
+    """Settings of `turnwise run`."""
+
+    proxy: str = DEFAULT_BASE_URL
+    """Address of the proxy."""
+    api_key: SecretStr | None = None
+    """Key of the proxy that may create sessions and give rewards; none where the proxy asks for none."""
+    agent: str | None = None
+    """Known agent whose variables, files and flags the command needs; by default the command's name tells."""
+    model: str | None = None
+    """Model name that agents are told; by default the served one."""
+    tasks: Path | None = None
+    """JSON Lines file, one task a line; without it the command runs once, in this directory."""
+    split: Literal["train", "eval"] = "train"
+    """Which tasks to play, and what their sessions are for; eval sessions are never trained on."""
+    group_size: int = Field(default=1, ge=1)
+    """Runs of each task; their rewards are compared with each other."""
+    parallel: int = Field(default=4, ge=1)
+    """Runs at a time."""
+    workdir: Path | None = None
+    """Directory of which each run gets a fresh copy; by default each run starts in an empty directory."""
+    reward_command: str | None = None
+    """Grader: reads the session as JSON, answers with an exit status, a number or JSON Lines."""
+    reward_timeout: float = Field(default=60.0, gt=0)
+    """Seconds that the grader may take."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds that a run may take before its process tree is ended; 600 with tasks, no limit without."""
+    credit: Literal["propagate", "step_wise"] = "propagate"
+    """How rewards reach the turns: the session's reward to all, or each step's own."""
+    gamma: float = Field(default=0.0, ge=0, le=1)
+    """Discount of the return over steps."""
+    passes: int = Field(default=1, ge=1)
+    """How often all tasks are played."""
+    watch: bool = False
+    """Play pass after pass until interrupted, and read the tasks file anew for each."""
+    groups_per_version: int | None = Field(default=None, ge=1)
+    """Groups that make one policy version: rollouts wait for the trainer; by default they do not wait."""
+    lead: float = Field(default=2.0, ge=1)
+    """With groups_per_version: versions' worth of groups that may be played before the trainer has used them."""
+    out: Path | None = None
+    """Directory of results, logs and copies; the same directory resumes. By default runs/ and the tasks file's name."""
+    keep_workdirs: bool = False
+    """Keep each run's copy of the directory after it is graded."""
+    scratch_home: bool | None = None
+    """Give runs a HOME of their own; by default known agents and all runs of tasks get one."""
+    call: str | None = None
+    """`module:function` to call instead of a command, in warm worker processes."""
+    workers: int = Field(default=1, ge=1)
+    """Worker processes of `call`; they share the parallel runs as threads."""
+    python: str = sys.executable
+    """Interpreter of the workers; the agent's packages may live in an environment of its own."""
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Time limit of a run of a task."""
+        return self.timeout or DEFAULT_TIMEOUT_SECONDS
+
+    def directory(self) -> Path:
+        """Return where the results go."""
+        if self.out is not None:
+            return self.out
+        return Path("runs") / (self.tasks.stem if self.tasks is not None else "run")
+
+
+def check(settings: RunSettings, argv: tuple[str, ...]) -> None:
+    """Check what no single setting shows.
+
+    Raises:
+        SettingsError: the settings do not fit together.
+    """
+    if bool(argv) == bool(settings.call):
+        raise SettingsError("give either a command after `--`, or --call module:function")
+    if settings.call is not None and settings.tasks is None:
+        raise SettingsError("--call needs --tasks: the function is called with a task")
+    if settings.call is not None and ":" not in settings.call:
+        raise SettingsError(f"--call {settings.call!r} names no function; write module:function")
+    if settings.workdir is not None and not settings.workdir.is_dir():
+        raise SettingsError(f"--workdir {str(settings.workdir)!r} is no directory; each run gets a copy of it")
+    if settings.tasks is None:
+        for name in ("workdir", "watch", "groups_per_version"):
+            if getattr(settings, name):
+                raise SettingsError(f"--{name.replace('_', '-')} needs --tasks")

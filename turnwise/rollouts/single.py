@@ -1,0 +1,110 @@
+"""`turnwise run -- CMD` without tasks: one command, in this directory and terminal, in a session of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from turnwise.client import AsyncSessionHandle
+from turnwise.client.wire import SessionFields
+from turnwise.processes.limited import find_program, run_limited
+from turnwise.rollouts import agents
+from turnwise.rollouts.agents import Address, Agent, find_agent
+from turnwise.rollouts.grading import Grading
+from turnwise.rollouts.opening import READY_SECONDS, connected
+from turnwise.rollouts.players import Played, Run
+from turnwise.rollouts.results import RunResult
+from turnwise.rollouts.settings import RunSettings, check
+from turnwise.rollouts.tasks import Task
+
+
+async def run_once(settings: RunSettings, argv: Sequence[str], say: Callable[[str], None]) -> RunResult:
+    """Run the command once, reward it where a grader is given, and end its session.
+
+    Raises:
+        SettingsError: there is no such program or agent.
+        ProxyUnavailable: the proxy cannot be reached.
+    """
+    check(settings, tuple(argv))
+    agent = find_agent(argv, settings.agent)
+    command = [find_program(argv[0], "the command"), *argv[1:]]
+    async with connected(settings) as client:
+        await client.wait_until_ready(READY_SECONDS)
+        model = settings.model or await client.served_model()
+        grading = Grading(settings, client)
+        session = await client.create_session(
+            **SessionFields(
+                session_id=f"run-{uuid.uuid4().hex[:12]}",
+                split=settings.split,
+                credit=settings.credit,
+                gamma=settings.gamma,
+                metadata={"agent": agent.name},
+            )
+        )
+        with tempfile.TemporaryDirectory(prefix="turnwise-run-") as scratch:
+            run = _run(session, settings, model, Path(scratch))
+            say(f"session {session.session_id}, agent {agent.name}, model {model}, {session.base_url}")
+            played = await _play(agent, command, run, settings)
+            ended, error = await grading.grade(run, played)
+    return RunResult(
+        session_id=session.session_id,
+        task_id="",
+        run=0,
+        pass_index=0,
+        split=settings.split,
+        reward=ended["reward"],
+        termination_reason=played.termination_reason,
+        num_turns=ended["num_turns"],
+        seconds=round(played.seconds, 3),
+        error=error,
+    )
+
+
+def exit_status(result: RunResult) -> int:
+    """Return the exit status of the command, as a shell counts it; 124 for the time limit."""
+    if result.termination_reason == "timeout":
+        return 124
+    return int(result.termination_reason.removeprefix("exit_status_"))
+
+
+def _run(session: AsyncSessionHandle, settings: RunSettings, model: str, scratch: Path) -> Run:
+    home = scratch / "home"
+    home.mkdir()
+    return Run(
+        task=Task("", {}),
+        run=0,
+        split=settings.split,
+        session_id=session.session_id,
+        directory=scratch,
+        workdir=Path.cwd(),
+        address=Address(session.base_url, session.api_key, model, home),
+    )
+
+
+async def _play(agent: Agent, command: list[str], run: Run, settings: RunSettings) -> Played:
+    agents.write_files(agent, run.address)
+    scratch_home = agent.scratch_home if settings.scratch_home is None else settings.scratch_home
+    environment = agents.environment(agent, run.address, scratch_home=scratch_home)
+    environment |= {name: value for name, value in run.variables().items() if name.startswith("TURNWISE_SESSION")}
+    argv = agents.command_line(agent, command, run.address)
+    if settings.timeout is not None:
+        ended = await run_limited(
+            argv, cwd=run.workdir, environment=environment, log=Path("/dev/stderr"), timeout_seconds=settings.timeout
+        )
+        reason = "timeout" if ended.timed_out else f"exit_status_{ended.exit_status}"
+        return Played(termination_reason=reason, seconds=ended.seconds)
+    started = time.monotonic()
+    code = await asyncio.to_thread(_in_this_terminal, argv, environment)
+    return Played(termination_reason=f"exit_status_{code}", seconds=time.monotonic() - started)
+
+
+def _in_this_terminal(argv: list[str], environment: dict[str, str]) -> int:
+    """Run a command with this process's terminal; an interrupt reaches it as it reaches this process."""
+    with subprocess.Popen(argv, env=environment) as process:  # noqa: S603  the user's own command, no shell
+        code = process.wait()
+    return code if code >= 0 else 128 - code

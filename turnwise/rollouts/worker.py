@@ -1,0 +1,104 @@
+"""A warm worker of `turnwise run --call`: imports a function once and calls it for each run, in threads.
+
+It is run by its path and needs the standard library alone, so that the agent may live in an environment of its own.
+It reads one request a line from standard input and writes one answer a line to what was its standard output; whatever
+the agent prints goes to standard error.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as the called function gets it."""
+
+    session_id: str
+    base_url: str
+    """What OpenAI clients take."""
+    api_key: str
+    model: str
+    directory: str
+    """A directory of the run's own."""
+    split: str
+    run: int
+    environment: dict[str, str]
+    """Variables that SDKs read; they are not set, since the runs of one process share its environment."""
+
+
+class Answers:
+    """Writes answers, one line at a time, from any thread."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        self._lock = threading.Lock()
+        os.dup2(2, 1)
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Write one answer."""
+        line = json.dumps(answer) + "\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
+
+
+def main(target: str, num_threads: int) -> int:
+    """Serve requests until standard input ends."""
+    answers = Answers()
+    sys.path[0] = os.getcwd()  # noqa: PTH109  this file's own directory must not shadow the agent's modules
+    try:
+        function = load(target)
+    except Exception as error:  # noqa: BLE001  the agent's module may fail in any way; the parent reports it
+        answers.write({"failed": f"{type(error).__name__}: {error}"})
+        return 1
+    answers.write({"ready": True})
+    with ThreadPoolExecutor(num_threads) as threads:
+        for line in sys.stdin:
+            threads.submit(serve, function, json.loads(line), answers)
+    return 0
+
+
+def load(target: str) -> Any:
+    """Import `module:function`.
+
+    Raises:
+        TypeError: the function cannot be called.
+    """
+    module, _, name = target.partition(":")
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    if not callable(function):
+        raise TypeError(f"{target} cannot be called")
+    return function
+
+
+def serve(function: Any, request: dict[str, Any], answers: Answers) -> None:
+    """Call the function for one run and write its answer."""
+    try:
+        value = function(request["task"], Run(**request["run"]))
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        json.dumps(value)
+        answer = {"id": request["id"], "value": value}
+    except Exception as error:  # noqa: BLE001  the agent is anybody's code; its failure is the run's result
+        answer = {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(BrokenPipeError):
+        answers.write(answer)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,238 @@
+"""Warm worker processes for agents that are a library: importing one takes seconds, calling it does not.
+
+A run that exceeds its time limit cannot be stopped inside its process. Its worker is retired: it gets no further runs
+and is ended as soon as its other runs have ended or have reached their own limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import GraderFailed, SettingsError
+from turnwise.processes import guard
+from turnwise.processes.limited import GRACE_SECONDS, find_program
+from turnwise.processes.supervisor import tail_of
+from turnwise.rewards.verdict import as_rewards
+from turnwise.rollouts import agents, worker
+from turnwise.rollouts.agents import AGENTS
+from turnwise.rollouts.players import Played, Run
+from turnwise.types import Json
+
+START_SECONDS = 180.0
+"""The longest that importing the agent may take."""
+LINE_BYTES = 64 * 1024 * 1024
+"""The longest answer of a worker."""
+
+
+class CallPlayer:
+    """Calls a function for each run, in a pool of worker processes."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        parallel: int,
+        num_workers: int,
+        timeout_seconds: float,
+        log: Path,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Plan the pool; a worker starts when it is first needed.
+
+        Args:
+            target: `module:function`; it is called with the task and a `Run`, and may return rewards.
+            parallel: Runs at a time, over all workers.
+            num_workers: Worker processes.
+            timeout_seconds: Time limit of a run.
+            log: What the workers and the agent print.
+            python: Interpreter of the workers.
+            environment: Variables besides this process's own.
+
+        Raises:
+            SettingsError: there is no such interpreter.
+        """
+        self._target = target
+        self._python = find_program(python, "--python")
+        self._num_threads = -(-parallel // num_workers)
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._log = log
+        self._environment = {**os.environ, **(environment or {})}
+        self._workers: list[_Worker] = []
+        self._retired: list[_Worker] = []
+        self._starting = asyncio.Lock()
+
+    async def play(self, run: Run) -> Played:
+        """Play one run to its end, or to its time limit."""
+        chosen = await self._worker()
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                answer = await chosen.call(_request(run))
+        except TimeoutError:
+            self._retire(chosen)
+            return Played(termination_reason="timeout", seconds=time.monotonic() - started, rewards=[])
+        finally:
+            await self._end_idle()
+        return _played(answer, time.monotonic() - started)
+
+    async def close(self) -> None:
+        """End all workers."""
+        await asyncio.gather(*(each.end() for each in (*self._workers, *self._retired)))
+        self._workers, self._retired = [], []
+
+    async def _worker(self) -> _Worker:
+        """Return the least busy worker, starting those that are missing."""
+        async with self._starting:
+            self._workers = [each for each in self._workers if each.is_alive]
+            if len(self._workers) < self._num_workers:
+                fresh = _Worker(self._log)
+                argv = [self._python, str(worker.__file__), self._target, str(self._num_threads)]
+                await fresh.start(argv, self._environment, self._target)
+                self._workers.append(fresh)
+            return min(self._workers, key=lambda each: each.num_calls)
+
+    def _retire(self, chosen: _Worker) -> None:
+        if chosen in self._workers:
+            self._workers.remove(chosen)
+            self._retired.append(chosen)
+
+    async def _end_idle(self) -> None:
+        """End the retired workers that nobody waits for."""
+        idle = [each for each in self._retired if each.num_calls == 0]
+        self._retired = [each for each in self._retired if each not in idle]
+        for each in idle:
+            await each.end()
+
+
+class _Worker:
+    """One worker process."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._calls: dict[int, asyncio.Future[Json]] = {}
+        self._ids = itertools.count()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes calls."""
+        return self._reading is not None and not self._reading.done()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that somebody waits for."""
+        return len(self._calls)
+
+    async def start(self, argv: list[str], environment: Mapping[str, str], target: str) -> None:
+        """Start the process and wait until the agent is imported.
+
+        Raises:
+            SettingsError: the agent cannot be imported, or not in time.
+        """
+        guarded = [sys.executable, "-I", "-S", str(guard.__file__), str(GRACE_SECONDS), str(os.getpid()), *argv]
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *guarded,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=dict(environment),
+                start_new_session=True,
+                limit=LINE_BYTES,
+            )
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                first = await self._stdout.readline()
+        except TimeoutError:
+            first = b""
+        told = json.loads(first) if first else {"failed": f"its worker did not start; its log:\n{tail_of(self._log)}"}
+        if "failed" in told:
+            await self.end()
+            raise SettingsError(f"--call {target!r} cannot be imported: {told['failed']}")
+        self._reading = asyncio.create_task(self._read())
+
+    async def call(self, request: Json) -> Json:
+        """Send a request and return its answer."""
+        number = next(self._ids)
+        answered: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answered
+        try:
+            self._stdin.write((json.dumps({**request, "id": number}) + "\n").encode())
+            await self._stdin.drain()
+            return await answered
+        except ConnectionError:
+            return {"error": _WORKER_DIED}
+        finally:
+            del self._calls[number]
+
+    async def end(self) -> None:
+        """End the process with all that it started."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            await self._process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def _read(self) -> None:
+        """Give each answer to whoever waits for it; when the process ends, fail the rest."""
+        while line := await self._stdout.readline():
+            answer = json.loads(line)
+            waiting = self._calls.get(answer["id"])
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_result({"error": _WORKER_DIED})
+
+    @property
+    def _stdout(self) -> asyncio.StreamReader:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    @property
+    def _stdin(self) -> asyncio.StreamWriter:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+
+_WORKER_DIED = "its worker process ended during the run; its output is in workers.log"
+
+
+def _request(run: Run) -> dict[str, Any]:
+    environment = {**agents.variables(AGENTS["any"], run.address), **run.variables()}
+    told = {
+        "session_id": run.session_id,
+        "base_url": run.address.base_url,
+        "api_key": run.address.api_key,
+        "model": run.address.model,
+        "directory": str(run.workdir.absolute()),
+        "split": run.split,
+        "run": run.run,
+        "environment": environment,
+    }
+    return {"task": run.task.fields, "run": told}
+
+
+def _played(answer: Json, seconds: float) -> Played:
+    if "error" in answer:
+        return Played(termination_reason="error", seconds=seconds, error=answer["error"])
+    try:
+        rewards = as_rewards(answer["value"])
+    except GraderFailed as error:
+        return Played(termination_reason="error", seconds=seconds, error=f"the called function failed: {error}")
+    return Played(termination_reason="exit_status_0", seconds=seconds, rewards=rewards)
