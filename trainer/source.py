@@ -21,7 +21,7 @@ from turnwise.settings import Settings
 from turnwise.store import claims, experiences, groups, policies, queries
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
-from turnwise.types import Experience, PolicyVersion, UpdateRecord
+from turnwise.types import Experience, GroupKey, PolicyVersion, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Source(Protocol):
         """Wait for a batch; None after `close`."""
 
     def ack(
-        self, batch: ClaimedBatch, update: UpdateRecord, policy: PolicyVersion | None, refused: dict[str, str]
+        self, batch: ClaimedBatch, update: UpdateRecord, policy: PolicyVersion | None, refused: dict[GroupKey, str]
     ) -> bool:
         """Finish a batch, durably; False when this update was committed before."""
 
@@ -126,7 +126,7 @@ class LedgerSource:
         return None
 
     def ack(
-        self, batch: ClaimedBatch, update: UpdateRecord, policy: PolicyVersion | None, refused: dict[str, str]
+        self, batch: ClaimedBatch, update: UpdateRecord, policy: PolicyVersion | None, refused: dict[GroupKey, str]
     ) -> bool:
         """Record the update, its groups and the policy version in one transaction.
 

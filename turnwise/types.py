@@ -22,6 +22,10 @@ TokenIds = npt.NDArray[np.int32]
 """Token ids, one dimension."""
 Logprobs = npt.NDArray[np.float32]
 """Natural-log probabilities, one dimension."""
+GroupKey = tuple[str, str]
+"""A group's tenant and id: ids are unique only within a tenant."""
+SessionKey = tuple[str, str]
+"""A session's tenant and id."""
 
 
 def utc_now() -> datetime.datetime:
@@ -283,6 +287,7 @@ class Experience:
     eid: EID
     session_id: str
     group_id: str
+    tenant: str = "default"
     turn_ids: tuple[str, ...]
     """The turns whose sampled tokens are trained here, in order. [K]"""
     turn_steps: tuple[int, ...]
@@ -310,6 +315,16 @@ class Experience:
     split: Split = Split.TRAIN
     metrics: Json = dataclasses.field(default_factory=dict)
     info: Json = dataclasses.field(default_factory=dict)
+
+    @property
+    def group_key(self) -> GroupKey:
+        """The group that it is centred in."""
+        return self.tenant, self.group_id
+
+    @property
+    def session_key(self) -> SessionKey:
+        """The session that it is of."""
+        return self.tenant, self.session_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

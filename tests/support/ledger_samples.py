@@ -38,15 +38,16 @@ def make_turn(turn_id: str, parent: Turn | None = None, *, session_id: str = "s"
 
 
 def add_session(database: Database, session_id: str = "s", *, turns: int = 1, **fields: Any) -> Session:
-    """Store a session with a chain of turns `SESSION-t1`, `SESSION-t2` and so on."""
+    """Store a session with a chain of turns `SESSION-t1`, `SESSION-t2` and so on, after `TENANT-` for other tenants."""
     with database.write() as connection:
         session, _ = ledger.create_session(connection, Session(session_id=session_id, **fields))
+        prefix = session_id if session.tenant == "default" else f"{session.tenant}-{session_id}"
         parent: Turn | None = None
         for number in range(1, turns + 1):
             turn = make_turn(f"t{number}", parent, session_id=session_id, tenant=session.tenant)
             parent_id = None if parent is None else parent.turn_id
-            name = f"{session_id}-t{number}"
-            chain_id = f"{session_id}-t1"
+            name = f"{prefix}-t{number}"
+            chain_id = f"{prefix}-t1"
             turn = dataclasses.replace(turn, turn_id=name, parent_turn_id=parent_id, chain_id=chain_id)
             ledger.append_turns(connection, [turn])
             parent = turn

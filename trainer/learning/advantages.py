@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnwise.settings import Settings
-from turnwise.types import Credit, Experience
+from turnwise.types import Credit, Experience, GroupKey, SessionKey
 
 Floats = npt.NDArray[np.float64]
 
@@ -107,27 +107,27 @@ def assign(experiences: Sequence[Experience], rule: AdvantageRule) -> list[Float
     """
     values: list[float] = []
     buckets: list[Hashable] = []
-    sessions: dict[str, int] = {}
+    sessions: dict[SessionKey, int] = {}
     places: list[list[int]] = []
     for experience in experiences:
         if _by_step(experience, rule):
             places.append(list(range(len(values), len(values) + len(experience.turn_ids))))
             values.extend(experience.turn_returns)
-            buckets.extend((experience.group_id, step) for step in experience.turn_steps)
+            buckets.extend((experience.group_key, step) for step in experience.turn_steps)
             continue
-        if experience.session_id not in sessions:
-            sessions[experience.session_id] = len(values)
+        if experience.session_key not in sessions:
+            sessions[experience.session_key] = len(values)
             values.append(experience.reward)
-            buckets.append((experience.group_id, None))
-        places.append([sessions[experience.session_id]] * len(experience.turn_ids))
+            buckets.append((experience.group_key, None))
+        places.append([sessions[experience.session_key]] * len(experience.turn_ids))
     advantages = estimate(np.asarray(values, np.float64), buckets, rule)
     return [advantages[place] for place in places]
 
 
-def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Floats]) -> set[str]:
+def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Floats]) -> set[GroupKey]:
     """Return the groups in which no turn has an advantage: nothing to learn there, and they would dilute the mean."""
-    telling = {experience.group_id for experience, turns in zip(experiences, advantages, strict=True) if np.any(turns)}
-    return {experience.group_id for experience in experiences} - telling
+    telling = {experience.group_key for experience, turns in zip(experiences, advantages, strict=True) if np.any(turns)}
+    return {experience.group_key for experience in experiences} - telling
 
 
 def _by_step(experience: Experience, rule: AdvantageRule) -> bool:

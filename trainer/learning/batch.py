@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trainer.learning.forest import Forest, Indices, Layout
 from trainer.learning.sampling import temperatures, why_untrainable
-from turnwise.types import Experience, TokenIds
+from turnwise.types import Experience, SessionKey, TokenIds
 
 Aggregation = Literal["token_mean", "session_mean", "session_sum"]
 Packing = Literal["forest", "chain"]
@@ -111,14 +111,14 @@ def build(
         pairs: For DPO, the pair of each experience.
         chosen: For DPO, whether it is of its pair's better session.
     """
-    sessions: dict[str, int] = {}
+    sessions: dict[SessionKey, int] = {}
     places = [_trained(experience) for experience in experiences]
     counts = [len(place) for place in places]
     starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     columns = [(e, p, a) for e, p, a in zip(experiences, places, advantages, strict=True)]
     table = TokenTable(
         experience=np.repeat(np.arange(len(experiences)), counts),
-        session=np.repeat([sessions.setdefault(e.session_id, len(sessions)) for e in experiences], counts).astype(int),
+        session=np.repeat([sessions.setdefault(e.session_key, len(sessions)) for e in experiences], counts).astype(int),
         place=_joined([p for _, p, _ in columns], np.int64),
         target=_joined([e.tokens[p] for e, p, _ in columns], np.int32),
         behaviour=_joined([e.logprobs[p] for e, p, _ in columns], np.float32),
@@ -141,13 +141,13 @@ def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> Iterator[
     Groups stay together as far as the cut allows, so that what their prompts share is computed once. A session, and
     for DPO a pair, is never cut.
     """
-    groups = sorted({experience.group_id for experience in batch.experiences})
+    groups = sorted({experience.group_key for experience in batch.experiences})
     rank = {groups[index]: order for order, index in enumerate(rng.permutation(len(groups)))}
-    blocks: dict[tuple[int, int | str], list[int]] = {}
+    blocks: dict[tuple[int, int | SessionKey], list[int]] = {}
     paired = len(set(batch.unit_of)) < len(batch.unit_of)
     for index, experience in enumerate(batch.experiences):
-        key = batch.unit_of[index] if paired else experience.session_id
-        blocks.setdefault((rank[experience.group_id], key), []).append(index)
+        key = batch.unit_of[index] if paired else experience.session_key
+        blocks.setdefault((rank[experience.group_key], key), []).append(index)
     ordered = [blocks[key] for key in sorted(blocks, key=lambda key: key[0])]
     count = min(count, len(ordered))
     for part in np.array_split(np.arange(len(ordered)), max(count, 1)):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from turnwise.store import evaluations, experiences, policies, queries
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyStatus, Session, SessionStatus, Split
+from turnwise.types import Json, PolicyStatus, Session, SessionKey, SessionStatus, Split
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LedgerEvaluator:
         self._db = db
         self._command = list(command)
         self._timeout_seconds = timeout_seconds
-        self._counted: set[str] | None = None
+        self._counted: set[SessionKey] | None = None
         """The sessions that were over at the last evaluation. Known by name: clocks of other machines may be off."""
 
     def evaluate(self, policy_version: int) -> Json:
@@ -50,17 +50,17 @@ class LedgerEvaluator:
         When a single version sampled them, the ledger keeps that with the version too.
         """
         if self._command:
-            self._counted = self._counted if self._counted is not None else {one.session_id for one in self._over()}
+            self._counted = self._counted if self._counted is not None else {_key(one) for one in self._over()}
             self._wait_until_served(policy_version)
             self._play()
         over = self._over()
-        ended = [one for one in over if one.session_id not in (self._counted or ())]
-        self._counted = {one.session_id for one in over}
+        ended = [one for one in over if _key(one) not in (self._counted or ())]
+        self._counted = {_key(one) for one in over}
         rewards = [one.reward for one in ended if one.reward is not None]
         if not rewards:
             return {}
         with self._db.read() as conn:
-            sampled = evaluations.versions_sampled(conn, [one.session_id for one in ended])
+            sampled = evaluations.versions_sampled(conn, [_key(one) for one in ended])
         gauges: Json = {
             "policy_version": sampled.newest,
             "oldest_policy_version": sampled.oldest,
@@ -98,3 +98,7 @@ class LedgerEvaluator:
             return
         if done.returncode:
             log.error("the evaluation command %r exited with status %d", self._command, done.returncode)
+
+
+def _key(session: Session) -> SessionKey:
+    return session.tenant, session.session_id

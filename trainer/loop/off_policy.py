@@ -24,7 +24,7 @@ from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource, Source
 from turnwise.store import experiences
 from turnwise.store.database import Database
-from turnwise.types import Experience, Json
+from turnwise.types import Experience, GroupKey, Json
 
 Sampling = Literal["uniform", "recency", "priority"]
 
@@ -59,7 +59,7 @@ class ReplayBuffer:
         entries = self.entries(buffer)
         arrived = entries[-1].arrived + 1 if entries else 0
         for number, group in enumerate(claimed.claim.groups):
-            rewards = {e.session_id: e.reward for e in claimed.experiences if e.group_id == group.group_id}
+            rewards = {e.session_key: e.reward for e in claimed.experiences if e.group_key == group.key}
             entries.append(
                 Entry(
                     group_pk=group.group_pk,
@@ -162,7 +162,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         sampled = self.replay_buffer.read(pks, self.config.reward_bonus_coeff)
         return self._train(state, dataclasses.replace(claimed, experiences=sampled), started)
 
-    def _refusals(self, claimed: ClaimedBatch, reasons: dict[str, str]) -> dict[str, str]:  # noqa: ARG002
+    def _refusals(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:  # noqa: ARG002
         """Drop no group: what taught nothing this time stays in the buffer."""
         return {}
 

@@ -14,7 +14,7 @@ import numpy as np
 from trainer.learning.advantages import AdvantageRule, Floats, assign, uniform_groups
 from trainer.learning.losses import Algorithm
 from trainer.learning.sampling import why_untrainable
-from turnwise.types import Experience
+from turnwise.types import Experience, GroupKey
 
 UNIFORM = "uniform_rewards"
 
@@ -30,13 +30,13 @@ class Selection:
     """For DPO the pair of each experience; else None."""
     chosen: Sequence[bool]
     """For DPO whether the experience is of its pair's better session."""
-    refused: dict[str, str]
+    refused: dict[GroupKey, str]
     """Groups of which nothing is trained, with the reason."""
 
 
 def select(
     experiences: Sequence[Experience],
-    group_ids: Iterable[str],
+    keys: Iterable[GroupKey],
     algorithm: Algorithm,
     rule: AdvantageRule,
     sft_min_reward: float,
@@ -45,64 +45,64 @@ def select(
 
     Args:
         experiences: Everything that the claimed groups hold.
-        group_ids: The claimed groups.
+        keys: The claimed groups.
         algorithm: The loss.
         rule: How advantages are made.
         sft_min_reward: Least session reward for behaviour cloning.
     """
-    group_ids = list(group_ids)
+    keys = list(keys)
     fit = [experience for experience in experiences if None in why_untrainable(experience)]
-    refused = {group: "no_trainable_turn" for group in group_ids if group not in {e.group_id for e in fit}}
+    refused = {group: "no_trainable_turn" for group in keys if group not in {e.group_key for e in fit}}
     if algorithm == "sft":
         good = [experience for experience in fit if experience.reward >= sft_min_reward]
-        return _flat(good, group_ids, refused, "reward_too_low")
+        return _flat(good, keys, refused, "reward_too_low")
     if algorithm == "dpo":
-        return _pairs(fit, group_ids, refused)
+        return _pairs(fit, keys, refused)
     # Turns that cannot be trained still count in their group's baseline.
     advantages = assign(experiences, rule)
     uniform = uniform_groups(experiences, advantages)
     kept = [
         (experience, turns)
         for experience, turns in zip(experiences, advantages, strict=True)
-        if experience.group_id not in uniform and experience.group_id not in refused
+        if experience.group_key not in uniform and experience.group_key not in refused
     ]
     return Selection(
         experiences=[experience for experience, _ in kept],
         advantages=[turns for _, turns in kept],
         pairs=None,
         chosen=[True] * len(kept),
-        refused={group: UNIFORM for group in group_ids if group in uniform} | refused,
+        refused={group: UNIFORM for group in keys if group in uniform} | refused,
     )
 
 
-def _flat(good: Sequence[Experience], group_ids: Sequence[str], refused: dict[str, str], reason: str) -> Selection:
-    kept = {experience.group_id for experience in good}
+def _flat(good: Sequence[Experience], keys: Sequence[GroupKey], refused: dict[GroupKey, str], reason: str) -> Selection:
+    kept = {experience.group_key for experience in good}
     return Selection(
         experiences=good,
         advantages=[np.ones(len(experience.turn_ids)) for experience in good],
         pairs=None,
         chosen=[True] * len(good),
-        refused={group: reason for group in group_ids if group not in kept} | refused,
+        refused={group: reason for group in keys if group not in kept} | refused,
     )
 
 
-def _pairs(fit: Sequence[Experience], group_ids: Sequence[str], refused: dict[str, str]) -> Selection:
+def _pairs(fit: Sequence[Experience], keys: Sequence[GroupKey], refused: dict[GroupKey, str]) -> Selection:
     kept: list[Experience] = []
     pairs: list[int] = []
     chosen: list[bool] = []
     refused = dict(refused)
-    for number, group in enumerate(group_ids):
-        members = [experience for experience in fit if experience.group_id == group]
-        rewards = {experience.session_id: experience.reward for experience in members}
+    for number, group in enumerate(keys):
+        members = [experience for experience in fit if experience.group_key == group]
+        rewards = {experience.session_key: experience.reward for experience in members}
         if not rewards or max(rewards.values()) == min(rewards.values()):
             refused.setdefault(group, UNIFORM)
             continue
         best, worst = max(rewards, key=rewards.__getitem__), min(rewards, key=rewards.__getitem__)
         for experience in members:
-            if experience.session_id in (best, worst):
+            if experience.session_key in (best, worst):
                 kept.append(experience)
                 pairs.append(number)
-                chosen.append(experience.session_id == best)
+                chosen.append(experience.session_key == best)
     return Selection(
         experiences=kept,
         advantages=[np.ones(len(experience.turn_ids)) for experience in kept],

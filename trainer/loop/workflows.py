@@ -34,7 +34,7 @@ from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource, Source
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyVersion, UpdateRecord
+from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class OnPolicyWorkflow(RLWorkflow):
             num_steps, gauges = self._update(state, batch)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no bug of ours
-            reasons = {group.group_id: f"refused: {error}" for group in claimed.claim.groups}
+            reasons = {group.key: f"refused: {error}" for group in claimed.claim.groups}
             return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, reasons)
         metrics |= gauges | {"num_updates": num_steps, "seconds": time.monotonic() - started}
         return self._commit(state, claimed, chosen, metrics, num_steps)
@@ -235,7 +235,7 @@ class OnPolicyWorkflow(RLWorkflow):
     def _select(self, claimed: ClaimedBatch) -> Selection:
         return select(
             claimed.experiences,
-            sorted({experience.group_id for experience in claimed.experiences} | _group_ids(claimed)),
+            sorted({experience.group_key for experience in claimed.experiences} | _group_keys(claimed)),
             self.config.algorithm,
             self.config,
             self.config.sft_min_reward,
@@ -307,7 +307,7 @@ class OnPolicyWorkflow(RLWorkflow):
         return after.metrics, after
 
     def _finish_untrained(
-        self, state: State, claimed: ClaimedBatch, metrics: Json, reasons: dict[str, str]
+        self, state: State, claimed: ClaimedBatch, metrics: Json, reasons: dict[GroupKey, str]
     ) -> tuple[Json, State]:
         """Finish a batch that nothing was learnt from: no new version, groups dropped with their reasons."""
         reasons = self._refusals(claimed, reasons)
@@ -325,9 +325,9 @@ class OnPolicyWorkflow(RLWorkflow):
             self.env.ack(claimed, dataclasses.replace(record, metrics=metrics | carried), None, reasons)
         return metrics, after
 
-    def _refusals(self, claimed: ClaimedBatch, reasons: dict[str, str]) -> dict[str, str]:
+    def _refusals(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:
         """Return which of the claimed groups are dropped, and why."""
-        return {group: reason for group, reason in reasons.items() if group in _group_ids(claimed)}
+        return {group: reason for group, reason in reasons.items() if group in _group_keys(claimed)}
 
     def _record_of(self, after: State, claimed: ClaimedBatch, chosen: Selection | None) -> UpdateRecord:
         """Return the ledger's line for a batch; its id is the count of batches."""
@@ -343,8 +343,8 @@ class OnPolicyWorkflow(RLWorkflow):
         )
 
 
-def _group_ids(claimed: ClaimedBatch) -> set[str]:
-    return {group.group_id for group in claimed.claim.groups}
+def _group_keys(claimed: ClaimedBatch) -> set[GroupKey]:
+    return {group.key for group in claimed.claim.groups}
 
 
 def _with_progress(state: State, **changes: int) -> State:
@@ -353,7 +353,7 @@ def _with_progress(state: State, **changes: int) -> State:
 
 def _claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State) -> Json:
     """Return what is known of a batch before it is trained on."""
-    sessions = {experience.session_id: experience.reward for experience in claimed.experiences}
+    sessions = {experience.session_key: experience.reward for experience in claimed.experiences}
     rewards = np.array(list(sessions.values()) or [0.0])
     version = state.progress.policy_version
     staleness = [version - experience.policy_version_first for experience in claimed.experiences] or [0]
@@ -367,6 +367,6 @@ def _claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State) -> Jso
         "num_stale_groups": claimed.claim.num_stale,
         "num_uniform_groups": uniform,
         "num_refused_groups": len(chosen.refused),
-        "num_sessions": len({experience.session_id for experience in chosen.experiences}),
+        "num_sessions": len({experience.session_key for experience in chosen.experiences}),
         "waited_seconds": claimed.waited_seconds,
     }

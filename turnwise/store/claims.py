@@ -20,7 +20,7 @@ from turnwise.store import rows
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.store.policies import publish_policy
 from turnwise.store.tables import groups, updates
-from turnwise.types import GroupStatus, PolicyVersion, UpdateRecord
+from turnwise.types import GroupKey, GroupStatus, PolicyVersion, UpdateRecord
 
 LONGEST_LEASE_SECONDS = 3600.0
 """No lease is granted for longer; one that seems to last longer is from before the clock was set back, and is void."""
@@ -35,6 +35,11 @@ class ClaimedGroup:
     tenant: str
     fencing_token: int
     """Grows by one with every claim of the group."""
+
+    @property
+    def key(self) -> GroupKey:
+        """The group's tenant and id."""
+        return self.tenant, self.group_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +163,7 @@ def ack(
     held: Claim,
     update: UpdateRecord,
     policy: PolicyVersion | None = None,
-    refused: Mapping[str, str] | None = None,
+    refused: Mapping[GroupKey, str] | None = None,
 ) -> bool:
     """Record an update and what it was trained on, and publish what came out of it: all of it or nothing.
 
@@ -180,7 +185,7 @@ def ack(
         return False
     reasons = refused or {}
     for group in held.groups:
-        reason = reasons.get(group.group_id)
+        reason = reasons.get(group.key)
         status = GroupStatus.TRAINED if reason is None else GroupStatus.DROPPED
         _change(conn, group, status=status.value, leased_until=None, update_id=update.update_id, reason=reason)
     conn.execute(sa.insert(updates).values(**rows.UPDATES.row(update)))

@@ -1,20 +1,19 @@
-"""Evaluations: which versions really sampled the held-out sessions, and what is known of a version afterwards.
+"""Evaluations: which versions sampled the held-out sessions, and the gauges that are kept with a version.
 
-One decision: what was measured is asked of the turns, not of whoever ordered the evaluation, because engines may still
-serve an older version, or another one by then.
+The version comes from the turns and not from who ordered the evaluation, because engines may serve another one by then.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import sqlalchemy as sa
 
 from turnwise.store import rows
 from turnwise.store.tables import policies, sessions, turns
-from turnwise.types import Json, Split
+from turnwise.types import Json, SessionKey, Split
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +24,15 @@ class Sampled:
     newest: int | None
 
 
-def versions_sampled(conn: sa.Connection, session_ids: Sequence[str]) -> Sampled:
+def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> Sampled:
     """Return which versions sampled these eval sessions."""
     row = conn.execute(
         sa.select(sa.func.min(turns.c.policy_version_first), sa.func.max(turns.c.policy_version_last))
         .join_from(turns, sessions, turns.c.session_pk == sessions.c.session_pk)
-        .where(sessions.c.split == Split.EVAL.value, sessions.c.session_id.in_(session_ids))
+        .where(
+            sessions.c.split == Split.EVAL.value,
+            sa.tuple_(sessions.c.tenant, sessions.c.session_id).in_(list(keys)),
+        )
     ).one()
     return Sampled(oldest=row[0], newest=row[1])
 

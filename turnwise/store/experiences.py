@@ -149,6 +149,7 @@ def _experience(session: Session, sequence: ChainTokens, credit: SessionCredit) 
         eid=EID(batch=group_id, task=session.task_id or "", run=session.run, step=steps[0], suffix=turn_ids[0]),
         session_id=session.session_id,
         group_id=group_id,
+        tenant=session.tenant,
         turn_ids=turn_ids,
         turn_steps=steps,
         tokens=sequence.tokens,

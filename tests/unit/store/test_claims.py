@@ -123,7 +123,7 @@ def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Da
     add_ready(database, "a", "b")
     held = claim(database)
     published = PolicyVersion(version=1, path="/1", update_id=1)
-    assert ack(database, held, update(), policy=published, refused={"b": "gap"})
+    assert ack(database, held, update(), policy=published, refused={("default", "b"): "gap"})
     groups = group_rows(database)
     assert (groups["a"].status, groups["a"].update_id, groups["a"].reason) == ("trained", 1, None)
     assert (groups["b"].status, groups["b"].update_id, groups["b"].reason) == ("dropped", 1, "gap")

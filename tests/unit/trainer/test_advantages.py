@@ -106,4 +106,4 @@ def test_a_group_is_uniform_when_no_turn_of_it_has_an_advantage():
         experience(session_id="u", reward=1.0, group_id="mixed"),
         experience(session_id="v", reward=0.0, group_id="mixed"),
     ]
-    assert uniform_groups(batch, assign(batch, rule("grpo"))) == {"same"}
+    assert uniform_groups(batch, assign(batch, rule("grpo"))) == {("default", "same")}

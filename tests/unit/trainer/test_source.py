@@ -7,9 +7,13 @@ import time
 import pytest
 from support.ledger_samples import add_session, finish
 
+from trainer.learning.advantages import AdvantageRule
+from trainer.learning.batch import build
+from trainer.loop.selection import select
 from trainer.source import LedgerSource, SourceRule
 from turnwise.store import queries
 from turnwise.store.database import Database
+from turnwise.types import UpdateRecord
 
 PATIENCE_SECONDS = 10.0
 STALLED_SECONDS = 0.3
@@ -68,3 +72,39 @@ def test_an_incomplete_group_is_waited_for_by_default_and_until_it_is_stalled(da
             add_session(database, session_id, group_id="g", group_size=3)
         finish(database, session_id)
     assert source_for(database, **rule)._num_ready() == 1
+
+
+def test_groups_of_two_tenants_with_equal_names_are_centred_apart(database):
+    """Acme's rewards 1 and 0 have mean 0.5, zeta's 5 and 3 mean 4, although their groups and sessions share names."""
+    for tenant, rewards in (("acme", (1, 0)), ("zeta", (5, 3))):
+        for run, reward in enumerate(rewards):
+            add_session(database, f"kim-{run}", tenant=tenant, group_id="kim", group_size=2)
+            finish(database, f"kim-{run}", reward, tenant)
+    batch = source_for(database, groups_per_batch=2).next_batch(0)
+    keys = [group.key for group in batch.claim.groups]
+    chosen = select(batch.experiences, keys, "reinforce", AdvantageRule(estimator="dr_grpo"), 0.0)
+    advantages = {
+        experience.session_key: float(turns[0])
+        for experience, turns in zip(chosen.experiences, chosen.advantages, strict=True)
+    }
+    assert advantages == {
+        ("acme", "kim-0"): 0.5,
+        ("acme", "kim-1"): -0.5,
+        ("zeta", "kim-0"): 1.0,
+        ("zeta", "kim-1"): -1.0,
+    }
+    built = build(chosen.experiences, chosen.advantages, policy_version=0)
+    assert len(set(built.table.session)) == 4  # the loss weighs four sessions, not two
+
+
+def test_a_refusal_drops_the_group_of_the_named_tenant_alone(database):
+    for tenant in ("acme", "zeta"):
+        add_session(database, "kim", tenant=tenant)
+        finish(database, "kim", 1, tenant)
+    source = source_for(database, groups_per_batch=2)
+    batch = source.next_batch(0)
+    update = UpdateRecord(update_id=1, trainer_id="t", policy_version=1, num_groups=1, num_sessions=1, num_tokens=2)
+    assert source.ack(batch, update, None, {("zeta", "kim"): "uniform_rewards"})
+    with database.read() as connection:
+        assert queries.counts(connection, "acme").groups == {"trained": 1}
+        assert queries.counts(connection, "zeta").groups == {"dropped": 1}
