@@ -69,6 +69,8 @@ def rows(settings: type[Settings]) -> list[str]:
     lines = []
     for name, field in settings.model_fields.items():
         default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+        # The page is the same on every machine.
+        default = default.replace(sys.executable, "sys.executable")
         means = " ".join((field.description or "").split()).replace("|", "\\|")
         lines.append(f"| `{name}` | {default} | {means} |")
     return lines
