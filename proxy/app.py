@@ -31,7 +31,12 @@ def create_app(settings: ProxySettings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running_services(settings) as services:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                services = await stack.enter_async_context(running_services(settings))
+            except TurnwiseError as error:
+                app.state.startup_error = error
+                raise
             app.state.services = services
             app.state.endpoints = Endpoints(services)
             app.router.routes[:0] = app.state.endpoints.routes

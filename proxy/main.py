@@ -21,12 +21,17 @@ KEEP_ALIVE_SECONDS = 75
 
 
 def run(settings: ProxySettings) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status."""
+    """Serve until SIGTERM or SIGINT; return the exit status.
+
+    Raises:
+        TurnwiseError: the proxy cannot start.
+    """
     _do_without_torch()
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    app = create_app(settings)
     server = uvicorn.Server(
         uvicorn.Config(
-            DataPlane(create_app(settings)),
+            DataPlane(app),
             host=settings.host,
             port=settings.port,
             loop="uvloop",
@@ -44,7 +49,14 @@ def run(settings: ProxySettings) -> int:
     )
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
-    server.run()
+    # An expected error becomes one sentence; uvicorn would log its traceback.
+    logging.getLogger("uvicorn.error").addFilter(lambda _: not hasattr(app.state, "startup_error"))
+    try:
+        server.run()
+    except SystemExit:
+        if hasattr(app.state, "startup_error"):
+            raise app.state.startup_error from None
+        raise
     return 0 if server.started else 1
 
 

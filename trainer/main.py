@@ -18,16 +18,19 @@ from trainer.loop.workflows import OnPolicyWorkflow, RLWorkflow
 from trainer.parallel import leave_world
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, WeightsAndBiases
 from trainer.settings import TrainerSettings
-from turnwise.errors import TurnwiseError
+from turnwise.errors import SettingsError
 
 log = logging.getLogger(__name__)
 
 
 def run(settings: TrainerSettings) -> int:
-    """Train as the settings say; return the exit status."""
+    """Train as the settings say; return the exit status.
+
+    Raises:
+        TurnwiseError: the trainer cannot start or go on.
+    """
     if not settings.model:
-        log.error("no model: set model in [trainer], TURNWISE_TRAINER_MODEL, or --model")
-        return 2
+        raise SettingsError("no model: set model in [trainer], TURNWISE_TRAINER_MODEL, or --model")
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     try:
@@ -37,9 +40,6 @@ def run(settings: TrainerSettings) -> int:
         workflow.add_recorders(_optional_recorders(settings))
         with contextlib.closing(workflow), _stopped_by_signals(workflow):
             state = workflow.learn(workflow.setup(settings.seed))
-    except TurnwiseError as error:
-        log.error("%s: %s", type(error).__name__, error)  # noqa: TRY400  a sentence for a person, not a bug's trace
-        return 1
     finally:
         leave_world()
     log.info("stopped after batch %d at policy version %d", state.progress.num_batches, state.progress.policy_version)

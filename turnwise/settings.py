@@ -1,8 +1,8 @@
 """Settings of every process: defaults < `turnwise.toml` < environment `TURNWISE_*` < flags.
 
-One decision: a process has one flat model of settings, and each source may only set what the model declares. A name
-that nobody declared is an error with a sentence, wherever it came from, because a misspelt setting that is ignored
-costs more than one that stops the start. Nothing else in the project reads the environment.
+A process has one flat model of settings, and a source may set only what the model declares. An unknown name is an
+error wherever it comes from: a misspelt setting that is ignored costs more than one that stops the start. Nothing else
+in the project reads the environment.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pydantic_settings.exceptions import SettingsError as UnreadableVariable
 from turnwise.errors import SettingsError
 
 SECTIONS = ("proxy", "trainer", "engine", "up", "demo", "run", "reward")
-"""Tables of `turnwise.toml`, one a process."""
+"""Tables of `turnwise.toml`, one for each process."""
 
 DEFAULT_FILE = Path("turnwise.toml")
-"""Read from the working directory where no file is named."""
+"""The file in the working directory, read when no other is named."""
 
 ENVIRONMENT_PREFIX = "TURNWISE_"
 
 
 class Settings(BaseSettings):
-    """Base of each process's settings. Constructed directly it takes its arguments and nothing from outside."""
+    """Base of each process's settings. Direct construction reads nothing but the arguments."""
 
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), use_attribute_docstrings=True
@@ -98,27 +98,54 @@ def describe(settings: Settings, section: str) -> str:
     return "\n".join(lines)
 
 
+def variable_name(section: str, name: str) -> str:
+    """Return the environment variable of a setting."""
+    return f"{ENVIRONMENT_PREFIX}{section}_{name}".upper()
+
+
+def child_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a child process: this process's own, and what is added."""
+    return {**os.environ, **added}
+
+
 def _file_name(config: Path | None) -> str:
     return str(config or DEFAULT_FILE)
 
 
-def _read_file(config: Path | None, section: str) -> dict[str, Any]:
-    """Return the section's keys of a TOML file; nothing where no file was named and none lies there."""
-    if config is None and not DEFAULT_FILE.is_file():
-        return {}
-    path = config or DEFAULT_FILE
+def has_sections(config: Path) -> bool:
+    """Return whether a settings file has a table for each process; else all of it belongs to one process.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    return _is_sectioned(_parse(config))
+
+
+def _is_sectioned(document: Mapping[str, Any]) -> bool:
+    return any(isinstance(document.get(name), dict) for name in SECTIONS)
+
+
+def _parse(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {str(path)!r}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"the settings file {str(path)!r} is not TOML: {error}") from error
-    if not any(isinstance(document.get(name), dict) for name in SECTIONS):
+
+
+def _read_file(config: Path | None, section: str) -> dict[str, Any]:
+    """Return the section's keys of a TOML file; nothing where no file is named and there is no default file."""
+    if config is None and not DEFAULT_FILE.is_file():
+        return {}
+    path = config or DEFAULT_FILE
+    document = _parse(path)
+    if not _is_sectioned(document):
         return document
-    strangers = [key for key in document if key not in SECTIONS]
-    if strangers:
+    unknown = [key for key in document if key not in SECTIONS]
+    if unknown:
         raise SettingsError(
-            f"{str(path)!r} has {strangers[0]!r} outside of its sections; put it into one of "
+            f"{str(path)!r} has {unknown[0]!r} outside of its sections; put it into one of "
             + ", ".join(f"[{name}]" for name in SECTIONS)
         )
     table: dict[str, Any] = document.get(section, {})
@@ -126,7 +153,7 @@ def _read_file(config: Path | None, section: str) -> dict[str, Any]:
 
 
 def _read_environment(model_cls: type[Settings], section: str) -> dict[str, Any]:
-    """Return what `TURNWISE_<SECTION>_*` sets, undeclared names included so that validation refuses them."""
+    """Return what `TURNWISE_<SECTION>_*` sets, unknown names included so that validation refuses them."""
     prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}_"
     try:
         values = dict(EnvSettingsSource(model_cls, env_prefix=prefix)())
@@ -153,16 +180,12 @@ def _explain(
             lines.append(f"[{section}] has no setting {name!r} (from {origin}); {hint}")
         elif problem["type"] == "missing":
             lines.append(
-                f"[{section}] needs {name!r}: set it in the file, as {_variable(section, name)}, or by its flag"
+                f"[{section}] needs {name!r}: set it in the file, as {variable_name(section, name)}, or by its flag"
             )
         else:
             shown = "**********" if _is_secret(model_cls, head) else repr(problem["input"])
             lines.append(f"[{section}] {name}={shown} (from {origin}) does not fit: {problem['msg']}")
     return "\n".join(lines)
-
-
-def _variable(section: str, name: str) -> str:
-    return f"{ENVIRONMENT_PREFIX}{section}_{name}".upper()
 
 
 def _is_secret(model_cls: type[Settings], name: str) -> bool:
@@ -179,4 +202,4 @@ def _toml(value: object) -> str:
     return json.dumps(value)
 
 
-__all__ = ["SECTIONS", "Settings", "describe", "load_settings"]
+__all__ = ["SECTIONS", "Settings", "child_environment", "describe", "has_sections", "load_settings", "variable_name"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import os
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.errors import ChildFailed
+from turnwise.processes import ports
 from turnwise.processes.supervisor import Child, State, Supervisor, describe_exit
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +45,12 @@ def _python(code: str) -> list[str]:
 
 def _sleeper(path: Path, name: str = "sleeper", **more: object) -> Child:
     """A child that writes its process id and sleeps; ready when it has written."""
-    return Child(name=name, argv=_python(SLEEPER.format(path=str(path))), ready=path.exists, **more)
+    return Child(
+        name=name,
+        argv=_python(SLEEPER.format(path=str(path))),
+        ready=lambda: path.exists() and bool(_pids(path)),
+        **more,
+    )
 
 
 def _pids(path: Path) -> list[int]:
@@ -118,6 +126,54 @@ def test_restarts_wait_twice_as_long_from_death_to_death(tmp_path):
         ).__enter__()
     delays = [text.rpartition("in ")[2] for text in said if "restarting" in text]
     assert delays == ["0.1 s", "0.2 s", "0.4 s"]
+
+
+def test_exit_status_two_is_not_retried(tmp_path):
+    """It says that the same start fails again: wrong settings, a taken port, no model."""
+    child = Child(name="wrong", argv=_python("raise SystemExit(2)"), ready=lambda: False)
+    supervisor = Supervisor([child], log_directory=tmp_path, first_delay_seconds=0.02)
+    with pytest.raises(ChildFailed, match="wrong cannot start"), supervisor:
+        pass
+    assert supervisor.num_starts("wrong") == 1
+
+
+def test_the_log_of_an_earlier_run_is_not_shown_as_this_ones(tmp_path):
+    (tmp_path / "wrong.log").write_text("an old failure\n")
+    child = Child(name="wrong", argv=_python("import sys; print('a new failure'); sys.exit(2)"), ready=lambda: False)
+    with pytest.raises(ChildFailed) as failed, Supervisor([child], log_directory=tmp_path):
+        pass
+    assert "a new failure" in str(failed.value)
+    assert "an old failure" not in str(failed.value)
+
+
+def test_an_answer_of_another_process_on_the_childs_port_does_not_count(tmp_path):
+    """The port is taken while the child starts: the child is not ready because somebody else answers."""
+    with contextlib.ExitStack() as opened:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+        opened.callback(server.server_close)
+        port = server.server_address[1]
+        child = _sleeper(tmp_path / "pid", port=port)
+        with pytest.raises(ChildFailed, match=f"another process listens on port {port}"):
+            Supervisor([child], log_directory=tmp_path).__enter__()
+        assert not (tmp_path / "pid").exists()
+    assert not ports.session_listens(os.getsid(0), port)
+
+
+def test_a_child_is_found_by_the_port_that_it_listens_on(tmp_path):
+    port = ports.free_port()
+    code = f"import socket, time\ns = socket.create_server(('127.0.0.1', {port}))\ntime.sleep(600)"
+    child = Child(name="server", argv=_python(code), ready=lambda: not ports.is_free(port), port=port)
+    with Supervisor([child], log_directory=tmp_path) as stack:
+        assert ports.session_listens(stack.pid("server"), port)
+        assert not ports.session_listens(os.getsid(0), port)
+
+
+def test_a_secret_of_the_environment_is_on_no_command_line(tmp_path):
+    path = tmp_path / "pid"
+    with Supervisor([_sleeper(path, env={"SECRET": "swordfish"})], log_directory=tmp_path) as stack:
+        for pid in (stack.pid("sleeper"), _pids(path)[0]):
+            assert b"swordfish" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"SECRET=swordfish" in Path(f"/proc/{_pids(path)[0]}/environ").read_bytes()
 
 
 def test_a_task_that_fails_stops_the_start_of_what_follows(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_the_dry_run_of_the_engine_prints_a_line_for_the_shell():
 
 def test_the_dry_run_of_the_stack_shows_every_process_in_its_order():
     shown = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--port", "8123").output)
-    assert list(shown["commands"]) == ["migrate", "engine", "proxy", "trainer"]
+    assert list(shown["commands"]) == ["engine", "proxy", "trainer"]
     assert shown["commands"]["proxy"][-2:] == ["--port", "8123"]
     for name, subcommand in (("proxy", "proxy"), ("trainer", "train")):
         argv = shown["commands"][name]
@@ -93,17 +94,27 @@ def test_a_missing_setting_is_named_with_the_ways_to_set_it():
     assert "TURNWISE_ENGINE_MODEL" in result.stderr
 
 
-def test_an_incomplete_model_is_one_sentence_and_status_one(tmp_path):
+def test_an_incomplete_model_is_one_sentence_and_status_two(tmp_path):
     result = _run("engine", "--model", str(tmp_path))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert "is incomplete" in result.stderr
 
 
-def test_a_database_of_another_release_says_which_command_helps(tmp_path):
-    result = _run("keys", "list", "--database", f"sqlite:///{tmp_path}/empty.db")
-    assert result.exit_code == 1
-    assert "turnwise db upgrade" in result.stderr
+def test_a_new_sqlite_file_needs_no_second_command(tmp_path):
+    result = _run("sessions", "--database", f"sqlite:///{tmp_path}/new.db", "--json")
+    assert (result.exit_code, json.loads(result.output)) == (0, [])
+    doctor = _run("doctor", "--engine", "http://127.0.0.1:1", "--database", f"sqlite:///{tmp_path}/other.db", "--json")
+    assert {"check": "database", "verdict": "ok"}.items() <= json.loads(doctor.output)[-1].items()
+
+
+@pytest.mark.parametrize("command", [["sessions"], ["keys", "list"], ["db", "upgrade"]])
+def test_tables_of_a_newer_release_are_one_sentence_and_status_two(tmp_path, database, command):
+    with sqlite3.connect(tmp_path / "store.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    result = _run(*command, "--database", database)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "newer release" in result.stderr
 
 
 def test_the_database_of_the_environment_is_used_and_never_shown(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
-"""Looks over an installation: what is there, what fits, and what to do about what does not.
+"""Check an installation: what is installed, what fits, and what to do about the rest.
 
-The decision behind it: each check is one line with a verdict, none stops the others, and what is asked of the engine is
-what exact capture needs of it, tried and not read off its flags.
+Each check is one line with a verdict, and none stops the others. What exact capture needs of an engine is tried, not
+read from its flags.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from turnwise.errors import TurnwiseError
-from turnwise.processes.engine_command import has_gpu, installed_version, packages_problem
+from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
 
 _EXTRAS = {
     "store": ("sqlalchemy", "alembic"),
@@ -27,11 +26,11 @@ _EXTRAS = {
 }
 _TEMPERATURES = (1.0, 0.5)
 _FLAT = 1e-3
-"""Two alternatives that differ by less than this, in nats, tell nothing about the temperature."""
+"""Smallest difference between two alternatives, nats, that shows the effect of the temperature."""
 
 
 class Verdict(enum.StrEnum):
-    """What a check came to."""
+    """Result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -49,7 +48,7 @@ class Finding:
 
 
 def examine(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
-    """Yield what each check finds."""
+    """Yield the finding of each check."""
     yield _python()
     yield from _extras()
     yield _packages()
@@ -86,31 +85,31 @@ def _packages() -> Finding:
 
 
 def _gpu() -> Finding:
-    return Finding("gpu", Verdict.OK, "there is one" if has_gpu() else "none; the engine takes its CPU recipe")
+    return Finding("gpu", Verdict.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
 
 
 def _database(url: str) -> Finding:
-    if url.startswith("sqlite:///") and not Path(url.removeprefix("sqlite:///")).exists():
-        return Finding("database", Verdict.WARN, f"{url} is not there yet; `turnwise db upgrade` makes it")
     try:
         from turnwise.store.database import Database
 
         database = Database(url)
     except ImportError as error:
-        return Finding("database", Verdict.WARN, f"cannot look: {error.name} is missing; pip install 'turnwise[store]'")
+        return Finding(
+            "database", Verdict.WARN, f"cannot check: {error.name} is missing; pip install 'turnwise[store]'"
+        )
     except TurnwiseError as error:
         return Finding("database", Verdict.FAIL, str(error))
     try:
-        database.check_schema()
+        database.prepare()
     except TurnwiseError as error:
         return Finding("database", Verdict.FAIL, str(error))
     finally:
         database.close()
-    return Finding("database", Verdict.OK, "reachable, with this release's tables")
+    return Finding("database", Verdict.OK, "reachable, with the tables of this release")
 
 
 def engine_findings(url: str) -> Iterator[Finding]:
-    """Yield what an engine can do of what capture needs."""
+    """Yield whether an engine can do what capture needs."""
     with httpx2.Client(base_url=url.rstrip("/"), timeout=30.0, trust_env=False) as http:
         try:
             http.get("/health").raise_for_status()
@@ -126,7 +125,7 @@ def engine_findings(url: str) -> Iterator[Finding]:
             yield _logprobs_mode(*replies)
             yield _continuation(http, model, replies[0])
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
-            yield Finding("engine probe", Verdict.FAIL, f"{url} does not take a two-token call: {error}")
+            yield Finding("engine probe", Verdict.FAIL, f"{url} does not answer a call of two tokens: {error}")
 
 
 def _probe(http: httpx2.Client, model: str, *, temperature: float, **more: Any) -> dict[str, Any]:
@@ -152,14 +151,14 @@ def _token_ids(reply: dict[str, Any]) -> Finding:
 
 
 def _logprobs_mode(warm: dict[str, Any], cool: dict[str, Any]) -> Finding:
-    """Compare the gap between two alternatives: at half the temperature it is twice as wide, unless that is ignored."""
+    """Compare the gap between two alternatives: at half the temperature it is twice as wide."""
     at_one, at_half = (
         {each["token"]: each["logprob"] for each in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]}
         for reply in (warm, cool)
     )
     shared = sorted(at_one.keys() & at_half.keys(), key=lambda token: at_one[token])
     if len(shared) < 2 or at_one[shared[-1]] - at_one[shared[0]] < _FLAT:
-        return Finding("logprobs", Verdict.WARN, "the probe's alternatives are too alike to tell the logprobs mode")
+        return Finding("logprobs", Verdict.WARN, "the alternatives are too similar to find out the logprobs mode")
     widened = (at_half[shared[-1]] - at_half[shared[0]]) / (at_one[shared[-1]] - at_one[shared[0]])
     if abs(widened - 2.0) < abs(widened - 1.0):
         return Finding("logprobs", Verdict.OK, "processed: they follow the temperature")
@@ -168,10 +167,10 @@ def _logprobs_mode(warm: dict[str, Any], cool: dict[str, Any]) -> Finding:
 
 
 def _continuation(http: httpx2.Client, model: str, reply: dict[str, Any]) -> Finding:
-    """Send other prompt ids than the messages make, and look for them in the echo."""
+    """Send prompt ids that differ from the rendered messages, and look for them in the reply."""
     sent = [*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]]
     echoed = _probe(http, model, temperature=1.0, kv_transfer_params={"prompt_token_ids": sent}).get("prompt_token_ids")
     if echoed == sent:
-        return Finding("continuation", Verdict.OK, "prompt token ids are taken as they are sent")
-    text = "kv_transfer_params.prompt_token_ids is ignored; every turn would be tokenised afresh: use vLLM 0.32"
+        return Finding("continuation", Verdict.OK, "prompt token ids are used as they are sent")
+    text = "kv_transfer_params.prompt_token_ids is ignored; every turn would be tokenised again: use vLLM 0.32"
     return Finding("continuation", Verdict.FAIL, text)

@@ -1,8 +1,8 @@
-"""A command whose flags are a settings model: what a process declares is what its command takes, and nothing else.
+"""A command whose flags are the fields of a settings model.
 
-The decision behind it: a flag is not written twice. Its name is the setting's, its help the setting's docstring, its
-default is left to the model, so that files and the environment come between. The model is loaded when the command
-is, which keeps `turnwise --help` quick and free of what an extra brings.
+A flag is not written twice: its name is the setting's, its help the setting's docstring, and its default is left to the
+model, so that file and environment come between. The model is loaded when the command runs, which keeps
+`turnwise --help` quick and free of optional packages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import importlib
 import json
+import shlex
 import types
 import typing
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class SettingsCommand(click.Command):
         run: Callable[..., None],
         show: Callable[..., dict[str, Any]] | None = None,
         takes_extra: str | None = None,
+        takes_config: bool = False,
         help: str,  # noqa: A002  click's own name
     ) -> None:
         """Declare the command.
@@ -44,9 +46,10 @@ class SettingsCommand(click.Command):
             name: The command.
             model: `module:Class` of the settings.
             section: Their table in `turnwise.toml`.
-            run: Takes the resolved settings (and the extra arguments, where they are taken).
-            show: Returns what `--dry-run` prints besides, under the key `shell` as one line for a shell.
+            run: Called with the resolved settings (and the extra arguments, where the command takes some).
+            show: Returns what `--dry-run` prints in addition; the key `shell` is one line for a shell.
             takes_extra: Name of the arguments after `--`, None where there are none.
+            takes_config: Whether `run` and `show` take the path of the settings file as well.
             help: What the command does.
         """
         super().__init__(name, help=help, callback=self._invoke)
@@ -55,6 +58,7 @@ class SettingsCommand(click.Command):
         self._run = run
         self._show = show
         self._takes_extra = takes_extra
+        self._takes_config = takes_config
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return one option per setting, and those that every such command has."""
@@ -80,7 +84,9 @@ class SettingsCommand(click.Command):
 
     def _invoke(self, **values: Any) -> None:
         config, dry_run, as_json = (values.pop(name) for name in _NOT_SETTINGS)
-        extra = (tuple(values.pop("extra")),) if self._takes_extra else ()
+        extra: tuple[Any, ...] = (tuple(values.pop("extra")),) if self._takes_extra else ()
+        if self._takes_config:
+            extra = (*extra, config)
         given = {
             name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value != ()
         }
@@ -95,10 +101,12 @@ class SettingsCommand(click.Command):
         click.echo(describe(settings, self._section))
         if "shell" in besides:
             click.echo(f"\n{besides['shell']}")
+        for name, argv in besides.get("commands", {}).items():
+            click.echo(f"\n# {name}\n{shlex.join(argv)}")
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:
-    """Make a setting's flag. Values stay text: the model converts them, and says what does not fit."""
+    """Return a setting's flag. Values stay text: the model converts them and reports those that do not fit."""
     flag = "--" + name.replace("_", "-")
     annotation = _without_none(field.annotation)
     text = (field.description or "").partition("\n\n")[0].replace("\n", " ")

@@ -1,6 +1,6 @@
 """What the operator's commands do with the store: keys, sessions, exports, each as plain JSON values.
 
-The decision behind it: a command prints what these functions return, as a table or as JSON, so both say the same.
+A command prints what these functions return, as a table or as JSON, so both have the same content.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from turnwise.types import Experience, Json
 
 
 @contextlib.contextmanager
-def opened(url: str, *, check: bool = True) -> Iterator[Database]:
-    """Open a database for one command.
+def opened(url: str, *, make_ready: bool = True) -> Iterator[Database]:
+    """Open a database for one command, and bring the tables of an SQLite file up to date first.
 
     Raises:
         SchemaMismatch: its tables are not those of this release.
@@ -30,8 +30,8 @@ def opened(url: str, *, check: bool = True) -> Iterator[Database]:
     """
     database = Database(url)
     try:
-        if check:
-            database.check_schema()
+        if make_ready:
+            database.prepare()
         yield database
     finally:
         database.close()
@@ -39,12 +39,29 @@ def opened(url: str, *, check: bool = True) -> Iterator[Database]:
 
 def upgrade(url: str) -> None:
     """Bring the tables to this release."""
-    with opened(url, check=False) as database:
+    with opened(url, make_ready=False) as database:
         database.upgrade()
 
 
+def prepare(url: str) -> None:
+    """Bring the tables of an SQLite file up to date; make sure that those of PostgreSQL are.
+
+    Raises:
+        SchemaMismatch: the tables are not those of this release.
+        StoreUnavailable: the database cannot be reached.
+    """
+    with opened(url):
+        pass
+
+
+def has_keys(url: str) -> bool:
+    """Return whether the store has a key that is not revoked."""
+    with opened(url) as database, database.read() as conn:
+        return keys.any_keys(conn)
+
+
 def create_key(url: str, *, tenant: str, role: str, name: str) -> Json:
-    """Make a key; the only time that it is shown whole."""
+    """Create a key; only this result has it in full."""
     with opened(url) as database, database.write() as conn:
         key_id, key = keys.create_key(conn, tenant, keys.Role(role), name)
     return {"key_id": key_id, "key": key, "tenant": tenant, "role": role, "name": name}
@@ -57,7 +74,7 @@ def list_keys(url: str, *, tenant: str | None) -> list[Json]:
 
 
 def revoke_key(url: str, key_id: str) -> Json:
-    """Make a key useless.
+    """Revoke a key.
 
     Raises:
         NotFound: no such key.
@@ -74,7 +91,7 @@ def list_sessions(url: str, wanted: SessionFilter, *, limit: int) -> list[Json]:
 
 
 def experience_json(experience: Experience) -> Json:
-    """Return an experience as the API shows it: mask and logprobs cover the tokens after the prompt."""
+    """Return an experience as in the API: mask and logprobs cover the tokens after the prompt."""
     after = experience.prompt_length
     shown: Json = as_json(experience)
     shown["loss_mask"], shown["logprobs"] = shown["loss_mask"][after:], shown["logprobs"][after:]

@@ -13,13 +13,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from turnwise.client import AsyncClient
 from turnwise.demo.report import Point, Report
 from turnwise.demo.rollouts import Rollouts, load_agent
 from turnwise.errors import TurnwiseError
-from turnwise.processes.stack import UpSettings, children, demo_model, free_port
+from turnwise.processes.engine_command import num_gpus
+from turnwise.processes.ports import free_port
+from turnwise.processes.stack import Stack, UpSettings
 from turnwise.processes.supervisor import Supervisor
 from turnwise.settings import Settings
 
@@ -64,7 +66,10 @@ class Demo:
         settings = self._settings
         settings.out.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        model = await asyncio.to_thread(demo_model, settings.out / f"model-{settings.seed}", self._say, settings.seed)
+        from turnwise.demo.small_model import ensure_small_model  # loads torch
+
+        directory = settings.out / f"model-{settings.seed}"
+        model = str(await asyncio.to_thread(ensure_small_model, directory, self._say, settings.seed))
         warm_up_seconds = time.monotonic() - started
         with contextlib.ExitStack() as stack:
             client = await asyncio.to_thread(self._start, stack, model)
@@ -84,13 +89,14 @@ class Demo:
             (out / name).unlink(missing_ok=True)
         up = UpSettings(
             model=model,
-            database=f"sqlite:///{out / 'turnwise.db'}",
+            database=SecretStr(f"sqlite:///{out / 'turnwise.db'}"),
             port=free_port(),
             runs_dir=out,
             policies_dir=_fresh(out / "policies"),
             trainer_config=self._settings.trainer_config,
         )
-        stack.enter_context(Supervisor(children(up, model), log_directory=out / "logs", say=self._say))
+        children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus())).children()
+        stack.enter_context(Supervisor(children, log_directory=out / "logs", say=self._say))
         return AsyncClient(f"http://127.0.0.1:{up.port}")
 
     async def _learn(self, client: AsyncClient) -> Report:

@@ -138,6 +138,13 @@ def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_pr
     return directory
 
 
+def ensure_small_model(directory: Path, report: Callable[[str, str], None], seed: int = 0) -> Path:
+    """Build the model unless it is there already, and report it, because it takes a minute; return the directory."""
+    if not (directory / SPEC_FILE).is_file():
+        report("model", f"building the small demo model into {directory}, about a minute, once")
+    return build_small_model(directory, SmallModelSpec(seed=seed))
+
+
 def train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE trained on the task's conversations, with the chat template."""
     tokenizer = Tokenizer(models.BPE())

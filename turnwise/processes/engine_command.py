@@ -1,8 +1,8 @@
-"""How the real vLLM is started: its command line, its environment, and why it cannot be started where it cannot.
+"""The command that starts vLLM: its flags, its environment, and the checks before the start.
 
-The decision behind it: the engine is vLLM's own process, started by `exec`, so that signals reach it and nothing of it
-is imported here. What capture and reload need is fixed; what a deployment may want otherwise is a setting, and any
-other flag of vLLM goes through untouched.
+The engine is vLLM's own process, started by `exec`, so that signals reach it and nothing of vLLM is imported here.
+Flags that capture and reload need are fixed, flags that differ between deployments are settings, and any other flag of
+vLLM is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import ipaddress
 import json
 import os
 import shlex
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,11 @@ from typing import Literal
 from pydantic import Field
 
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
+from turnwise.processes.ports import check_port_is_free
 from turnwise.settings import Settings
 
 _NO_MATCH_NEEDED = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that come along with the CPU build, need the same torch build, and are not used for text."""
+"""Packages that the CPU build installs for another torch build; serving text does not use them."""
 
 
 class EngineSettings(Settings):
@@ -36,12 +36,19 @@ class EngineSettings(Settings):
     served_model_name: str | None = None
     """Name that clients ask for; by default the model's own, which for a directory is its last part."""
     host: str = "127.0.0.1"
-    """Address to listen on. The engine's control routes know no key: anything but loopback needs `allow_remote`."""
+    """Address to listen on. The engine's control routes check no key: anything but loopback needs `allow_remote`."""
     port: int = Field(default=8000, ge=1, le=65535)
+    """Port to listen on."""
     allow_remote: bool = False
-    """Listen on an address that other machines reach; only on a network where all of them may reload the weights."""
+    """Listen on an address that other machines reach; only on a network where each of them may reload the weights."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """What to run on; `auto` takes a GPU where there is one."""
+    """Device to run on; `auto` takes a GPU where there is one."""
+    gpus: list[int] | None = Field(default=None, min_length=1)
+    """Indexes of the GPUs that the engine may use; by default all that it sees."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Number of GPUs over which each layer is split."""
+    gpu_memory: float | None = Field(default=None, gt=0, le=1)
+    """Share of each GPU's memory that the engine takes; by default vLLM's own, nearly all."""
     dtype: str | None = None
     """Number format of the weights; by default float32 on a CPU and the checkpoint's own on a GPU."""
     max_model_len: int | None = Field(default=None, gt=0)
@@ -55,11 +62,11 @@ class EngineSettings(Settings):
     reasoning_parser: str | None = None
     """vLLM's parser of the model's thinking."""
     lora: bool = False
-    """Take LoRA adapters at run time."""
+    """Accept LoRA adapters at run time."""
     max_lora_rank: int = Field(default=16, gt=0)
+    """Largest rank of an adapter."""
     max_loras: int = Field(default=2, gt=0)
-    """Adapters that are sampled with at once: the served one, and the one before it or a canary; calls of a further
-    one wait until those of another have ended."""
+    """Adapters in use at once: the served one, and its predecessor or a canary; calls for a further adapter wait."""
     kv_cache_bytes: int = Field(default=128 * 2**20, gt=0)
     """Memory for keys and values, on a CPU."""
     num_threads: int = Field(default=1, gt=0)
@@ -68,18 +75,18 @@ class EngineSettings(Settings):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """What is executed."""
+    """A program with its arguments and environment."""
 
     argv: tuple[str, ...]
     environment: dict[str, str]
-    """Added to what the process inherits."""
+    """Added to the inherited environment."""
 
     def shell(self) -> str:
-        """Return the command as a shell takes it."""
+        """Return the command as one line for a shell."""
         return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.argv])
 
     def execute(self) -> None:
-        """Become the engine; returns never.
+        """Replace this process by the engine; does not return.
 
         Raises:
             EngineError: the program cannot be executed.
@@ -92,29 +99,39 @@ class EngineCommand:
 
 
 def has_gpu() -> bool:
-    """Tell whether there is an NVIDIA GPU, without loading torch."""
-    return Path("/dev/nvidia0").exists() or Path("/proc/driver/nvidia/gpus").is_dir()
+    """Return whether there is an NVIDIA GPU, without loading torch."""
+    return num_gpus() > 0
+
+
+def num_gpus() -> int:
+    """Return the number of NVIDIA GPUs of this machine, without loading torch."""
+    by_driver = Path("/proc/driver/nvidia/gpus")
+    if by_driver.is_dir():
+        return len(list(by_driver.iterdir()))
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu: bool | None = None) -> EngineCommand:
     """Return the command that starts vLLM.
 
     Args:
-        settings: What was set.
-        extra: Flags of vLLM that follow ours, and win over them.
-        gpu: Whether there is a GPU; None looks.
+        settings: The settings of the engine.
+        extra: Flags of vLLM that follow ours and override them.
+        gpu: Whether to run on a GPU; None decides by the settings and the machine.
     """
     if gpu is None:
         gpu = settings.device == "gpu" or (settings.device == "auto" and has_gpu())
     program = _gpu_program(settings) if gpu else _cpu_program(settings)
     flags = [*_shared_flags(settings), *([] if gpu else _cpu_flags(settings))]
     if gpu:
-        flags += _optional("--dtype", settings.dtype) + _optional("--max-model-len", settings.max_model_len)
+        flags += _gpu_flags(settings)
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if settings.lora:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-    if _is_directory(settings.model):
+    if is_directory(settings.model):
         environment["HF_HUB_OFFLINE"] = "1"
+    if gpu and settings.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
     if not gpu:
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -147,8 +164,16 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
     return flags + _optional("--reasoning-parser", settings.reasoning_parser)
 
 
+def _gpu_flags(settings: EngineSettings) -> list[str]:
+    """Return the flags for GPUs; vLLM's defaults stand where nothing is set."""
+    flags = _optional("--dtype", settings.dtype) + _optional("--max-model-len", settings.max_model_len)
+    if settings.tensor_parallel > 1:
+        flags += ["--tensor-parallel-size", str(settings.tensor_parallel)]
+    return flags + _optional("--gpu-memory-utilization", settings.gpu_memory)
+
+
 def _cpu_flags(settings: EngineSettings) -> list[str]:
-    """Return the flags that make vLLM behave on few cores; its default executor spins on all of them."""
+    """Return the flags for a CPU with few cores; vLLM's default executor spins on all of them."""
     return [
         *("--dtype", settings.dtype or "float32"),
         *("--max-model-len", str(settings.max_model_len or 2048)),
@@ -163,29 +188,34 @@ def _optional(flag: str, value: object) -> list[str]:
 
 
 def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> None:
-    """Refuse, with a sentence, what would fail later with a traceback or be open to strangers.
+    """Refuse a start that would fail later with a traceback, or would open the engine to other machines.
 
     Raises:
         EngineError: vLLM is missing, or its packages do not fit together.
         BadCheckpoint: the model directory is incomplete.
-        SettingsError: the address must not or cannot be listened on.
+        SettingsError: the address must not or cannot be listened on, or the GPUs do not suffice.
     """
     if not is_loopback(settings.host) and not settings.allow_remote:
         raise SettingsError(
             f"the engine would listen on {settings.host!r}, where anyone can reload its weights: its control routes "
-            "know no key. Listen on 127.0.0.1, or pass --allow-remote on a private network"
+            "check no key. Listen on 127.0.0.1, or pass --allow-remote on a private network"
         )
     if problem := packages_problem():
         raise EngineError(problem)
     if settings.device == "gpu" and not (has_gpu() if gpu is None else gpu):
         raise EngineError("device='gpu', but this machine shows no NVIDIA GPU; pass --device cpu")
-    if _is_directory(settings.model):
+    if settings.gpus is not None and len(settings.gpus) < settings.tensor_parallel:
+        raise SettingsError(
+            f"tensor_parallel={settings.tensor_parallel} needs as many GPUs, gpus={settings.gpus} has "
+            f"{len(settings.gpus)}"
+        )
+    if is_directory(settings.model):
         check_model_directory(Path(settings.model))
-    _check_port_is_free(settings.host, settings.port)
+    check_port_is_free("the engine", settings.host, settings.port)
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -201,11 +231,11 @@ def packages_problem() -> str | None:
         )
     torch_build = installed_version("torch")
     if torch_build is None:
-        return "torch is not installed in this environment; install vLLM anew, it pins the torch that it needs"
+        return "torch is not installed in this environment; install vLLM again, it pins the torch that it needs"
     wrong = [name for name in _NO_MATCH_NEEDED if _build_differs(installed_version(name), torch_build)]
     if wrong:
         return (
-            f"{', '.join(wrong)} was built for another torch than {torch_build}, and vLLM dies when it imports it; "
+            f"{', '.join(wrong)} was built for another torch than {torch_build}, and vLLM fails when it imports it; "
             f"pip uninstall -y {' '.join(wrong)} (text needs none of them)"
         )
     return None
@@ -220,18 +250,18 @@ def installed_version(distribution: str) -> str | None:
 
 
 def _build_differs(version: str | None, torch_version: str) -> bool:
-    """Tell whether the local part of a version (cpu, cu130) is not torch's."""
+    """Return whether the local part of a version (cpu, cu130) differs from torch's."""
     return version is not None and version.partition("+")[2] != torch_version.partition("+")[2]
 
 
 def check_model_directory(directory: Path) -> None:
-    """Refuse a directory that holds no whole model.
+    """Refuse a directory without a complete model.
 
     Raises:
         BadCheckpoint: a file is missing, with its name.
     """
     if not directory.is_dir():
-        raise BadCheckpoint(f"there is no model directory {str(directory)!r}; name one, or a model's id")
+        raise BadCheckpoint(f"there is no model directory {str(directory)!r}; name an existing one, or a model's id")
     missing = [name for name in ("config.json", "tokenizer_config.json") if not (directory / name).is_file()]
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -242,22 +272,15 @@ def check_model_directory(directory: Path) -> None:
     if missing:
         raise BadCheckpoint(
             f"the model directory {str(directory)!r} is incomplete: no {', '.join(missing)}; "
-            "copy it whole, or build it anew"
+            "copy it again, or build it again"
         )
 
 
-def _is_directory(model: str) -> bool:
-    """Tell a directory from an id: an id is `name` or `owner/name`, and no such path exists."""
-    return Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+def is_directory(model: str) -> bool:
+    """Return whether a model is given by its directory, not by its id.
 
-
-def _check_port_is_free(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise SettingsError(
-                f"the engine cannot listen on {host}:{port}: {error.strerror}; stop what does, or pass another --port"
-            ) from error
+    An id is `name` or `owner/name`; where a directory `owner` lies here, `owner/name` is a path.
+    """
+    path = Path(model)
+    has_parent = path.parent != Path() and path.parent.is_dir()
+    return path.exists() or has_parent or model.startswith((".", "/", "~")) or model.count("/") > 1

@@ -1,20 +1,21 @@
-"""The whole stack on one machine: which processes, with which flags, in which order.
+"""The processes of `turnwise up`: their commands, in the order in which they start.
 
-The decision behind it: each part is started by its own command, as a person would start it, so what `turnwise up` runs
-can be run by hand, and nothing works only in here.
+Each process is started by its own command, as a person would start it, so all of `turnwise up` can be run by hand. The
+database's URL goes by environment, because it may hold a password and other users see command lines.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
+from turnwise.processes.gpu_plan import GpuPlan, plan_gpus
+from turnwise.processes.ports import free_port
 from turnwise.processes.supervisor import Child
-from turnwise.settings import Settings
+from turnwise.settings import Settings, variable_name
 
 ENGINE_START_SECONDS = 600.0
 """A large model on a slow disk takes minutes."""
@@ -25,53 +26,162 @@ class UpSettings(Settings):
 
     model: str | None = None
     """Model directory or id; by default the small demo model, which is built here once."""
-    database: str = "sqlite:///turnwise.db"
-    """SQLAlchemy URL of the store."""
+    database: SecretStr = SecretStr("sqlite:///turnwise.db")
+    """SQLAlchemy URL of the store; a secret, because it may hold a password."""
     host: str = "127.0.0.1"
     """Address of the proxy."""
     port: int = Field(default=8100, ge=1, le=65535)
     """Port of the proxy."""
     engine_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the engine; by default a free one."""
+    """Port of the first engine; by default a free one."""
     runs_dir: Path = Path("runs/up")
-    """Where logs, the demo model and policies go."""
+    """Directory of logs, the demo model and policies."""
     policies_dir: Path | None = None
-    """Where the trainer writes policies; by default under `runs_dir`."""
+    """Directory to which the trainer writes policies; by default under `runs_dir`."""
     trainer_config: Path | None = None
-    """Settings file of the trainer; by default the trainer's own defaults."""
+    """Settings file of the trainer; by default `[trainer]` of the same file as these settings."""
     trainer: bool = True
     """Run a trainer; without one the proxy only captures."""
+    kind: Literal["full", "lora"] | None = None
+    """What is trained and published: all weights or a LoRA adapter; by default the trainer's own setting."""
+    engine_gpus: list[int] | None = Field(default=None, min_length=1)
+    """Indexes of the engines' GPUs; by default the one GPU, shared, or the first half of several."""
+    trainer_gpus: list[int] | None = Field(default=None, min_length=1)
+    """Indexes of the trainer's GPUs, one process each; by default those without an engine."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of one engine; the engines' GPUs are divided into as many engines."""
+    engine_gpu_memory: float | None = Field(default=None, gt=0, le=1)
+    """Share of the GPU memory that an engine takes; by default 0.4 on a GPU that the trainer shares, else vLLM's."""
+
+    def gpu_plan(self, num_gpus: int) -> GpuPlan:
+        """Return which process gets which GPUs.
+
+        Raises:
+            SettingsError: the settings do not fit the machine.
+        """
+        return plan_gpus(
+            num_gpus,
+            has_trainer=self.trainer,
+            engine_gpus=None if self.engine_gpus is None else tuple(self.engine_gpus),
+            trainer_gpus=None if self.trainer_gpus is None else tuple(self.trainer_gpus),
+            tensor_parallel=self.tensor_parallel,
+            engine_memory=self.engine_gpu_memory,
+        )
+
+    def policies_directory(self) -> Path:
+        """Return the directory to which the trainer writes policies."""
+        return self.policies_dir or self.runs_dir / "policies"
 
 
-def children(settings: UpSettings, model: str) -> list[Child]:
-    """Return the processes of the stack, in the order in which they start."""
-    engine_port = settings.engine_port or free_port()
-    engine_url = f"http://127.0.0.1:{engine_port}"
-    proxy_url = f"http://{_reachable(settings.host)}:{settings.port}"
-    stack = [
-        Child(name="migrate", argv=command("db", "upgrade", "--database", settings.database), once=True),
-        Child(
-            name="engine",
-            argv=command("engine", "--model", model, "--port", str(engine_port)),
-            ready=f"{engine_url}/health",
+class Stack:
+    """The processes of one `turnwise up`, and their addresses."""
+
+    def __init__(
+        self,
+        settings: UpSettings,
+        *,
+        model: str,
+        gpus: GpuPlan,
+        config: Path | None = None,
+        lora_rank: int | None = None,
+    ) -> None:
+        """Choose the ports.
+
+        Args:
+            settings: The settings of `turnwise up`.
+            model: Model directory or id.
+            gpus: Which process gets which GPUs.
+            config: Settings file that the children read too; None: each reads `turnwise.toml` where there is one.
+            lora_rank: Rank of the adapters that the trainer publishes; None: it publishes all weights.
+        """
+        self._settings = settings
+        self._model = model
+        self._gpus = gpus
+        self._config = ["--config", str(config)] if config is not None else []
+        self._lora_rank = lora_rank
+        first = settings.engine_port
+        self.engine_ports = [
+            free_port() if first is None else first + position for position in range(len(gpus.engines))
+        ]
+        """Ports of the engines, on loopback."""
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """URLs of the engines."""
+        return [f"http://127.0.0.1:{port}" for port in self.engine_ports]
+
+    @property
+    def proxy_url(self) -> str:
+        """URL at which this machine reaches the proxy."""
+        host = self._settings.host
+        reachable = "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104  compared, not bound
+        return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{self._settings.port}"
+
+    def children(self) -> list[Child]:
+        """Return the processes in the order in which they start."""
+        engines = [self._engine(position) for position in range(len(self.engine_ports))]
+        return [*engines, self._proxy(), *([self._trainer()] if self._settings.trainer else [])]
+
+    def engine_flags(self, position: int) -> list[str]:
+        """Return the flags of one engine."""
+        flags = ["--model", self._model, "--port", str(self.engine_ports[position])]
+        if gpus := self._gpus.engines[position]:
+            flags += [word for gpu in gpus for word in ("--gpus", str(gpu))]
+            flags += ["--tensor-parallel", str(len(gpus))]
+        if self._gpus.engine_memory is not None:
+            flags += ["--gpu-memory", str(self._gpus.engine_memory)]
+        if self._lora_rank is not None:
+            flags += ["--lora", "--max-lora-rank", str(self._lora_rank)]
+        return flags
+
+    def proxy_flags(self) -> list[str]:
+        """Return the flags of the proxy."""
+        engines = [word for url in self.engine_urls for word in ("--engine", url)]
+        return [*engines, "--host", self._settings.host, "--port", str(self._settings.port)]
+
+    def trainer_flags(self) -> list[str]:
+        """Return the flags of the trainer."""
+        config = self._settings.trainer_config
+        flags = ["--config", str(config)] if config is not None else list(self._config)
+        flags += ["--model", self._model, "--policies-dir", str(self._settings.policies_directory())]
+        if self._settings.kind is not None:
+            flags += ["--kind", self._settings.kind]
+        return [*flags, "--multi-devices"] if len(self._gpus.trainer) > 1 else flags
+
+    def _engine(self, position: int) -> Child:
+        port = self.engine_ports[position]
+        return Child(
+            name="engine" if len(self.engine_ports) == 1 else f"engine-{position}",
+            argv=command("engine", *self._config, *self.engine_flags(position)),
+            ready=f"http://127.0.0.1:{port}/health",
+            port=port,
             start_seconds=ENGINE_START_SECONDS,
-        ),
-        Child(
+        )
+
+    def _proxy(self) -> Child:
+        return Child(
             name="proxy",
-            argv=command(
-                "proxy",
-                *("--engine", engine_url, "--database", settings.database),
-                *("--host", settings.host, "--port", str(settings.port)),
-            ),
-            ready=f"{proxy_url}/readyz",
-        ),
-    ]
-    if settings.trainer:
-        policies = settings.policies_dir or settings.runs_dir / "policies"
-        config = ["--config", str(settings.trainer_config)] if settings.trainer_config else []
-        flags = ["--database", settings.database, "--model", model, "--policies-dir", str(policies)]
-        stack.append(Child(name="trainer", argv=command("train", *config, *flags), grace_seconds=30.0))
-    return stack
+            argv=command("proxy", *self._config, *self.proxy_flags()),
+            env=self._database("proxy"),
+            ready=f"{self.proxy_url}/readyz",
+            port=self._settings.port,
+        )
+
+    def _trainer(self) -> Child:
+        gpus = self._gpus.trainer
+        environment = self._database("trainer")
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        flags = self.trainer_flags()
+        if len(gpus) > 1:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            argv = [*launcher, str(len(gpus)), "-m", "turnwise", "train", *flags]
+        else:
+            argv = command("train", *flags)
+        return Child(name="trainer", argv=argv, env=environment, grace_seconds=30.0)
+
+    def _database(self, section: str) -> dict[str, str]:
+        return {variable_name(section, "database"): self._settings.database.get_secret_value()}
 
 
 def command(*arguments: str) -> list[str]:
@@ -79,24 +189,4 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "turnwise", *arguments]
 
 
-def demo_model(directory: Path, say: Callable[[str, str], None], seed: int = 0) -> str:
-    """Build the small demo model unless it stands already; return its directory."""
-    from importlib import import_module
-
-    small_model = import_module("turnwise.demo.small_model")
-    if not (directory / small_model.SPEC_FILE).is_file():
-        say("model", f"building the small demo model into {directory}, about a minute, once")
-    return str(small_model.build_small_model(directory, small_model.SmallModelSpec(seed=seed)))
-
-
-def free_port() -> int:
-    """Return a port of loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def _reachable(host: str) -> str:
-    """Return an address to connect to for one to listen on."""
-    return "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104  compared, not bound
+__all__ = ["Stack", "UpSettings", "command", "free_port"]

@@ -1,8 +1,8 @@
-"""Child processes kept running: started in order, restarted when they die, stopped together, never left behind.
+"""Supervise child processes: start them in order, restart those that die, stop all of them together.
 
-The decision behind it: one thread owns all children and is a loop over their states, so starting, dying, backing off
-and stopping cannot race. Each child runs under a guard that ends its whole process group, also when this process is
-killed. What the children print goes to one file each; what is worth a person's attention is said in one line.
+One thread owns all children and loops over their states, so starting, dying, backing off and stopping cannot race. Each
+child runs under a guard that ends its whole process group, also when this process is killed. The output of each child
+goes to a file of its own; the supervisor prints one line for each event.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from turnwise.errors import ChildFailed
-from turnwise.processes import guard
+from turnwise.processes import guard, ports
+from turnwise.settings import child_environment
 
 Say = Callable[[str, str], None]
-"""Takes a child's name and what there is to say about it."""
+"""Prints a line: a child's name, and the text."""
 
 _TICK_SECONDS = 0.05
 _PROBE_SECONDS = 1.0
-"""The longest that one look at a readiness URL may take."""
+"""Time limit of one request to a readiness URL."""
+PORT_RELEASE_SECONDS = 10.0
+"""How long a restart waits for the port of the process that died."""
+PERMANENT_STATUS = 2
+"""Exit status of a child that a restart does not help: wrong settings, a taken port, an incomplete model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +47,35 @@ class Child:
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to what it inherits."""
+    """Added to the inherited environment. Secrets belong here: other users see a command line, not an environment."""
     ready: str | Callable[[], bool] | None = None
-    """A URL that answers 200, or a function that says so; None is ready as soon as it runs."""
+    """A URL that answers 200, or a function that returns True; None: ready as soon as it runs."""
+    port: int | None = None
+    """The port that it listens on. It must be free before the start, and only the child's own answer counts."""
     once: bool = False
-    """Runs to its end, which must be a success, before the next one starts."""
+    """A task: it must end with success before the next child starts."""
     start_seconds: float = 180.0
-    """The longest from start to ready."""
+    """Time limit from start to ready."""
     grace_seconds: float = 10.0
-    """From the term signal to the kill."""
+    """Time from SIGTERM to SIGKILL."""
 
 
 class State(enum.StrEnum):
-    """Life of a child: waiting → starting → ready → backing off → starting …; or finished, failed, stopped."""
+    """State of a child: waiting → starting → ready → backing off → starting …; or finished, failed, stopped."""
 
     WAITING = "waiting"
     STARTING = "starting"
     READY = "ready"
     BACKING_OFF = "backing_off"
     FINISHED = "finished"
-    """Ran once, to its end."""
+    """A task that ended with success."""
     FAILED = "failed"
     STOPPED = "stopped"
 
 
 @dataclass
 class _Run:
-    """A child and what became of it so far."""
+    """A child and its state."""
 
     child: Child
     log_path: Path
@@ -77,11 +84,13 @@ class _Run:
     started_at: float = 0.0
     start_again_at: float = 0.0
     num_starts: int = 0
+    log_start: int = 0
+    """Where the log of the latest start begins, bytes."""
     num_quick_deaths: int = 0
 
 
 class Supervisor:
-    """A context manager: inside it all children are ready; after it none is left."""
+    """A context manager: inside the block all children are ready; after it none runs."""
 
     def __init__(
         self,
@@ -97,11 +106,11 @@ class Supervisor:
 
         Args:
             children: What to run; each starts when the one before it is ready.
-            log_directory: Where `NAME.log` of each goes.
-            say: Takes lines for a person; None says nothing.
-            max_quick_deaths: So many deaths in a row, each soon after its start, and the child is given up.
-            quick_seconds: What is soon.
-            first_delay_seconds: Wait before the first restart; doubles from death to death, up to 30 s.
+            log_directory: Directory of the log files, `NAME.log`.
+            say: Prints a line; None prints nothing.
+            max_quick_deaths: Number of quick deaths in a row after which the stack is given up.
+            quick_seconds: A death this soon after the start is a quick one.
+            first_delay_seconds: Delay before the first restart; doubles with each death, up to 30 s.
         """
         self._runs = [_Run(child, log_directory / f"{child.name}.log") for child in children]
         self._log_directory = log_directory
@@ -113,13 +122,13 @@ class Supervisor:
         self._settled = threading.Event()
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self.failure: str | None = None
-        """Why the stack was given up."""
+        """Why the stack was given up; None while it runs."""
 
     def __enter__(self) -> Self:
         """Start all children and wait until they are ready.
 
         Raises:
-            ChildFailed: one of them does not get there; all are stopped.
+            ChildFailed: one of them does not become ready; all are stopped.
         """
         self._log_directory.mkdir(parents=True, exist_ok=True)
         self._thread.start()
@@ -140,10 +149,10 @@ class Supervisor:
         self.stop()
 
     def check(self) -> None:
-        """Do nothing while the stack stands.
+        """Raise if the stack was given up.
 
         Raises:
-            ChildFailed: a child was given up.
+            ChildFailed: it was.
         """
         if self.failure is not None:
             raise ChildFailed(self.failure)
@@ -152,13 +161,13 @@ class Supervisor:
         """Wait until `stop` is set.
 
         Raises:
-            ChildFailed: a child was given up first.
+            ChildFailed: the stack was given up first.
         """
         while not stop.wait(0.2):
             self.check()
 
     def stop(self) -> None:
-        """Stop all children, the last started first; returns when none is left."""
+        """Stop all children in reverse order; return when none runs."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -169,7 +178,7 @@ class Supervisor:
         return process.pid if process is not None and process.poll() is None else None
 
     def state(self, name: str) -> State:
-        """Return where a child is in its life."""
+        """Return the state of a child."""
         return self._run(name).state
 
     def num_starts(self, name: str) -> int:
@@ -180,7 +189,7 @@ class Supervisor:
         return next(run for run in self._runs if run.child.name == name)
 
     def _supervise(self) -> None:
-        """Own the children until the end. The kernel ties them to this very thread."""
+        """Own the children until the end. The kernel ties them to this thread."""
         try:
             while not self._stopping.is_set() and self.failure is None:
                 self._tick()
@@ -191,7 +200,7 @@ class Supervisor:
             self._settled.set()
 
     def _tick(self) -> None:
-        """Move each child one step on."""
+        """Advance each child by one transition."""
         for position, run in enumerate(self._runs):
             if run.state is State.WAITING:
                 if all(before.state in {State.READY, State.FINISHED} for before in self._runs[:position]):
@@ -200,17 +209,21 @@ class Supervisor:
                 if time.monotonic() >= run.start_again_at:
                     self._start(run)
             elif run.state in {State.STARTING, State.READY}:
-                self._look_at(run)
+                self._check(run)
         if all(run.state in {State.READY, State.FINISHED} for run in self._runs):
             self._settled.set()
 
     def _start(self, run: _Run) -> None:
         child = run.child
-        assignments = [f"{name}={value}" for name, value in child.env.items()]
+        if child.port is not None and not ports.is_free(child.port):
+            self._handle_taken_port(run, child.port)
+            return
         command = [sys.executable, "-I", "-S", str(guard.__file__), str(child.grace_seconds), str(os.getpid())]
         with run.log_path.open("ab") as log:
+            run.log_start = log.tell()
             run.process = subprocess.Popen(  # noqa: S603  argv is the caller's, no shell
-                [*command, "env", *assignments, *child.argv],
+                [*command, *child.argv],
+                env=child_environment(child.env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -220,22 +233,36 @@ class Supervisor:
         run.num_starts += 1
         run.state = State.STARTING
         if run.num_starts == 1 and not child.once:
-            self._say(child.name, f"starting; its log is {run.log_path}")
+            self._say(child.name, f"starting; log: {run.log_path}")
 
-    def _look_at(self, run: _Run) -> None:
+    def _handle_taken_port(self, run: _Run, port: int) -> None:
+        """Give up, or, before a restart, give what is left of the child a moment to release its port."""
+        now = time.monotonic()
+        if run.num_starts > 0 and now < run.start_again_at + PORT_RELEASE_SECONDS:
+            run.state = State.BACKING_OFF
+            return
+        self._give_up(run, f"cannot start: another process listens on port {port}; stop it, or choose another port")
+
+    def _check(self, run: _Run) -> None:
         code = run.process.poll() if run.process is not None else None
         if code is not None:
-            self._bury(run, code)
+            self._handle_exit(run, code)
         elif run.state is State.STARTING:
             waited = time.monotonic() - run.started_at
-            if not run.child.once and is_ready(run.child.ready):
+            if not run.child.once and is_ready(run.child.ready) and self._owns_its_port(run):
                 run.state = State.READY
                 self._say(run.child.name, f"ready after {waited:.1f} s")
             elif waited > run.child.start_seconds:
                 self._give_up(run, f"is not ready after {run.child.start_seconds:.0f} s")
 
-    def _bury(self, run: _Run, code: int) -> None:
-        """Decide what a death means: the end of a task, a restart, or the end of all."""
+    def _owns_its_port(self, run: _Run) -> bool:
+        """Return whether the answer on the child's port was the child's own."""
+        if run.child.port is None or run.process is None:
+            return True
+        return ports.session_listens(run.process.pid, run.child.port)
+
+    def _handle_exit(self, run: _Run, code: int) -> None:
+        """Finish a task, restart the child, or give the stack up."""
         lived = time.monotonic() - run.started_at
         if run.child.once:
             if code == 0:
@@ -243,6 +270,9 @@ class Supervisor:
                 self._say(run.child.name, f"done after {lived:.1f} s")
             else:
                 self._give_up(run, f"failed with {describe_exit(code)}")
+            return
+        if code == PERMANENT_STATUS:
+            self._give_up(run, "cannot start")
             return
         run.num_quick_deaths = run.num_quick_deaths + 1 if lived < self._quick_seconds else 1
         if run.num_quick_deaths >= self._max_quick_deaths and lived < self._quick_seconds:
@@ -257,7 +287,10 @@ class Supervisor:
 
     def _give_up(self, run: _Run, why: str) -> None:
         run.state = State.FAILED
-        tail = tail_of(run.log_path)
+        if run.num_starts == 0:
+            self.failure = f"{run.child.name} {why}"
+            return
+        tail = tail_of(run.log_path, start=run.log_start)
         self.failure = f"{run.child.name} {why}; the end of its log {run.log_path}:\n{tail}"
 
     def _stop(self, run: _Run) -> None:
@@ -275,12 +308,12 @@ class Supervisor:
 
 
 def is_ready(ready: str | Callable[[], bool] | None) -> bool:
-    """Tell whether a child is ready by its own measure."""
+    """Return whether a child is ready."""
     if ready is None:
         return True
     if callable(ready):
         return ready()
-    # The environment's HTTP proxy has no business between a supervisor and its children.
+    # An HTTP proxy in the environment must not come between a supervisor and its children.
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(ready, timeout=_PROBE_SECONDS) as response:
@@ -290,23 +323,23 @@ def is_ready(ready: str | Callable[[], bool] | None) -> bool:
 
 
 def describe_exit(code: int) -> str:
-    """Name an exit status, as the guard passes it on."""
+    """Describe an exit status as the guard reports it."""
     number = -code if code < 0 else code - 128
     if number > 0 and number in set(signal.Signals):
         return f"signal {signal.Signals(number).name}"
     return f"exit status {code}"
 
 
-def tail_of(path: Path, num_lines: int = 20) -> str:
-    """Return the last lines of a log, indented."""
+def tail_of(path: Path, num_lines: int = 20, start: int = 0) -> str:
+    """Return the last lines of a log after a position, indented."""
     with path.open("rb") as log:
-        lines = deque(_lines_near_end(log), maxlen=num_lines)
+        lines = deque(_lines_near_end(log, start), maxlen=num_lines)
     return "\n".join(f"    {line.decode(errors='replace').rstrip()}" for line in lines) or "    (empty)"
 
 
-def _lines_near_end(log: BinaryIO, num_bytes: int = 64 * 1024) -> list[bytes]:
+def _lines_near_end(log: BinaryIO, start: int, num_bytes: int = 64 * 1024) -> list[bytes]:
     log.seek(0, os.SEEK_END)
-    log.seek(max(0, log.tell() - num_bytes))
+    log.seek(max(start, log.tell() - num_bytes))
     return log.readlines()
 
 

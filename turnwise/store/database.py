@@ -86,8 +86,12 @@ class Database:
         """Migrate the tables to this release; two processes that do it at once take turns.
 
         Raises:
+            SchemaMismatch: the tables are of a newer release.
             StoreUnavailable: the database cannot be reached.
         """
+        found = self._revision()
+        if found is not None and found not in _known_revisions():
+            raise SchemaMismatch(self._mismatch(found))
         self._migrate(command.upgrade, revision)
 
     def downgrade(self, revision: str) -> None:
@@ -102,16 +106,54 @@ class Database:
         """Make sure that the tables are those of this release.
 
         Raises:
-            SchemaMismatch: they are not.
+            SchemaMismatch: they are not; the message says which command helps.
             StoreUnavailable: the database cannot be reached.
         """
-        head = ScriptDirectory.from_config(alembic_config()).get_current_head()
+        found = self._revision()
+        if found != _head():
+            raise SchemaMismatch(self._mismatch(found))
+
+    def prepare(self) -> bool:
+        """Make the tables those of this release where that is safe; return whether they were changed.
+
+        An SQLite file that is new or of an older release is migrated here. A PostgreSQL database is only checked,
+        because other machines may use it: `turnwise db upgrade` migrates it.
+
+        Raises:
+            SchemaMismatch: the tables are of a newer release, are not Turnwise's, or are PostgreSQL's and out of date.
+            StoreUnavailable: the database cannot be reached.
+        """
+        found = self._revision()
+        if found == _head():
+            return False
+        if self.dialect != "sqlite" or not (self._is_empty() if found is None else found in _known_revisions()):
+            raise SchemaMismatch(self._mismatch(found))
+        self.upgrade()
+        return True
+
+    def _revision(self) -> str | None:
         with self.read() as conn:
-            found = MigrationContext.configure(conn).get_current_revision()
-        if found != head:
-            raise SchemaMismatch(
-                f"the database is at schema revision {found!r}, this release needs {head!r}; run `turnwise db upgrade`"
+            return MigrationContext.configure(conn).get_current_revision()
+
+    def _is_empty(self) -> bool:
+        with self.read() as conn:
+            return not set(sa.inspect(conn).get_table_names()) - {"alembic_version"}
+
+    def _mismatch(self, found: str | None) -> str:
+        """Return why the tables do not fit this release, and what to do."""
+        name = self._engine.url.set(drivername=self.dialect).render_as_string(hide_password=True)
+        if found is None and not self._is_empty():
+            return f"{name} has tables, but none of Turnwise: name another database with --database"
+        if found is None:
+            return (
+                f"{name} has no Turnwise tables; run `turnwise db upgrade`, or is another database the one you meant?"
             )
+        if found not in _known_revisions():
+            return (
+                f"{name} has the tables of a newer release (schema revision {found!r}, this release knows "
+                f"{_head()!r}); install that release, or restore a backup"
+            )
+        return f"{name} is at schema revision {found!r}, this release needs {_head()!r}; run `turnwise db upgrade`"
 
     def close(self) -> None:
         """Close every pooled connection."""
@@ -156,6 +198,14 @@ def alembic_config() -> Config:
     config = Config()
     config.set_main_option("script_location", str(importlib.resources.files("migrations")).replace("%", "%%"))
     return config
+
+
+def _head() -> str | None:
+    return ScriptDirectory.from_config(alembic_config()).get_current_head()
+
+
+def _known_revisions() -> set[str]:
+    return {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def test_every_revision_goes_up_and_down_twice(empty_database_url: str) -> None:
         database.check_schema()
         for revision in ["base", *REVISIONS[:-1]][::-1]:
             database.downgrade(revision)
-        with pytest.raises(SchemaMismatch, match=r"at schema revision None.*turnwise db upgrade"):
+        with pytest.raises(SchemaMismatch, match=r"has no Turnwise tables.*turnwise db upgrade"):
             database.check_schema()
     database.close()
 
@@ -61,4 +61,42 @@ def test_processes_that_upgrade_at_once_take_turns(empty_database_url: str) -> N
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     database = Database(empty_database_url)
     database.check_schema()
+    database.close()
+
+
+def test_a_new_sqlite_file_gets_its_tables_and_postgresql_asks_for_the_command(empty_database_url: str) -> None:
+    database = Database(empty_database_url)
+    if database.dialect == "sqlite":
+        assert database.prepare()
+        database.check_schema()
+        assert not database.prepare()
+    else:
+        with pytest.raises(SchemaMismatch, match="turnwise db upgrade"):
+            database.prepare()
+    database.close()
+
+
+def test_an_sqlite_file_of_an_older_release_is_migrated(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/old.db")
+    database.upgrade(REVISIONS[0])
+    assert database.prepare() == (len(REVISIONS) > 1)
+    database.check_schema()
+    database.close()
+
+
+def test_tables_of_a_newer_release_are_refused_and_left_alone(database: Database) -> None:
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(SchemaMismatch, match=r"newer release.*'9999'"):
+        database.prepare()
+    with pytest.raises(SchemaMismatch, match="newer release"):
+        database.check_schema()
+
+
+def test_another_programs_sqlite_file_gets_no_tables(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/other.db")
+    with database.write() as connection:
+        connection.exec_driver_sql("CREATE TABLE songs (title TEXT)")
+    with pytest.raises(SchemaMismatch, match="none of Turnwise"):
+        database.prepare()
     database.close()

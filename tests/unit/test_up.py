@@ -1,0 +1,196 @@
+"""`turnwise up`: what it refuses before anything starts, what it starts, and how other commands find it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from turnwise.commands import location, preflight, running_stack
+from turnwise.commands.cli import main
+from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
+from turnwise.errors import SettingsError
+from turnwise.processes import engine_command
+from turnwise.processes.gpu_plan import GpuPlan, plan_gpus
+
+PASSWORD_URL = "postgresql://turnwise:swordfish@db/turnwise"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (directory / name).write_text("{}")
+    return str(directory)
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def _refused(*arguments: str) -> str:
+    """Return the sentence of a start that is refused before any process runs."""
+    result = _run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert not Path("runs").exists()
+    return result.stderr
+
+
+def test_a_taken_port_is_found_before_anything_starts(model):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        assert f"the proxy cannot listen on 127.0.0.1:{port}" in _refused("up", "--model", model, "--port", port)
+        assert f"the engine cannot listen on 127.0.0.1:{port}" in _refused(
+            "up", "--model", model, "--engine-port", port, "--port", "8199"
+        )
+
+
+@pytest.mark.parametrize("wrong", ["nowhere/at/all", "./nowhere", "model/typo"])
+def test_a_wrong_model_path_is_found_before_anything_starts(model, wrong):
+    assert f"there is no model directory {wrong.removeprefix('./')!r}" in _refused("up", "--model", wrong)
+
+
+def test_a_wrong_setting_of_any_part_is_found_before_anything_starts(model):
+    for section, line in (("trainer", "learning_rte = 1"), ("proxy", "prot = 1"), ("engine", "lroa = true")):
+        Path("turnwise.toml").write_text(f"[{section}]\n{line}\n")
+        assert f"[{section}] has no setting {line.split()[0]!r}" in _refused("up", "--model", model)
+
+
+def test_a_missing_package_of_the_trainer_is_found_before_anything_starts(model, monkeypatch):
+    Path("turnwise.toml").write_text('[trainer]\ntensorboard_dir = "runs/board"\n')
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else object())
+    assert "pip install tensorboard" in _refused("up", "--model", model)
+
+
+def test_an_address_that_others_reach_needs_a_key(model):
+    assert "turnwise keys create" in _refused("up", "--model", model, "--host", "0.0.0.0", "--port", "8199")
+
+
+def test_a_gpu_that_is_not_there_is_found_before_anything_starts(model):
+    assert "there is no GPU 7" in _refused("up", "--model", model, "--engine-gpus", "7")
+
+
+def test_the_databases_password_is_on_no_command_line_and_in_no_dry_run():
+    result = _run("up", "--dry-run", "--json", "--model", "owner/name", "--database", PASSWORD_URL)
+    assert result.exit_code == 0, result.output
+    assert "swordfish" not in result.output
+    assert "swordfish" not in _run("up", "--dry-run", "--model", "owner/name", "--database", PASSWORD_URL).output
+
+
+def test_a_lora_trainer_opens_the_engine_for_its_adapters():
+    Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nlora_rank = 32\n')
+    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
+    assert commands["engine"][-3:] == ["--lora", "--max-lora-rank", "32"]
+    Path("turnwise.toml").unlink()
+    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--kind", "lora").output)
+    assert "--lora" in commands["commands"]["engine"]
+    assert commands["commands"]["trainer"][-2:] == ["--kind", "lora"]
+
+
+def test_all_parts_read_the_settings_file_that_up_was_given(tmp_path):
+    (tmp_path / "all.toml").write_text("[up]\nport = 8111\n[proxy]\nmax_choices = 2\n")
+    shown = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--config", "all.toml").output)
+    assert shown["settings"]["port"] == 8111
+    assert all(argv[argv.index("--config") + 1] == "all.toml" for argv in shown["commands"].values())
+
+
+def test_eight_gpus_become_four_engines_and_a_trainer_of_four_processes(monkeypatch):
+    monkeypatch.setattr(engine_command, "num_gpus", lambda: 8)
+    commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
+    assert list(commands) == ["engine-0", "engine-1", "engine-2", "engine-3", "proxy", "trainer"]
+    assert commands["proxy"].count("--engine") == 4
+    assert commands["engine-3"][-4:] == ["--gpus", "3", "--tensor-parallel", "1"]
+    assert commands["trainer"][1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    assert commands["trainer"][-1] == "--multi-devices"
+
+
+PLANS = [
+    ({"num_gpus": 0}, GpuPlan(((),), (), None)),
+    # One GPU is shared by memory: 0.4 for the engine, the rest for weights, gradients and AdamW's moments.
+    ({"num_gpus": 1}, GpuPlan(((0,),), (0,), 0.4)),
+    ({"num_gpus": 1, "has_trainer": False}, GpuPlan(((0,),), (), None)),
+    ({"num_gpus": 1, "engine_memory": 0.3}, GpuPlan(((0,),), (0,), 0.3)),
+    ({"num_gpus": 2}, GpuPlan(((0,),), (1,), None)),
+    ({"num_gpus": 3}, GpuPlan(((0,),), (1, 2), None)),
+    ({"num_gpus": 8, "tensor_parallel": 4}, GpuPlan(((0, 1, 2, 3),), (4, 5, 6, 7), None)),
+    ({"num_gpus": 8, "tensor_parallel": 2}, GpuPlan(((0, 1), (2, 3)), (4, 5, 6, 7), None)),
+    ({"num_gpus": 4, "trainer_gpus": (0,)}, GpuPlan(((1,), (2,), (3,)), (0,), None)),
+    ({"num_gpus": 4, "engine_gpus": (3,)}, GpuPlan(((3,),), (0, 1, 2), None)),
+    ({"num_gpus": 2, "engine_gpus": (0, 1), "trainer_gpus": (0, 1)}, GpuPlan(((0,), (1,)), (0, 1), 0.4)),
+]
+
+
+@pytest.mark.parametrize(("given", "plan"), PLANS)
+def test_gpus_are_divided_between_engines_and_trainer(given, plan):
+    assert plan_gpus(**given) == plan
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_gpus": 2, "trainer_gpus": (2,)}, "there is no GPU 2: this machine has 2"),
+        ({"num_gpus": 0, "engine_gpus": (0,)}, "there is no GPU 0: this machine has 0"),
+        ({"num_gpus": 6, "tensor_parallel": 2}, "3 GPUs for engines cannot be divided into groups of 2"),
+    ],
+)
+def test_gpus_that_do_not_fit_the_machine_are_refused(given, message):
+    with pytest.raises(SettingsError, match=message):
+        plan_gpus(**given)
+
+
+RUNNING = RunningStack(os.getpid(), "sqlite:///used.db", "http://127.0.0.1:8123", ["http://127.0.0.1:8124"])
+
+
+def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_path):
+    with announced(RUNNING):
+        assert location.database_url(None) == "sqlite:///used.db"
+        assert location.engine_urls(()) == ["http://127.0.0.1:8124"]
+        assert running_stack.STATE_FILE.stat().st_mode & 0o077 == 0
+        assert json.loads(_run("sessions", "--json").output) == []
+        assert (tmp_path / "used.db").exists()
+    assert not (tmp_path / "turnwise.db").exists()
+    assert not running_stack.STATE_FILE.exists()
+    assert location.database_url(None) == "sqlite:///turnwise.db"
+
+
+def test_a_flag_and_a_setting_of_the_proxy_outrank_the_running_up(monkeypatch):
+    with announced(RUNNING):
+        assert location.database_url("sqlite:///flag.db") == "sqlite:///flag.db"
+        monkeypatch.setenv("TURNWISE_PROXY_DATABASE", "sqlite:///mine.db")
+        assert location.database_url(None) == "sqlite:///mine.db"
+
+
+def test_the_database_of_the_settings_file_is_found_while_nothing_runs():
+    Path("turnwise.toml").write_text('[up]\ndatabase = "sqlite:///configured.db"\n')
+    assert location.database_url(None) == "sqlite:///configured.db"
+
+
+def test_a_second_up_in_the_same_directory_is_refused(model):
+    code = (
+        "import sys; from turnwise.commands.running_stack import *\n"
+        "with announced(RunningStack(1, 'sqlite:///x.db', 'http://a', [])): print('ready', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert "runs in this directory already" in _refused("up", "--model", model)
+        process.kill()
+        process.wait()
+        assert running_stack.STATE_FILE.exists()  # nothing removed it
+        assert find_running_stack() is None

@@ -1,0 +1,35 @@
+"""How commands print: tables, JSON, errors, and lines about the processes of `turnwise up`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+_COLOURS = {"engine": "magenta", "proxy": "cyan", "trainer": "green", "model": "blue", "up": "yellow"}
+
+
+def print_error(text: str) -> None:
+    """Print one sentence on stderr."""
+    click.echo(f"turnwise: {text}", err=True)
+
+
+def print_records(value: Any, *, as_json: bool, columns: Iterable[str] = ()) -> None:
+    """Print a record or a list of them: as JSON, or as lines of columns."""
+    if as_json:
+        click.echo(json.dumps(value, indent=2, default=str))
+        return
+    rows = value if isinstance(value, list) else [value]
+    names = list(columns) or list(rows[0] if rows else {})
+    cells = [names] + [["" if row.get(name) is None else str(row[name]) for name in names] for row in rows]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(names))]
+    for line in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def print_process_line(name: str, text: str) -> None:
+    """Print a line about a process of `turnwise up`."""
+    colour = _COLOURS.get(name.partition("-")[0])
+    click.echo(f"{click.style(name.rjust(8), fg=colour, bold=True)} │ {text}")

@@ -1,0 +1,155 @@
+"""Checks before a start: what can never succeed is refused with one sentence, before any process runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwise.commands import operate
+from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.processes import engine_command
+from turnwise.processes.ports import check_port_is_free
+from turnwise.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from turnwise.processes.gpu_plan import GpuPlan
+    from turnwise.processes.stack import UpSettings
+
+HUB_SECONDS = 10.0
+"""Time limit of the question whether a model's id exists."""
+
+
+@dataclass(frozen=True)
+class CheckedStack:
+    """What the checks of `turnwise up` found out."""
+
+    gpus: GpuPlan
+    lora_rank: int | None
+    """Rank of the adapters that the trainer publishes; None: it publishes all weights."""
+
+
+def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
+    """Refuse a `turnwise up` that cannot succeed, and bring its tables up to date.
+
+    Raises:
+        SettingsError: a wrong setting, a taken port, or a missing package.
+        BadCheckpoint: there is no such model.
+        EngineError: vLLM cannot run here.
+        StoreError: the database cannot be reached, or has a newer release's tables.
+    """
+    gpus = settings.gpu_plan(engine_command.num_gpus())
+    trainer = load_trainer(settings, config) if settings.trainer else None
+    lora_rank = trainer.lora_rank if trainer is not None and trainer.kind == "lora" else None
+    proxy = load_settings(
+        import_module("proxy.settings").ProxySettings,
+        config=config,
+        section="proxy",
+        overrides={"host": settings.host, "port": settings.port},
+    )
+    check_port_is_free("the proxy", proxy.host, proxy.port)
+    engine = load_settings(
+        engine_command.EngineSettings,
+        config=config,
+        section="engine",
+        overrides={
+            "model": settings.model or "demo",
+            "port": settings.engine_port,
+            "tensor_parallel": settings.tensor_parallel,
+        },
+    )
+    engine_command.check_startable(engine)
+    check_model(settings.model)
+    database = settings.database.get_secret_value()
+    operate.upgrade(database)
+    check_keys(database, settings.host)
+    return CheckedStack(gpus, lora_rank)
+
+
+def load_trainer(settings: UpSettings, config: Path | None) -> Any:
+    """Return the settings of the trainer under `turnwise up`, once it is sure that it can start with them.
+
+    Raises:
+        SettingsError: a wrong setting, or a missing package.
+    """
+    overrides = {"model": settings.model or "demo", "kind": settings.kind}
+    trainer = load_settings(
+        import_module("trainer.settings").TrainerSettings,
+        config=settings.trainer_config or config,
+        section="trainer",
+        overrides=overrides,
+    )
+    check_trainer(trainer)
+    return trainer
+
+
+def check_trainer(trainer: Settings) -> None:
+    """Refuse settings of the trainer that need a package which is not installed.
+
+    Raises:
+        SettingsError: a package is missing.
+    """
+    values = trainer.model_dump()
+    for setting, value, package in (
+        ("tensorboard_dir", values.get("tensorboard_dir"), "tensorboard"),
+        ("wandb_project", values.get("wandb_project"), "wandb"),
+        ("kind", "lora" if values.get("kind") == "lora" else None, "peft"),
+    ):
+        if value is not None and importlib.util.find_spec(package) is None:
+            raise SettingsError(
+                f"[trainer] {setting}={str(value)!r} needs the package {package}: pip install {package}, "
+                "or remove the setting"
+            )
+
+
+def check_model(model: str | None) -> None:
+    """Refuse a model that is neither a complete directory nor a known id.
+
+    Raises:
+        BadCheckpoint: it is neither.
+        SettingsError: the demo's model cannot be built here.
+    """
+    if model is None:
+        if importlib.util.find_spec("torch") is None:
+            raise SettingsError(
+                "building the demo's model needs torch: pip install 'turnwise[trainer]', or pass --model"
+            )
+        return
+    if engine_command.is_directory(model):
+        engine_command.check_model_directory(Path(model))
+        return
+    _check_hub_id(model)
+
+
+def _check_hub_id(model: str) -> None:
+    import httpx
+    from huggingface_hub import model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+        model_info(model, timeout=HUB_SECONDS)
+    except (HFValidationError, HfHubHTTPError) as error:
+        raise BadCheckpoint(
+            f"there is no model {model!r}: no such directory here, and no such id (or no access) on the hub"
+        ) from error
+    except (OSError, httpx.HTTPError) as error:
+        raise BadCheckpoint(
+            f"there is no model directory {model!r} here, and the id {model!r} is not in the local cache and cannot "
+            f"be looked up ({type(error).__name__})"
+        ) from error
+
+
+def check_keys(database: str, host: str) -> None:
+    """Refuse to serve other machines without any API key.
+
+    Raises:
+        SettingsError: there is no key, and the address is not loopback.
+    """
+    if not engine_command.is_loopback(host) and not operate.has_keys(database):
+        raise SettingsError(
+            f"without API keys the proxy serves loopback only, not {host!r}; make a key with `turnwise keys create`"
+        )

@@ -1,0 +1,152 @@
+"""Commands that read and write the store: `db`, `keys`, `sessions`, `export`, `replay`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from turnwise.commands.location import database_option, database_url, json_option
+from turnwise.commands.output import print_records
+
+
+@click.group("db")
+def db() -> None:
+    """Manage the database."""
+
+
+@db.command("upgrade")
+@database_option
+@json_option
+def db_upgrade(database: str | None, *, as_json: bool) -> None:
+    """Bring the tables to this release; safe to repeat, and to run from several machines at once."""
+    import_module("turnwise.commands.operate").upgrade(database_url(database))
+    click.echo(json.dumps({"upgraded": True}) if as_json else "Database is up to date.")
+
+
+@click.group("keys")
+def keys() -> None:
+    """Create, list and revoke API keys."""
+
+
+@keys.command("create")
+@click.option("--role", type=click.Choice(["agent", "trainer", "admin"]), default="agent", show_default=True)
+@click.option("--tenant", default="default", show_default=True, help="Tenant whose data the key reaches.")
+@click.option("--name", default="", help="What it is for.")
+@database_option
+@json_option
+def keys_create(role: str, tenant: str, name: str, database: str | None, *, as_json: bool) -> None:
+    """Create a key. It is printed once and stored as a hash."""
+    made = import_module("turnwise.commands.operate").create_key(
+        database_url(database), tenant=tenant, role=role, name=name
+    )
+    print_records(made, as_json=as_json)
+
+
+@keys.command("list")
+@click.option("--tenant", help="Only this tenant's.")
+@database_option
+@json_option
+def keys_list(tenant: str | None, database: str | None, *, as_json: bool) -> None:
+    """List the keys, revoked ones included."""
+    found = import_module("turnwise.commands.operate").list_keys(database_url(database), tenant=tenant)
+    print_records(found, as_json=as_json, columns=("key_id", "tenant", "role", "name", "created_at", "revoked_at"))
+
+
+@keys.command("revoke")
+@click.argument("key_id")
+@database_option
+@json_option
+def keys_revoke(key_id: str, database: str | None, *, as_json: bool) -> None:
+    """Revoke a key: it is refused from now on."""
+    revoked = import_module("turnwise.commands.operate").revoke_key(database_url(database), key_id)
+    print_records(revoked, as_json=as_json, columns=("key_id", "tenant", "role", "name", "revoked_at"))
+
+
+def _filter_options(command: Any) -> Any:
+    """Add the options that filter sessions."""
+    for option in (
+        click.option("--tenant", help="Only this tenant's."),
+        click.option("--task-id", help="Only of this task."),
+        click.option("--group-id", help="Only of this group."),
+        click.option("--session-id", help="Only this session."),
+        click.option("--split", type=click.Choice(["train", "eval"])),
+        click.option("--status", type=click.Choice(["open", "ended", "expired"])),
+    ):
+        command = option(command)
+    return command
+
+
+def _filter_of(given: dict[str, Any]) -> Any:
+    """Return the filter of a command's options, and remove them from `given`."""
+    filters, records = import_module("turnwise.store.experiences"), import_module("turnwise.types")
+    kinds = {"split": records.Split, "status": records.SessionStatus}
+    names = ("tenant", "task_id", "group_id", "session_id", "split", "status")
+    chosen = {name: given.pop(name) for name in names}
+    return filters.SessionFilter(
+        **{name: kinds.get(name, str)(value) for name, value in chosen.items() if value is not None}
+    )
+
+
+@click.command("sessions")
+@_filter_options
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@database_option
+@json_option
+def sessions(database: str | None, limit: int, *, as_json: bool, **chosen: Any) -> None:
+    """List the newest sessions."""
+    operate = import_module("turnwise.commands.operate")
+    found = operate.list_sessions(database_url(database), _filter_of(chosen), limit=limit)
+    columns = ("session_id", "status", "split", "task_id", "run", "num_turns", "num_chains", "reward", "created_at")
+    print_records(found, as_json=as_json, columns=columns)
+
+
+@click.command("export")
+@_filter_options
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(["jsonl", "parquet", "hf", "openai", "atif", "replay"]),
+    default="jsonl",
+    show_default=True,
+    help="jsonl, parquet and hf are experiences, as a trainer sees them; the others are whole sessions.",
+)
+@click.option("--merge", type=click.Choice(["turn", "chain"]), default="chain", show_default=True)
+@click.option("--credit", type=click.Choice(["step_wise", "propagate"]), help="Another credit policy, as a dry run.")
+@click.option("--gamma", type=float, help="Another discount, as a dry run.")
+@click.option("--reward-bonus-coeff", type=float, default=0.0, show_default=True)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="File to write; for hf, a directory [default: stdout].",
+)
+@database_option
+@click.option("--json", "as_json", is_flag=True, help="Print the number of lines or rows as JSON, on stderr.")
+def export(database: str | None, output: Path | None, *, as_json: bool, **given: Any) -> None:
+    """Write experiences or sessions: JSON Lines, Parquet, a Hugging Face data set, OpenAI's format, ATIF, or calls."""
+    exchange = import_module("turnwise.commands.exchange")
+    path = None if output is None or str(output) == "-" else output
+    wanted = _filter_of(given)
+    count = exchange.export(database_url(database), wanted, output=path, **given)
+    if as_json:
+        click.echo(json.dumps({"format": given["format_name"], "count": count}), err=True)
+
+
+@click.command("replay")
+@click.argument("recording", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--to", "base_url", required=True, metavar="URL", help="OpenAI-compatible endpoint, with its /v1.")
+@click.option("--api-key", default="none", envvar="OPENAI_API_KEY", help="Bearer key [default: $OPENAI_API_KEY].")
+@click.option("--speed", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0: without pauses.")
+@click.option("--model", help="Model to ask for instead of the recorded one.")
+@json_option
+def replay(recording: Path, base_url: str, api_key: str, speed: float, model: str | None, *, as_json: bool) -> None:
+    """Make recorded calls again, at their own pace or faster; exit 1 if any failed."""
+    exchange = import_module("turnwise.commands.exchange")
+    report = exchange.replay(recording, base_url, api_key=api_key, speed=speed, model=model)
+    print_records(report, as_json=as_json)
+    if report["failed"]:
+        sys.exit(1)
