@@ -178,7 +178,7 @@ def test_a_setting_is_declared_by_one_class_and_every_rule_is_part_of_the_settin
     assert sorted(fields) == sorted(TrainerSettings.model_fields)
 
 
-def test_settings_need_no_model_until_training_starts(caplog):
+def test_settings_need_no_model_until_training_starts():
     """`turnwise train --dry-run` prints settings without a model; a start without one ends in a sentence."""
-    assert run(TrainerSettings()) == 2
-    assert "no model: set model in [trainer], TURNWISE_TRAINER_MODEL, or --model" in caplog.text
+    with pytest.raises(SettingsError, match=r"no model: set model in \[trainer\], TURNWISE_TRAINER_MODEL, or --model"):
+        run(TrainerSettings())
