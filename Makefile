@@ -1,6 +1,8 @@
 # Everything sets up what it needs: Python 3.11+, pip and make are enough.
 PYTHON ?= python3
 SEED ?= 0
+MINUTES ?= 30
+MINUTES ?= 30
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
@@ -10,7 +12,7 @@ MISMATCHED := torchvision torchaudio torchcodec
 WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-all demo up bench bench-learning docs compose-check conformance clean
+.PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning docs compose-check conformance clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -49,6 +51,9 @@ test: setup lint .conformance/.installed ## Run the tests that a commit must pas
 
 test-all: setup lint .conformance/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS)
+
+chaos: setup ## Break every part under load, on SQLite and PostgreSQL: make chaos MINUTES=30 SEED=7
+	cd tests && ../$(BIN)/python -m chaos --minutes $(MINUTES) $(if $(filter command line environment,$(origin SEED)),--seed $(SEED))
 
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

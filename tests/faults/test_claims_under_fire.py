@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 from support.claiming_trainer import LEASE_SECONDS
+from support.database_clock import DatabaseClock
 
 from turnwise.store import ledger, queries, tables
 from turnwise.store.database import Database
@@ -40,39 +41,6 @@ JUMPS = [3 * HOUR, -5 * HOUR, 0.0, 30 * HOUR, -30 * HOUR, 0.5]
 """What the machine's clock, or the server's, is off by after each jump."""
 LAST_JUMP = -60 * HOUR
 """Back behind all others, when a lease is held by nobody alive."""
-
-
-class DatabaseClock:
-    """The clock that leases are measured by, and that jumps."""
-
-    def __init__(self, database: Database, directory: Path) -> None:
-        self._database = database
-        self.file = directory / "clock"
-        self.file.write_text("0")
-        if database.dialect == "postgresql":
-            self._shadow_the_servers()
-
-    def jump(self, seconds: float) -> None:
-        """Be off by so much from now on."""
-        if self._database.dialect == "postgresql":
-            with self._database.write() as connection:
-                connection.execute(sa.text("UPDATE wrong_clock SET off_by = :seconds"), {"seconds": seconds})
-            return
-        fresh = self.file.with_suffix(".new")
-        fresh.write_text(str(seconds))
-        fresh.replace(self.file)
-
-    def _shadow_the_servers(self) -> None:
-        """Let a function of the same name stand before the server's own."""
-        with self._database.write() as connection:
-            connection.exec_driver_sql("CREATE TABLE wrong_clock (off_by double precision)")
-            connection.exec_driver_sql("INSERT INTO wrong_clock VALUES (0)")
-            connection.exec_driver_sql(
-                "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS $$ SELECT "
-                "pg_catalog.clock_timestamp() + make_interval(secs => (SELECT off_by FROM wrong_clock)) $$"
-            )
-            name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
-            connection.exec_driver_sql(f"ALTER DATABASE {name} SET search_path = public, pg_catalog")
 
 
 @dataclasses.dataclass

@@ -13,14 +13,15 @@ from support.waiting import wait_until
 CALL_SECONDS = 120.0
 
 
-def ask(url: str, path: str, body: dict | None = None) -> dict:
+def ask(url: str, path: str, body: dict | None = None, *, key: str = "") -> dict:
     """GET a path, or POST a body to it; return the decoded reply, or nothing where the reply is no JSON object.
 
     Raises:
         urllib.error.HTTPError: the reply is an error.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url + path, data, headers)
     with urllib.request.urlopen(request, timeout=CALL_SECONDS) as response:
         raw = response.read()
     return json.loads(raw) if raw.startswith(b"{") else {}

@@ -1,0 +1,170 @@
+"""What must hold whatever is done to the parts; each check returns sentences about what does not."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import sqlalchemy as sa
+from chaos.agents import Observed, Seen
+from chaos.world import World
+
+from turnwise.store import experiences, queries, tables
+from turnwise.store.database import Database
+from turnwise.store.lineage import TurnView
+from turnwise.types import Outcome
+
+ALL = 1_000_000
+TRAINABLE = {Outcome.EXACT, Outcome.RETOKENISED}
+GROWTH_BYTES = 64 * 2**20
+"""How much a proxy's memory may grow after the first third of a run."""
+NUM_SHOWN = 10
+
+
+def stored_turns(database: Database) -> list[tuple[str, TurnView]]:
+    """Return all turns with their tenants."""
+    with database.read() as connection:
+        listed, _ = queries.sessions(connection, experiences.SessionFilter(), limit=ALL)
+        return [
+            (session.tenant, view)
+            for session in listed
+            for view in queries.turns(connection, session.tenant, session.session_id, limit=ALL)[0]
+        ]
+
+
+def times_trained(database: Database) -> Counter[str]:
+    """Return how often each turn was trained on, by the records of the updates."""
+    counts: Counter[str] = Counter()
+    with database.read() as connection:
+        for record in queries.updates(connection, limit=ALL)[0]:
+            counts.update(record.metrics["turn_ids"])
+    return counts
+
+
+def trained_more_than_once(database: Database) -> list[str]:
+    """Each experience is trained at most once, at any time."""
+    return [f"turn {turn_id} was trained {n} times" for turn_id, n in times_trained(database).items() if n > 1]
+
+
+def violations(world: World, observed: Observed) -> list[str]:
+    """Check everything once all faults are healed, all agents have finished and all groups are trained."""
+    stored = stored_turns(world.database)
+    return [
+        *observed.violations,
+        *_not_stored_once(observed.replies, stored),
+        *_crossed(stored),
+        *_without_outcome(stored),
+        *_not_what_was_sampled(world, stored),
+        *_wrong_rewards(world.database, observed),
+        *trained_more_than_once(world.database),
+        *_not_trained(observed.replies, stored, times_trained(world.database)),
+    ]
+
+
+def _not_stored_once(replies: Iterable[Seen], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+    """What a client saw whole is stored once, in its tenant and session, as the child of the turn before."""
+    found = []
+    by_id = {view.turn.turn_id: (tenant, view) for tenant, view in stored}
+    finished: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for tenant, view in stored:
+        if view.turn.finish_reason is not None and view.turn.outcome in TRAINABLE:
+            finished[tenant, view.turn.session_id, _asked(view)].append(view.turn.turn_id)
+    for seen in replies:
+        if seen.turn_id not in by_id:
+            found.append(f"lost: {seen}")
+            continue
+        tenant, view = by_id[seen.turn_id]
+        turn = view.turn
+        kept = (tenant, turn.session_id, turn.parent_turn_id, turn.response["content"])
+        if kept != (seen.tenant, seen.session_id, seen.parent_turn_id, seen.text):
+            found.append(f"{seen} is stored as {kept}")
+        same = finished[seen.tenant, seen.session_id, seen.text]
+        if same != [seen.turn_id]:
+            found.append(f"{seen} is stored {len(same)} times: {same}")
+    return found
+
+
+def _asked(view: TurnView) -> str:
+    return str(view.messages[-1]["content"])
+
+
+def _crossed(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+    """No text of a session is in another session, of whichever tenant."""
+    found = []
+    for tenant, view in stored:
+        owner = f"{tenant} {view.turn.session_id} call"
+        texts = [str(message["content"]) for message in view.messages]
+        if any(not text.startswith(owner) for text in texts):
+            found.append(f"turn {view.turn.turn_id} of {owner!r} has {texts}")
+        text = str((view.turn.response or {}).get("content") or "")
+        if not _asked(view).startswith(text):
+            found.append(f"turn {view.turn.turn_id} answers {_asked(view)!r} by {text!r}")
+    return found
+
+
+def _without_outcome(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+    """Each turn has an outcome; what is trainable is whole; what is not says why."""
+    found = []
+    for _, view in stored:
+        turn = view.turn
+        is_whole = turn.finish_reason is not None and len(turn.token_ids) == len(turn.logprobs) > 0
+        if turn.outcome in TRAINABLE and not is_whole:
+            found.append(f"turn {turn.turn_id} is {turn.outcome} and not whole")
+        if turn.outcome is Outcome.UNTRAINABLE and not turn.reason:
+            found.append(f"turn {turn.turn_id} is untrainable without a reason")
+    return found
+
+
+def _not_what_was_sampled(world: World, stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+    """A stored turn holds the tokens that an engine sampled for it, or their beginning."""
+    sampled = {call.reply_id: call for engine in world.engines for call in engine.calls if call.token_ids}
+    found = []
+    for _, view in stored:
+        kept = view.turn.token_ids.tolist()
+        if not kept:
+            continue
+        call = sampled.get(view.turn.turn_id)
+        if call is None or kept != call.token_ids[0][: len(kept)]:
+            found.append(f"turn {view.turn.turn_id} holds tokens that no engine sampled")
+        elif view.turn.finish_reason is not None and len(kept) != len(call.token_ids[0]):
+            found.append(f"turn {view.turn.turn_id} is finished and lacks tokens")
+        elif view.prompt_token_ids.tolist() != call.prompt_token_ids:
+            found.append(f"turn {view.turn.turn_id} has another prompt than the engine saw")
+    return found
+
+
+def _wrong_rewards(database: Database, observed: Observed) -> list[str]:
+    """A reward that was acknowledged is stored once, on its own turn."""
+    rewards, sessions = tables.rewards.c, tables.sessions.c
+    with database.read() as connection:
+        rows = connection.execute(
+            sa.select(sessions.tenant, sessions.session_id, rewards.turn_id)
+            .join_from(tables.rewards, tables.sessions)
+            .where(rewards.name == "step")
+        )
+        counts = Counter((row.tenant, row.session_id, row.turn_id) for row in rows)
+    wrong = [f"reward {each} is stored {counts[each]} times" for each in observed.step_rewards if counts[each] != 1]
+    return wrong + [f"reward {each} was never acknowledged" for each in counts - Counter(observed.step_rewards)]
+
+
+def _not_trained(replies: Iterable[Seen], stored: Sequence[tuple[str, TurnView]], counts: Counter[str]) -> list[str]:
+    """Every trainable reply of a finished group is trained."""
+    trainable = {view.turn.turn_id for _, view in stored if view.turn.outcome in TRAINABLE}
+    return [f"never trained: {seen}" for seen in replies if seen.turn_id in trainable and not counts[seen.turn_id]]
+
+
+def grown(samples: Sequence[int]) -> list[str]:
+    """Memory is flat: the last third of the samples is not far above the first third."""
+    third = len(samples) // 3
+    if not third:
+        return []
+    first, last = max(samples[:third]), max(samples[-third:])
+    if last - first <= GROWTH_BYTES:
+        return []
+    return [f"a proxy's memory grew from {first / 2**20:.0f} to {last / 2**20:.0f} MiB"]
+
+
+def shortened(found: Sequence[str]) -> str:
+    """Return the first sentences, and how many there are."""
+    more = [f"and {len(found) - NUM_SHOWN} more"] if len(found) > NUM_SHOWN else []
+    return "\n".join([*found[:NUM_SHOWN], *more])

@@ -1,0 +1,130 @@
+"""The parts of a running system, each with what can happen to it: proxies, trainers, engines and their connections."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from support.proxies import RunningProxy, running_proxy, wait_until_gone
+
+PROXY_FLAGS = (
+    *("--commit-timeout-seconds", "3", "--engine-timeout-seconds", "5", "--reload-timeout-seconds", "5"),
+    # Small caches: memory must be flat, and what is evicted must be found again in the store.
+    *("--cache-sessions", "64", "--token-cache-bytes", "262144", "--replay-bytes", "262144"),
+)
+TRAINER_PROGRAM = Path(__file__).parents[1] / "support" / "claiming_trainer.py"
+KIBIBYTE = 1024
+
+
+class ProxyPart:
+    """A proxy that is started again, on the same port, after it was killed."""
+
+    def __init__(self, engines: list[str], database_url: str, directory: Path, port: int) -> None:
+        self._engines, self._database_url, self._directory, self._port = engines, database_url, directory, port
+        self._running = contextlib.ExitStack()
+        self.proxy = self._started()
+
+    def _started(self) -> RunningProxy:
+        first, *others = self._engines
+        flags = [flag for url in others for flag in ("--engine", url)]
+        return self._running.enter_context(
+            running_proxy(first, self._database_url, self._directory, *flags, *PROXY_FLAGS, port=self._port)
+        )
+
+    def kill(self) -> None:
+        """`kill -9`; its writing process has to end by itself."""
+        writer = self.proxy.writing_process()
+        self.proxy.kill()
+        wait_until_gone(writer)
+
+    def kill_writer(self) -> None:
+        """`kill -9` the process that writes; the proxy has to replace it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.proxy.writing_process(), signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Start it again."""
+        self._running.close()
+        self.proxy = self._started()
+
+    @contextlib.contextmanager
+    def stopped(self, *, writer: bool = False) -> Iterator[None]:
+        """SIGSTOP it, or the process that writes for it, until the block ends."""
+        pid = self.proxy.writing_process() if writer else self.proxy.process.pid
+        with _signalled(pid, signal.SIGSTOP, signal.SIGCONT):
+            yield
+
+    @contextlib.contextmanager
+    def full_disk(self, database: Path) -> Iterator[None]:
+        """Let no file of its processes grow any more, as on a full disk, until the block ends."""
+        pids = [self.proxy.process.pid, self.proxy.writing_process()]
+        size = max(path.stat().st_size for path in database.parent.iterdir())
+        limits = {}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + 4 * KIBIBYTE, limits[pid][1]))
+        yield
+        for pid, limit in limits.items():
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit[1], limit[1]))
+
+    def resident_bytes(self) -> int:
+        """Return the memory of the proxy itself."""
+        return int(Path(f"/proc/{self.proxy.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def close(self) -> None:
+        """End it."""
+        self._running.close()
+
+
+class TrainerPart:
+    """A trainer that claims and acks, and learns nothing; started again after it has ended."""
+
+    def __init__(self, number: int, database_url: str, clock: Path, directory: Path) -> None:
+        self._output = directory / f"trainer-{number}.log"
+        skew, no_hold = "0", str(directory / "no-hold")
+        self._command = [sys.executable, str(TRAINER_PROGRAM), database_url, f"trainer-{number}", str(number)]
+        self._command += [skew, str(clock), no_hold]
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._output.open("ab") as file:
+            return subprocess.Popen(self._command, stdout=file, stderr=file)
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        self._process.kill()
+        self._process.wait()
+
+    def revive(self) -> None:
+        """Start it again if it has ended: by a kill, or because its database was away."""
+        if self._process.poll() is not None:
+            self._process = self._started()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """SIGSTOP it until the block ends."""
+        with _signalled(self._process.pid, signal.SIGSTOP, signal.SIGCONT):
+            yield
+
+    def close(self) -> None:
+        """End it."""
+        self.kill()
+
+
+@contextlib.contextmanager
+def _signalled(pid: int, first: int, last: int) -> Iterator[None]:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, first)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, last)

@@ -1,0 +1,23 @@
+"""Half a minute of chaos on each database; `make chaos` runs longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chaos import invariants
+from chaos.storm import Storm
+from chaos.world import world
+
+SECONDS = 25.0
+SEED = 9
+
+
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def test_nothing_is_lost_doubled_crossed_or_kept_waiting_whatever_breaks(kind: str, tmp_path: Path):
+    directory = tmp_path / "world"
+    directory.mkdir()
+    with world(kind, directory) as running:
+        report = Storm(running, SEED, print).blow(SECONDS)
+    print(report.summary)
+    assert not report.violations, invariants.shortened(report.violations)
