@@ -86,7 +86,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     kind, code = HTTP_ERRORS.get(error.status_code, ("invalid_request_error", "invalid_request"))
     headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
     body = orjson.dumps(problems.body(message, kind, code))
-    encoded = dialect_of_path(request.url.path).encode_error(error.status_code, body)
+    encoded = dialect_of_path(request.url.path, dict(request.headers.raw)).encode_error(error.status_code, body)
     return Response(encoded, status_code=error.status_code, headers=headers, media_type="application/json")
 
 

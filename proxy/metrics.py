@@ -45,6 +45,12 @@ class Metrics:
         self.breaks = Counter(
             "turnwise_chain_breaks", "Calls with a history that opened a new chain", ["reason"], registry=r
         )
+        self.dropped_tools = Counter(
+            "turnwise_dropped_tools",
+            "Tools that only a hosted service could run, removed from a request",
+            ["tool"],
+            registry=r,
+        )
         self.refused = Counter("turnwise_refused", "Requests answered with an error of ours", ["code"], registry=r)
         self.retries = Counter("turnwise_retries", "Work done again", ["what"], registry=r)
         self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)

@@ -59,6 +59,8 @@ class Call:
     """Writes the events of a streamed reply."""
     original: Json = dataclasses.field(default_factory=dict)
     """The client's own request, where the dialect needs it for the reply."""
+    dropped_tools: list[str] = dataclasses.field(default_factory=list)
+    """Tools that only the client's own service could run, removed from the request."""
     previous_turn_id: str | None = None
     """The stored turn that the call continues without repeating its messages."""
     notes: Json = dataclasses.field(default_factory=dict)
@@ -169,6 +171,8 @@ class Dialect(abc.ABC):
     routes: ClassVar[Sequence[WireRoute]]
     error_prefixes: ClassVar[tuple[str, ...]] = ()
     """Path prefixes under which unknown routes are answered in this dialect's error shape."""
+    marker_header: ClassVar[bytes] = b""
+    """Header that only this format's clients send; it selects the dialect on routes that several formats share."""
     error_schema: ClassVar[Json] = OPENAI_ERROR_SCHEMA
     """JSON schema of an error body."""
     engine_route: ClassVar[str]

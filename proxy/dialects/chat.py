@@ -39,6 +39,12 @@ class ChatCompletions(Dialect):
             },
         ),
         WireRoute(method="GET", path="/v1/models", action=Action.LIST_MODELS, summary="List the served models"),
+        WireRoute(
+            method="GET",
+            path="/v1/models/{model:path}",
+            action=Action.GET_MODEL,
+            summary="Describe a served model",
+        ),
     )
     engine_route = "/v1/chat/completions"
     id_prefix = "chatcmpl-"

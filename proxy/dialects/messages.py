@@ -7,6 +7,7 @@ call extends the turn.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -74,6 +75,7 @@ class Messages(ChatCompletions):
         ),
     )
     error_prefixes = ("/v1/messages",)
+    marker_header = b"anthropic-version"
     error_schema: ClassVar[Json] = {
         "type": "object",
         "required": ["type", "error"],
@@ -120,6 +122,18 @@ class Messages(ChatCompletions):
             "usage": _usage(decoded.get("usage") or {}),
         }
         return orjson.dumps(message)
+
+    def encode_models(self, models: list[Json]) -> Json:
+        """Return Anthropic's list of models."""
+        data = [self.encode_model(model) for model in models]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return {"data": data, "has_more": False, "first_id": first, "last_id": last}
+
+    def encode_model(self, model: Json) -> Json:
+        """Return Anthropic's description of a model."""
+        created_at = datetime.datetime.fromtimestamp(model.get("created") or 0, datetime.UTC)
+        named = {"type": "model", "id": model["id"], "display_name": model["id"]}
+        return named | {"created_at": created_at.strftime("%Y-%m-%dT%H:%M:%SZ")}
 
     def encode_error(self, status: int, body: bytes) -> bytes:
         """Return an error in Anthropic's shape."""

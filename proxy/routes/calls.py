@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -19,6 +20,7 @@ from proxy.calls.replays import Key, rebuilt_answer, replay_key
 from proxy.connections import LEFT
 from proxy.continuation.sessions import check_id
 from proxy.dialects.base import Call, Dialect, WireRoute
+from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.routes.reply import Reply
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
@@ -31,6 +33,10 @@ log = logging.getLogger(__name__)
 MAX_STEP = 2**31 - 1
 MAX_STEP_DIGITS = 10
 MAX_KEY_LENGTH = 256
+MAX_TOOL_NAME = 64
+DROPPED_TOOLS = "x-turnwise-dropped-tools"
+"""Reply header that names the tools which were removed from the request."""
+_NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class Sample:
@@ -68,11 +74,21 @@ class Sample:
         )
         call = self._read_call(raw, scope, headers, query)
         reply.encoder = call.encoder
+        if call.dropped_tools:
+            self._report_dropped(call, reply)
         if call.previous_turn_id is not None:
             await self._resume(call, principal.tenant)
         if call.session_id is not None:
             principal.require_session(call.session_id)
         await self._answer(call, principal, replay_key(call, principal, raw), reply, scope["extensions"][LEFT])
+
+    def _report_dropped(self, call: Call, reply: Reply) -> None:
+        """Count the tools that were removed from the request, and name them in a header of the reply."""
+        names = [_NOT_A_NAME.sub("", tool)[:MAX_TOOL_NAME] or "unknown" for tool in call.dropped_tools]
+        reply.headers[DROPPED_TOOLS] = ", ".join(names)
+        for name in names:
+            known = name if name in HOSTED_TOOLS else "other"
+            self._services.metrics.dropped_tools.labels(known).inc()
 
     async def _answer(
         self, call: Call, principal: Principal, key: Key, reply: Reply, left: asyncio.Future[None]

@@ -34,6 +34,9 @@ COUNTED_FIELDS = (
 """Fields of a chat request that the engine renders a prompt from."""
 
 
+Answer = Callable[[Scope, Receive, Principal, Dialect], Awaitable[Json]]
+
+
 class Query:
     """One route that answers without sampling, in one dialect."""
 
@@ -41,7 +44,7 @@ class Query:
         self._services = services
         self._dialect = dialect
         self._route = route
-        answers: dict[Action, Callable[[Scope, Receive, Principal], Awaitable[Json]]] = {
+        answers: dict[Action, Answer] = {
             Action.COUNT_TOKENS: self._count_tokens,
             Action.LIST_MODELS: self._list_models,
             Action.GET_MODEL: self._get_model,
@@ -50,15 +53,17 @@ class Query:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        reply = Reply(send, self._dialect)
+        headers = dict(scope["headers"])
+        dialect = registry.dialect_of_headers(headers, self._dialect)
+        reply = Reply(send, dialect)
         try:
-            headers = self._dialect.normalise_headers(dict(scope["headers"]), query_of(scope))
+            headers = dialect.normalise_headers(headers, query_of(scope))
             principal = await self._services.authenticator.authenticate(headers)
-            await reply.whole(orjson.dumps(await self._answer(scope, receive, principal)))
+            await reply.whole(orjson.dumps(await self._answer(scope, receive, principal, dialect)))
         except TurnwiseError as error:
             await reply.fail(error, self._services)
 
-    async def _count_tokens(self, scope: Scope, receive: Receive, principal: Principal) -> Json:
+    async def _count_tokens(self, scope: Scope, receive: Receive, principal: Principal, _: Dialect) -> Json:
         """Return the length of a prompt, by the engine's own template and tokenizer."""
         principal.require("call")
         services, settings = self._services, self._services.settings
@@ -72,14 +77,14 @@ class Query:
         answer = await services.pool.route(principal.key_id).ask("POST", "/tokenize", rendered)
         return self._dialect.encode_count(int(answer["count"]))
 
-    async def _list_models(self, scope: Scope, receive: Receive, principal: Principal) -> Json:  # noqa: ARG002
-        return self._dialect.encode_models(await self._models(principal))
+    async def _list_models(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
+        return dialect.encode_models(await self._models(principal))
 
-    async def _get_model(self, scope: Scope, receive: Receive, principal: Principal) -> Json:  # noqa: ARG002
+    async def _get_model(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
         name = scope["path_params"]["model"]
         for model in await self._models(principal):
             if model["id"] == name:
-                return self._dialect.encode_model(model)
+                return dialect.encode_model(model)
         raise NotFound(f"model {name!r} is not served; GET /v1/models lists the served models", code="model_not_found")
 
     async def _models(self, principal: Principal) -> list[Json]:

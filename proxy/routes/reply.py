@@ -23,6 +23,8 @@ class Reply:
         self._started = False
         self.encoder: Encoder = Verbatim()
         """Writes the error event at the end of a failed stream."""
+        self.headers: dict[str, str] = {}
+        """Extra headers of a successful reply."""
         self.parts: list[bytes] = []
         """The events that were sent."""
 
@@ -37,13 +39,14 @@ class Reply:
     async def whole(self, body: bytes) -> None:
         """Send a whole body."""
         self._started = True
-        await send_whole(self._send, 200, body)
+        await send_whole(self._send, 200, body, self.headers)
 
     async def part(self, data: bytes) -> None:
         """Send some events."""
         if not self._started:
             self._started = True
             headers = [(b"content-type", self.encoder.content_type.encode()), (b"cache-control", b"no-cache")]
+            headers += [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self.parts.append(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})

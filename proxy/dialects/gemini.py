@@ -1,0 +1,295 @@
+"""`/v1beta/models/…:generateContent`: Google's Gemini API, translated to a chat call.
+
+A streamed reply is either server-sent events (`alt=sse`) or, as Google's REST API does by default, one JSON array.
+Function calls are sent when their arguments are complete: Google's format has no partial ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import orjson
+
+from proxy.dialects import engine_reply, sse
+from proxy.dialects.base import Action, Call, WireRoute
+from proxy.dialects.blocks import own_id, parsed_arguments
+from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.gemini_request import chat_body, read, read_object
+from turnwise.types import Json
+
+STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "UNIMPLEMENTED",
+    409: "ABORTED",
+    413: "INVALID_ARGUMENT",
+    422: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+"""HTTP status → Google's status; any other status is `INTERNAL`."""
+FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
+"""The engine's finish reason → Google's; any other is `OTHER`."""
+METHODS = ["generateContent", "streamGenerateContent", "countTokens"]
+CONTENTS: Json = {"contents": {"type": "array", "minItems": 1, "items": {"type": "object"}}}
+
+
+MODEL_ROUTES = (
+    WireRoute(
+        method="GET",
+        path="/v1beta/models",
+        action=Action.LIST_MODELS,
+        summary="List the served models, as Google's models.list",
+    ),
+    WireRoute(
+        method="GET",
+        path="/v1beta/models/{model:path}",
+        action=Action.GET_MODEL,
+        summary="Describe a served model, as Google's models.get",
+    ),
+)
+
+
+def _call_routes(version: str) -> tuple[WireRoute, ...]:
+    """Return the routes of one API version; Google's SDK uses `v1`, its command line and REST examples `v1beta`."""
+    model = f"/{version}/models/{{model:path}}"
+    return (
+        WireRoute(
+            path=f"{model}:generateContent",
+            summary="Sample a reply, as Google's generateContent",
+            required=("contents",),
+            properties=CONTENTS,
+        ),
+        WireRoute(
+            path=f"{model}:streamGenerateContent",
+            summary="Stream a reply, as Google's streamGenerateContent",
+            required=("contents",),
+            properties=CONTENTS,
+        ),
+        WireRoute(
+            path=f"{model}:countTokens",
+            action=Action.COUNT_TOKENS,
+            summary="Count a prompt's tokens, as Google's countTokens",
+        ),
+    )
+
+
+class Gemini(ChatCompletions):
+    """Google's Gemini API."""
+
+    name = "gemini"
+    routes: ClassVar[Sequence[WireRoute]] = (*_call_routes("v1beta"), *_call_routes("v1"), *MODEL_ROUTES)
+    error_prefixes = ("/v1beta",)
+    marker_header = b"x-goog-api-key"
+    error_schema: ClassVar[Json] = {
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "object", "required": ["code", "message", "status"]}},
+    }
+    id_prefix = "gemini-"
+
+    def normalise_headers(self, headers: dict[bytes, bytes], query: Mapping[str, str]) -> dict[bytes, bytes]:
+        """Return the headers with Google's key, `x-goog-api-key` or `?key=`, as `x-api-key`."""
+        key = headers.get(b"x-goog-api-key") or query.get("key", "").encode()
+        return {**headers, b"x-api-key": key} if key else headers
+
+    def merge_url(self, body: Json, route: WireRoute, params: Mapping[str, str], query: Mapping[str, str]) -> Json:
+        """Return the body with the model and the kind of stream."""
+        stream = route.path.endswith(":streamGenerateContent")
+        return {**body, "model": params["model"], "stream": stream, "alt": query.get("alt")}
+
+    def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
+        """Translate a request to a chat call.
+
+        Raises:
+            InvalidRequest: naming the field and what is wrong with it.
+        """
+        chat, dropped = chat_body(body)
+        call = super().parse(chat, max_choices=max_choices, max_messages=max_messages)
+        call.wants_token_ids = False
+        call.original = body
+        call.dropped_tools = dropped
+        call.encoder = GeminiEncoder(self.id_prefix, shows_thoughts=_shows_thoughts(body), as_events=is_sse(body))
+        return call
+
+    def count_request(self, body: Json) -> Json:
+        """Return the chat request of the contents, or of the whole request that is nested in the body."""
+        nested = read_object(body, "generateContentRequest")
+        return chat_body({**(nested or body), "model": body["model"], "stream": False})[0]
+
+    def encode_reply(self, reply: bytes, call: Call) -> bytes:
+        """Return a chat reply as a `GenerateContentResponse`."""
+        decoded = engine_reply.decoded(reply)
+        shows_thoughts = _shows_thoughts(call.original)
+        candidates = []
+        for choice in decoded["choices"]:
+            message = choice["message"]
+            parts = _text_parts(message, shows_thoughts=shows_thoughts)
+            parts += [_function_call(made) for made in message.get("tool_calls") or ()]
+            candidate = _candidate(choice["index"], parts, choice.get("finish_reason"))
+            candidates.append(candidate | _logprobs((choice.get("logprobs") or {}).get("content") or []))
+        return orjson.dumps(_response(decoded, candidates, decoded.get("usage") or {}, self.id_prefix))
+
+    def encode_error(self, status: int, body: bytes) -> bytes:
+        """Return an error in Google's shape."""
+        try:
+            error = orjson.loads(body)["error"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            error = {"message": body.decode(errors="replace")}
+        return orjson.dumps(_error(status, error))
+
+    def encode_count(self, num_tokens: int) -> Json:
+        """Return Google's `CountTokensResponse`."""
+        return {"totalTokens": num_tokens}
+
+    def encode_models(self, models: list[Json]) -> Json:
+        """Return Google's list of models."""
+        return {"models": [self.encode_model(model) for model in models]}
+
+    def encode_model(self, model: Json) -> Json:
+        """Return Google's description of a model."""
+        limit = model.get("max_model_len")
+        limits = {} if limit is None else {"inputTokenLimit": limit, "outputTokenLimit": limit}
+        named = {"name": f"models/{model['id']}", "displayName": model["id"], "version": "001"}
+        return named | limits | {"supportedGenerationMethods": METHODS}
+
+
+class GeminiEncoder:
+    """Writes Google's chunks, as events or as the elements of a JSON array."""
+
+    def __init__(self, id_prefix: str, *, shows_thoughts: bool, as_events: bool) -> None:
+        self.content_type = sse.CONTENT_TYPE if as_events else "application/json; charset=UTF-8"
+        self._id_prefix = id_prefix
+        self._shows_thoughts = shows_thoughts
+        self._as_events = as_events
+        self._num_written = 0
+        self._usage: Json = {}
+        self._calls: dict[int, dict[int, Json]] = {}
+        """Function calls so far, by choice and by their index in it."""
+
+    def chunks(self, chunks: list[bytes]) -> bytes:
+        """Return the events for some stripped chunks of the engine; there may be none."""
+        return b"".join([self._encode(engine_reply.decoded(chunk)) for chunk in chunks])
+
+    def done(self) -> bytes:
+        """Return the end of the stream; events need none."""
+        if self._as_events:
+            return b""
+        return b"]" if self._num_written else b"[]"
+
+    def error(self, body: bytes) -> bytes:
+        """Return the element that reports an error, and the end of an array."""
+        error = orjson.loads(body).get("error") or {}
+        code = error.get("code")
+        written = self._write(_error(code if isinstance(code, int) else 500, error))
+        return written if self._as_events else written + b"]"
+
+    def _encode(self, chunk: Json) -> bytes:
+        self._usage = chunk.get("usage") or self._usage
+        candidates = []
+        for choice in chunk["choices"]:
+            parts = self._parts(choice)
+            finish_reason = choice.get("finish_reason")
+            if parts or finish_reason is not None:
+                candidate = _candidate(choice["index"], parts, finish_reason)
+                candidates.append(candidate | _logprobs((choice.get("logprobs") or {}).get("content") or []))
+        if not candidates:
+            return b""
+        return self._write(_response(chunk, candidates, self._usage, self._id_prefix))
+
+    def _parts(self, choice: Json) -> list[Json]:
+        """Return the parts that a choice's delta completes."""
+        delta, calls = choice["delta"], self._calls.setdefault(choice["index"], {})
+        for position, part in enumerate(delta.get("tool_calls") or ()):
+            call = calls.setdefault(part.get("index", position), {"id": None, "name": "", "arguments": ""})
+            function = part.get("function") or {}
+            call["id"] = part.get("id") or call["id"]
+            call["name"] += function.get("name") or ""
+            call["arguments"] += function.get("arguments") or ""
+        parts = _text_parts(delta, shows_thoughts=self._shows_thoughts)
+        if choice.get("finish_reason") is not None:
+            parts += [_function_call({"id": call["id"], "function": call}) for _, call in sorted(calls.items())]
+            calls.clear()
+        return parts
+
+    def _write(self, response: Json) -> bytes:
+        self._num_written += 1
+        if self._as_events:
+            return sse.event(orjson.dumps(response))
+        return (b"[" if self._num_written == 1 else b",\r\n") + orjson.dumps(response)
+
+
+def is_sse(body: Json) -> bool:
+    """Return whether the client asked for server-sent events."""
+    return body.get("alt") == "sse"
+
+
+def _shows_thoughts(body: Json) -> bool:
+    thinking = read_object(read_object(body, "generationConfig"), "thinkingConfig")
+    return bool(read(thinking, "includeThoughts"))
+
+
+def _text_parts(message: Json, *, shows_thoughts: bool) -> list[Json]:
+    parts: list[Json] = []
+    if shows_thoughts and message.get("reasoning"):
+        parts.append({"text": message["reasoning"], "thought": True})
+    if message.get("content"):
+        parts.append({"text": message["content"]})
+    return parts
+
+
+def _function_call(call: Json) -> Json:
+    function = call["function"]
+    arguments = parsed_arguments(function.get("arguments") or "")
+    return {"functionCall": {"id": call.get("id"), "name": function.get("name"), "args": arguments}}
+
+
+def _candidate(index: int, parts: list[Json], finish_reason: str | None) -> Json:
+    # Google's SDK drops a reply from its history if any content of it has no part.
+    candidate: Json = {"content": {"role": "model", "parts": parts or [{"text": ""}]}, "index": index}
+    if finish_reason is not None:
+        candidate["finishReason"] = FINISH_REASONS.get(finish_reason, "OTHER")
+    return candidate
+
+
+def _logprobs(content: list[Json]) -> Json:
+    """Return the fields of a candidate that hold logprobs; none if the client asked for none."""
+    if not content:
+        return {}
+    chosen = [_token(each) for each in content]
+    top = [{"candidates": [_token(each) for each in token.get("top_logprobs") or ()]} for token in content]
+    average = sum(each["logProbability"] for each in chosen) / len(chosen)
+    return {"avgLogprobs": average, "logprobsResult": {"chosenCandidates": chosen, "topCandidates": top}}
+
+
+def _token(entry: Json) -> Json:
+    return {"token": entry["token"], "logProbability": entry["logprob"]}
+
+
+def _response(reply: Json, candidates: list[Json], usage: Json, id_prefix: str) -> Json:
+    prompt, sampled = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    counts: Json = {
+        "promptTokenCount": prompt,
+        "candidatesTokenCount": sampled - thoughts,
+        "totalTokenCount": prompt + sampled,
+    }
+    return {
+        "candidates": candidates,
+        "usageMetadata": counts | ({"thoughtsTokenCount": thoughts} if thoughts else {}),
+        "modelVersion": reply["model"],
+        "responseId": own_id(reply["id"], id_prefix),
+    }
+
+
+def _error(status: int, error: Json) -> Json:
+    reason = error.get("code") or error.get("type")
+    details: Any = [{"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": str(reason), "domain": "turnwise"}]
+    message = str(error.get("message", "the call failed"))
+    shape = {"code": status, "message": message, "status": STATUSES.get(status, "INTERNAL")}
+    return {"error": shape | {"details": details} if reason else shape}

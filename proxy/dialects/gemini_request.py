@@ -1,0 +1,276 @@
+"""Translate Gemini's requests to chat requests.
+
+Google accepts each field in camelCase and in snake_case, so every field is read by `read`. Consecutive `model` contents
+are one reply: Google's SDK stores each chunk of a stream as a content of its own and sends all of them back.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from proxy.dialects.blocks import parts_of
+from proxy.dialects.chat import check_kinds
+from turnwise.errors import InvalidRequest
+from turnwise.types import Json
+
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "topP": "top_p",
+    "topK": "top_k",
+    "candidateCount": "n",
+    "maxOutputTokens": "max_completion_tokens",
+    "stopSequences": "stop",
+    "presencePenalty": "presence_penalty",
+    "frequencyPenalty": "frequency_penalty",
+    "seed": "seed",
+    "responseLogprobs": "logprobs",
+    "logprobs": "top_logprobs",
+}
+"""Field of `generationConfig` → chat field."""
+TOOL_MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none", "MODE_UNSPECIFIED": "auto"}
+THINKING_LEVELS = {"MINIMAL": "low", "LOW": "low", "MEDIUM": "medium", "HIGH": "high"}
+OUTPUT_KEYS = ("output", "result")
+"""A function response with only one of these keys stands for the value under it."""
+SCHEMA_NUMBERS = frozenset(
+    {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minimum", "maximum"}
+)
+"""Schema fields that Google's JSON may write as strings."""
+GOOGLE_ONLY = frozenset({"propertyOrdering", "property_ordering", "nullable", "example"})
+"""Schema fields that JSON Schema does not have."""
+_CAPITAL = re.compile(r"(?<=[a-z])([A-Z])")
+
+
+def read(holder: Json, field: str) -> Any:
+    """Return a field of a request by its camelCase name, also if the client wrote it in snake_case."""
+    value = holder.get(field)
+    return holder.get(_CAPITAL.sub(lambda found: "_" + found[1].lower(), field)) if value is None else value
+
+
+def read_object(holder: Json, field: str) -> Json:
+    """Return a field that holds an object; an empty one if the field is absent.
+
+    Raises:
+        InvalidRequest: it holds anything else.
+    """
+    value = read(holder, field)
+    if value is not None and not isinstance(value, dict):
+        raise InvalidRequest(f"`{field}` must be a JSON object, not {value!r:.80}.", param=field)
+    return value or {}
+
+
+def chat_body(body: Json) -> tuple[Json, list[str]]:
+    """Translate a request to a chat request; return it with the names of the tools that were dropped.
+
+    Raises:
+        InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
+    """
+    check_kinds(body, {"contents": list})
+    if read(body, "cachedContent"):
+        raise InvalidRequest("`cachedContent` is not served; send the contents themselves.", param="cachedContent")
+    messages = chat_messages(body.get("contents") or [])
+    if system := _system_text(read(body, "systemInstruction")):
+        messages.insert(0, {"role": "system", "content": system})
+    chat: Json = {"model": body.get("model") or "", "messages": messages}
+    tools, dropped = chat_tools(parts_of(body.get("tools"), "tools"))
+    if tools:
+        chat["tools"] = tools
+        chat |= _tool_choice(read_object(read_object(body, "toolConfig"), "functionCallingConfig"))
+    chat |= _sampling(read_object(body, "generationConfig"))
+    if body.get("stream"):
+        chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    if messages and messages[-1]["role"] == "assistant":
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    return chat, dropped
+
+
+def chat_messages(contents: list[Any]) -> list[Json]:
+    """Translate contents to chat messages.
+
+    Raises:
+        InvalidRequest: a content or part has the wrong shape or cannot be served.
+    """
+    messages: list[Json] = []
+    calls = _CallIds()
+    for content in contents:
+        if not isinstance(content, dict):
+            raise InvalidRequest(f"`contents` must hold objects, not {content!r:.80}.", param="contents")
+        parts = parts_of(content.get("parts"), "parts")
+        role = content.get("role") or "user"
+        if role == "model":
+            _extend_reply(messages, parts, calls)
+        elif role in ("user", "function", "tool"):
+            messages += _user_messages(parts, calls)
+        else:
+            raise InvalidRequest(f"a role is 'user' or 'model', not {role!r:.40}.", param="contents")
+    return messages
+
+
+class _CallIds:
+    """The ids of function calls: Google's are optional, chat needs one for each call and its response."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._waiting: list[tuple[str, str]] = []
+        """Name and id of the calls without a response, oldest first."""
+
+    def call(self, name: str, given: str | None) -> str:
+        """Return the id of a call."""
+        self._count += 1
+        call_id = given or f"call_{self._count}"
+        self._waiting.append((name, call_id))
+        return call_id
+
+    def response(self, name: str, given: str | None) -> str:
+        """Return the id of the call that a response answers."""
+        for waiting in self._waiting:
+            if waiting[1] == given or (given is None and waiting[0] == name):
+                self._waiting.remove(waiting)
+                return waiting[1]
+        return given or f"call_{name}"
+
+
+def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> None:
+    """Add the parts of a `model` content to the reply that they belong to."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    reply = messages[-1]
+    for part in parts:
+        text, call = part.get("text"), read_object(part, "functionCall")
+        if call:
+            name = str(call.get("name") or "")
+            arguments = orjson.dumps(call.get("args") or {}).decode()
+            function = {"name": name, "arguments": arguments}
+            made = {"id": calls.call(name, call.get("id")), "type": "function", "function": function}
+            reply.setdefault("tool_calls", []).append(made)
+        elif isinstance(text, str):
+            field = "reasoning" if part.get("thought") else "content"
+            reply[field] = (reply.get(field) or "") + text
+        elif not (part.get("thought") or read(part, "thoughtSignature")):
+            raise _unserved(part)
+
+
+def _user_messages(parts: list[Json], calls: _CallIds) -> list[Json]:
+    """Return one message for each function response, then one with all text."""
+    messages, texts = [], []
+    for part in parts:
+        response = read_object(part, "functionResponse")
+        if response:
+            call_id = calls.response(str(response.get("name") or ""), response.get("id"))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": _response_text(response)})
+        elif isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise _unserved(part)
+    return [*messages, {"role": "user", "content": "\n".join(texts)}] if texts else messages
+
+
+def _unserved(part: Json) -> InvalidRequest:
+    kinds = [field for field in part if field not in ("thought", "thoughtSignature", "videoMetadata")]
+    named = ", ".join(kinds) or "nothing"
+    return InvalidRequest(
+        f"a part with {named:.80} cannot be served; send text, functionCall and functionResponse parts only",
+        param="contents",
+    )
+
+
+def _response_text(response: Json) -> str:
+    value = response.get("response")
+    if isinstance(value, dict) and len(value) == 1:
+        value = next((value[key] for key in OUTPUT_KEYS if key in value), value)
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def _system_text(instruction: Any) -> str:
+    if instruction is None or isinstance(instruction, str):
+        return instruction or ""
+    parts = instruction.get("parts") if isinstance(instruction, dict) else instruction
+    parts = [parts] if isinstance(parts, dict) else parts
+    return "\n".join(str(part.get("text") or "") for part in parts_of(parts, "systemInstruction"))
+
+
+def chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
+    """Return the declared functions as chat tools, and the names of the tools that only Google's service runs."""
+    functions, dropped = [], []
+    for tool in tools:
+        for field, value in tool.items():
+            if field in ("functionDeclarations", "function_declarations"):
+                functions += [_chat_tool(declared) for declared in parts_of(value, field)]
+            elif value is not None:
+                dropped.append(field)
+    return functions, dropped
+
+
+def _chat_tool(declared: Json) -> Json:
+    function: Json = {"name": declared.get("name")}
+    if description := declared.get("description"):
+        function["description"] = description
+    parameters = read(declared, "parametersJsonSchema") or declared.get("parameters")
+    function["parameters"] = json_schema(parameters) if parameters else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def json_schema(schema: Any) -> Any:
+    """Return Google's schema as JSON Schema: lower-case types, `null` as a type, numbers as numbers."""
+    if isinstance(schema, list):
+        return [json_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain: Json = {}
+    for field, value in schema.items():
+        if field == "type" and isinstance(value, str):
+            plain[field] = [value.lower(), "null"] if schema.get("nullable") is True else value.lower()
+        elif field == "properties" and isinstance(value, dict):
+            plain[field] = {name: json_schema(each) for name, each in value.items()}
+        elif field in SCHEMA_NUMBERS and isinstance(value, str):
+            plain[field] = float(value) if "." in value else int(value)
+        elif field in ("enum", "default", "required", "const"):
+            plain[field] = value
+        elif field not in GOOGLE_ONLY and (field, value) != ("format", "enum"):
+            plain[field] = json_schema(value)
+    return plain
+
+
+def _tool_choice(config: Json) -> Json:
+    mode = str(config.get("mode") or "AUTO").upper()
+    if mode not in TOOL_MODES:
+        raise InvalidRequest(f"`mode` is one of {', '.join(TOOL_MODES)}, not {mode!r:.40}.", param="toolConfig")
+    allowed = read(config, "allowedFunctionNames")
+    if mode == "ANY" and isinstance(allowed, list) and len(allowed) == 1:
+        return {"tool_choice": {"type": "function", "function": {"name": allowed[0]}}}
+    return {} if TOOL_MODES[mode] == "auto" else {"tool_choice": TOOL_MODES[mode]}
+
+
+def _sampling(config: Json) -> Json:
+    chat = {chat_field: value for field, chat_field in SAMPLING_FIELDS.items() if (value := read(config, field))}
+    for field in ("temperature", "seed", "presencePenalty", "frequencyPenalty", "topP", "maxOutputTokens"):
+        if (value := read(config, field)) is not None:  # 0 is a value, not an absent field
+            chat[SAMPLING_FIELDS[field]] = value
+    if "top_logprobs" in chat and "logprobs" not in chat:
+        del chat["top_logprobs"]
+    thinking = read_object(config, "thinkingConfig")
+    level = str(read(thinking, "thinkingLevel") or "").upper()
+    if read(thinking, "thinkingBudget") == 0:
+        chat["reasoning_effort"] = "none"
+    elif level in THINKING_LEVELS:
+        chat["reasoning_effort"] = THINKING_LEVELS[level]
+    return chat | _response_format(config)
+
+
+def _response_format(config: Json) -> Json:
+    schema = read(config, "responseJsonSchema") or json_schema(read(config, "responseSchema"))
+    kind = read(config, "responseMimeType") or "text/plain"
+    if kind == "text/plain":
+        return {}
+    if kind not in ("application/json", "text/x.enum"):
+        raise InvalidRequest(
+            f"`responseMimeType` is text/plain, application/json or text/x.enum, not {kind!r:.40}.",
+            param="responseMimeType",
+        )
+    if kind == "text/x.enum":
+        return {"structured_outputs": {"choice": (schema or {}).get("enum")}} if isinstance(schema, dict) else {}
+    if not schema:
+        return {"response_format": {"type": "json_object"}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}}
