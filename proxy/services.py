@@ -25,7 +25,7 @@ from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
-from turnwise.store import keys, ledger
+from turnwise.store import idempotency, keys, ledger
 from turnwise.store.database import Database
 from turnwise.types import utc_now
 
@@ -172,11 +172,11 @@ async def _sweep(services: Services) -> None:
     remembered = datetime.timedelta(seconds=services.settings.reward_replay_seconds)
     while True:
         try:
-            await services.writer.do(ledger.forget_answers, utc_now() - remembered)
-            expired = await services.writer.do(ledger.expire_idle_sessions, utc_now() - idle)
-            for tenant, session_id in expired:
-                services.sessions.forget(tenant, session_id)
-            services.metrics.sessions.labels("expired").inc(len(expired))
+            await services.writer.do(idempotency.forget_answers, utc_now() - remembered)
+            while expired := await services.writer.do(ledger.expire_idle_sessions, utc_now() - idle):
+                for tenant, session_id in expired:
+                    services.sessions.forget(tenant, session_id)
+                services.metrics.sessions.labels("expired").inc(len(expired))
         except TurnwiseError as error:
             services.metrics.background_errors.labels("sweep").inc()
             log.warning("idle sessions could not be swept: %s", error)

@@ -118,10 +118,23 @@ RewardAnswer = answer_model("RewardAnswer", Reward, "One line of the reward ledg
 TurnAnswer = answer_model(
     "TurnAnswer",
     Turn,
-    "One model call, with its whole prompt.",
-    messages=(list[Json], Field(description="The messages of the whole prompt.")),
-    tools=(list[Json] | None, Field(description="The tool schemas of its chain.")),
-    prompt_token_ids=(list[int], Field(description="The whole prompt. [P]")),
+    "One model call. `messages`, `tools`, `prompt_token_ids` are what it adds; with `prompt=whole` the whole prompt.",
+    messages=(
+        list[Json],
+        Field(
+            description="Messages after the reply of its parent, at the root all of them; or those of the whole prompt."
+        ),
+    ),
+    tools=(
+        list[Json] | None,
+        Field(description="Tool schemas, at the root of a chain; with the whole prompt for every turn."),
+    ),
+    prompt_token_ids=(
+        list[int],
+        Field(
+            description="Prompt tokens after the last one of its parent, at the root all of them; or the whole prompt."
+        ),
+    ),
     rewards=(
         list[RewardAnswer],  # type: ignore[valid-type]
         Field(description="Its own reward lines and those of its step, in order of arrival."),

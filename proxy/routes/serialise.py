@@ -34,7 +34,7 @@ def record_json(record: Session | Reward | PolicyVersion) -> Json:
 
 
 def turn_json(view: TurnView) -> Json:
-    """Return a turn as the API shows it: with its whole prompt."""
+    """Return a turn as the API shows it."""
     shown = {name: getattr(view.turn, name) for name in PUBLIC[Turn]}
     return shown | {
         "messages": view.messages,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,13 +16,19 @@ from proxy.routes.models import NewSessionAnswer, SessionAnswer, SessionPage, Tu
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
-from turnwise.store import experiences, ledger, queries
+from turnwise.store import experiences, ledger, queries, session_changes
 from turnwise.types import Credit, Json, Reward, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
 
 Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
+Prompt = Annotated[
+    Literal["added", "whole"],
+    Query(
+        description="Whether `messages`, `tools` and `prompt_token_ids` are what the turn adds, or the whole prompt."
+    ),
+]
 
 
 class NewSession(BaseModel):
@@ -54,11 +60,19 @@ class Ending(BaseModel):
 
 @router.post("/sessions", responses=says(NewSessionAnswer))
 async def create_session(wanted: NewSession, request: Request, services: Here, principal: Caller) -> Response:
-    """Create a session, or return the one that has this id already."""
+    """Create a session, or change the one that has this id: what can no longer change is 409.
+
+    Fields that are left out stay as they are. An open session takes all of them, until its group is complete; one
+    that is over takes `metadata`.
+    """
     principal.require("create")
     fields = wanted.model_dump()
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
-    live = await services.sessions.open(Session(session_id=session_id, tenant=principal.tenant, **fields))
+    session = Session(session_id=session_id, tenant=principal.tenant, **fields)
+    live = await services.sessions.open(session)
+    given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
+    if any(getattr(live.session, name) != getattr(session, name) for name in given):
+        live.session = await services.writer.do(session_changes.change_session, session, given)
     origin = services.settings.public_url or str(request.base_url)
     return answer(
         {
@@ -114,27 +128,33 @@ async def list_turns(
     principal: Caller,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
+    prompt: Prompt = "added",
 ) -> Response:
-    """List a session's turns in the order of their commits."""
+    """List a session's turns in the order of their commits, each with what it adds to the prompt of its parent.
+
+    `prompt=whole` gives each turn's whole prompt: its size grows with the square of a conversation's length.
+    """
     principal.require("read")
     principal.require_session(session_id)
 
     def read() -> Json:
         with services.database.read() as connection:
-            views, more = queries.turns(connection, principal.tenant, session_id, limit=limit, after=after)
+            views, more = queries.turns(
+                connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=prompt == "whole"
+            )
             return page([turn_json(view) for view in views], more)
 
     return answer(await asyncio.to_thread(read))
 
 
 @router.get("/turns/{turn_id}", responses=says(TurnAnswer))
-async def get_turn(turn_id: Id, services: Here, principal: Caller) -> Response:
-    """Look at one turn, with its whole prompt."""
+async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Prompt = "added") -> Response:
+    """Look at one turn, with what it adds to the prompt of its parent; with `prompt=whole`, with its whole prompt."""
     principal.require("read")
 
     def read() -> Json:
         with services.database.read() as connection:
-            view = queries.turn(connection, principal.tenant, turn_id)
+            view = queries.turn(connection, principal.tenant, turn_id, whole_prompt=prompt == "whole")
             if principal.session_id not in (None, view.turn.session_id):
                 raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
             return turn_json(view)

@@ -23,7 +23,7 @@ import httpx2
 from turnwise import errors
 from turnwise.client import wire
 from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection, step_header
-from turnwise.client.wire import Attempts, Call, RewardFields, SessionFields
+from turnwise.client.wire import Attempts, Call, Prompt, RewardFields, SessionFields
 from turnwise.types import Json
 
 if TYPE_CHECKING:
@@ -129,12 +129,12 @@ class Client(Connection):
         return self._json(wire.write(wire.session_path(session_id, "/end"), body))
 
     def turns(self, session_id: str, **filters: Any) -> Iterator[Json]:
-        """Iterate over a session's turns in order, page by page."""
+        """Iterate over a session's turns in order, page by page; filters are those of `GET /v1/sessions/{id}/turns`."""
         return self._rows(wire.page_of(wire.session_path(session_id, "/turns"), filters), "turn_id")
 
-    def turn(self, turn_id: str) -> Json:
-        """Return one turn's JSON."""
-        return self._json(wire.get(f"/v1/turns/{wire.segment(turn_id)}"))
+    def turn(self, turn_id: str, *, prompt: Prompt = "added") -> Json:
+        """Return one turn's JSON, with what it adds to its parent's prompt or with its whole prompt."""
+        return self._json(wire.get_turn(turn_id, prompt))
 
     def reward(self, value: float, *, session_id: str | None = None, **where: Unpack[RewardFields]) -> int:
         """Add one reward to the ledger; return how many turns it reached."""
@@ -280,12 +280,12 @@ class AsyncClient(Connection):
         return await self._json(wire.write(wire.session_path(session_id, "/end"), body))
 
     def turns(self, session_id: str, **filters: Any) -> AsyncIterator[Json]:
-        """Iterate over a session's turns in order, page by page."""
+        """Iterate over a session's turns in order, page by page; filters are those of `GET /v1/sessions/{id}/turns`."""
         return self._rows(wire.page_of(wire.session_path(session_id, "/turns"), filters), "turn_id")
 
-    async def turn(self, turn_id: str) -> Json:
-        """Return one turn's JSON."""
-        return await self._json(wire.get(f"/v1/turns/{wire.segment(turn_id)}"))
+    async def turn(self, turn_id: str, *, prompt: Prompt = "added") -> Json:
+        """Return one turn's JSON, with what it adds to its parent's prompt or with its whole prompt."""
+        return await self._json(wire.get_turn(turn_id, prompt))
 
     async def reward(self, value: float, *, session_id: str | None = None, **where: Unpack[RewardFields]) -> int:
         """Add one reward to the ledger; return how many turns it reached."""

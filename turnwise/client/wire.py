@@ -11,7 +11,7 @@ import json
 import random
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 from urllib.parse import quote
 
 from turnwise import errors
@@ -30,6 +30,10 @@ READY_POLL_SECONDS = 0.2
 """How often readiness is asked for."""
 RETRY_AFTER_MAX_SECONDS = 120.0
 """A server that asks for more patience than this gets its next call after this much."""
+
+
+Prompt = Literal["added", "whole"]
+"""How much of a turn's prompt its JSON holds: what it adds to its parent's, or all."""
 
 
 class SessionFields(TypedDict, total=False):
@@ -102,6 +106,11 @@ def segment(identifier: str | int) -> str:
 def session_path(session_id: str, suffix: str = "") -> str:
     """Return the control plane's path of a session."""
     return f"/v1/sessions/{segment(session_id)}{suffix}"
+
+
+def get_turn(turn_id: str, prompt: Prompt) -> Call:
+    """Return the read of one turn."""
+    return get(f"/v1/turns/{segment(turn_id)}", prompt=prompt)
 
 
 def create_session(fields: SessionFields) -> Call:

@@ -1,13 +1,14 @@
 """Groups: the sessions that are centred together, and the unit that a trainer claims.
 
-One decision: a group's state changes in the transaction of the session that causes it, so a group is ready at the very
-commit that completes it and no sweep has to find that out. Turns never touch it: they are the hot path.
+A group's state changes in the transaction of the session that causes it, so a group is ready at the commit that
+completes it, without a sweep. Turns never touch groups: they are the hot path.
 """
 
 from __future__ import annotations
 
+import collections
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
 import sqlalchemy as sa
@@ -16,7 +17,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
 from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import insert_ignoring
+from turnwise.store.statements import insert_ignoring, is_among, members
 from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import GroupStatus, Session, utc_now
 
@@ -99,8 +100,25 @@ def _check_joinable(group: StoredRow, session: Session) -> None:
 
 
 def leave(conn: sa.Connection, group_pk: int | None) -> None:
-    """Take back what `join` counted: another transaction created the same session meanwhile."""
+    """Undo `join`; a group without any session goes."""
+    if group_pk is None:
+        return
     conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(num_sessions=groups.c.num_sessions - 1))
+    empty = sa.and_(groups.c.group_pk == group_pk, groups.c.num_sessions == 0)
+    conn.execute(sa.delete(groups).where(empty))
+
+
+def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
+    """Give a group without a size its size.
+
+    Raises:
+        Conflict: the group has another size, or is not open.
+    """
+    group = conn.execute(sa.select(groups).where(groups.c.group_pk == group_pk).with_for_update()).one()
+    _check_joinable(group, session)
+    is_complete = group.num_finished >= (session.group_size or 0)
+    ready = {"status": GroupStatus.READY.value, "ready_at": to_micros(utc_now())} if is_complete else {}
+    conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(group_size=session.group_size, **ready))
 
 
 class Member(Protocol):
@@ -116,34 +134,46 @@ class Member(Protocol):
 
 
 def finish(conn: sa.Connection, finished: Iterable[Member]) -> None:
-    """Count sessions as finished in their groups, and make complete groups ready."""
+    """Count sessions as finished in their groups, and make complete groups ready.
+
+    A group also remembers the oldest policy version among the trainable turns of its finished sessions.
+    """
+    new = [(row.group_pk, row.session_pk) for row in finished if row.group_pk is not None]
+    if not new:
+        return
     instant = to_micros(utc_now())
-    for group_pk, session_pk in sorted((row.group_pk, row.session_pk) for row in finished if row.group_pk is not None):
-        complete = sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.num_finished + 1 >= groups.c.group_size)
-        conn.execute(
-            sa.update(groups)
-            .where(groups.c.group_pk == group_pk)
-            .values(
-                num_finished=groups.c.num_finished + 1,
-                status=sa.case((complete, GroupStatus.READY.value), else_=groups.c.status),
-                ready_at=sa.case((complete, instant), else_=groups.c.ready_at),
-                last_active_at=instant,
-            )
-        )
-        _note_oldest_version(conn, group_pk, session_pk)
+    num_new = collections.Counter(group_pk for group_pk, _ in new)
+    oldest = _oldest_versions(conn, [session_pk for _, session_pk in new])
+    number = sa.bindparam("num_new", type_=sa.Integer)
+    version = sa.bindparam("version", type_=sa.Integer)
+    known = groups.c.policy_version_first
+    complete = sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.num_finished + number >= groups.c.group_size)
+    conn.execute(
+        sa.update(groups)
+        .where(groups.c.group_pk == sa.bindparam("pk"))
+        .values(
+            num_finished=groups.c.num_finished + number,
+            status=sa.case((complete, GroupStatus.READY.value), else_=groups.c.status),
+            ready_at=sa.case((complete, instant), else_=groups.c.ready_at),
+            last_active_at=instant,
+            policy_version_first=sa.case((sa.or_(known.is_(None), known > version), version), else_=known),
+        ),
+        # Always in the same order, so that two writers cannot deadlock.
+        [{"pk": pk, "num_new": num_new[pk], "version": oldest.get(pk)} for pk in sorted(num_new)],
+    )
 
 
-def _note_oldest_version(conn: sa.Connection, group_pk: int, session_pk: int) -> None:
-    """Lower the group's oldest policy version to that of the session's trainable turns, if it has any."""
-    oldest = conn.execute(
-        sa.select(sa.func.min(turns.c.policy_version_first)).where(
-            turns.c.session_pk == session_pk, turns.c.outcome.in_([o.value for o in TRAINABLE_OUTCOMES])
+def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, int]:
+    """Return the oldest policy version among the trainable turns of these sessions, by group."""
+    dialect = conn.dialect.name
+    found = conn.execute(
+        sa.select(sessions.c.group_pk, sa.func.min(turns.c.policy_version_first))
+        .join_from(turns, sessions)
+        .where(
+            is_among(dialect, turns.c.session_pk, "session_pks"),
+            turns.c.outcome.in_([outcome.value for outcome in TRAINABLE_OUTCOMES]),
         )
-    ).scalar_one()
-    if oldest is not None:
-        known = groups.c.policy_version_first
-        conn.execute(
-            sa.update(groups)
-            .where(groups.c.group_pk == group_pk, sa.or_(known.is_(None), known > oldest))
-            .values(policy_version_first=oldest)
-        )
+        .group_by(sessions.c.group_pk),
+        {"session_pks": members(dialect, session_pks)},
+    )
+    return {group_pk: version for group_pk, version in found}  # noqa: C416  a Row is a tuple, but not to the type checker

@@ -7,12 +7,12 @@ expired) and has a reward; the write that makes it so counts it in its group, an
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import functools
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import groups, queries, rows
+from turnwise.store import groups, idempotency, queries, rows
 from turnwise.store.database import to_micros
 from turnwise.store.statements import count_up, fetch_at_once, insert_ignoring, insert_rows, is_among, members
-from turnwise.store.tables import idempotency, rewards, sessions, turns
-from turnwise.types import Outcome, Reward, Session, SessionStatus, Split, Turn, utc_now
+from turnwise.store.tables import rewards, sessions, turns
+from turnwise.types import Outcome, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
 
 
 def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool]:
@@ -124,12 +124,18 @@ def end_session(
 
 
 def expire_idle_sessions(
-    conn: sa.Connection, idle_before: datetime.datetime, now: datetime.datetime | None = None
-) -> list[tuple[str, str]]:
-    """Close the open sessions that nothing happened in since; those with a reward are finished.
+    conn: sa.Connection, idle_before: datetime.datetime, now: datetime.datetime | None = None, *, limit: int = 500
+) -> list[SessionKey]:
+    """Expire open sessions without activity since then; those with a reward are finished.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        idle_before: Sessions whose last activity is older are idle.
+        now: When they expire; by default now.
+        limit: How many at most, so that the transaction stays short.
 
     Returns:
-        Tenant and id of each.
+        Tenant and id of each, those idle longest first.
     """
     idle = conn.execute(
         sa.select(
@@ -140,7 +146,8 @@ def expire_idle_sessions(
             sessions.c.num_rewards,
         )
         .where(sessions.c.status == SessionStatus.OPEN.value, sessions.c.last_active_at < to_micros(idle_before))
-        .order_by(sessions.c.session_pk)
+        .order_by(sessions.c.last_active_at)
+        .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
     if idle:
@@ -178,33 +185,20 @@ def add_rewards(
         return []
     tenant = lines[0].tenant
     if idempotency_key is not None:
-        answer = _claim_key(conn, tenant, idempotency_key, body_digest)
+        answer = idempotency.claim_key(conn, tenant, idempotency_key, body_digest)
         if answer is not None:
             return answer
-    session_ids = [_checked_target(conn, line) for line in lines]
+    session_ids = _checked_targets(conn, tenant, lines)
     locked = _lock_rows(conn, {(tenant, session_id) for session_id in session_ids})
     by_id = {row.session_id: row for row in locked}
-    reached = [_reach(conn, line, by_id[session_id]) for line, session_id in zip(lines, session_ids, strict=True)]
-    pks = [by_id[session_id].session_pk for session_id in session_ids]
-    conn.execute(
-        sa.insert(rewards), [rows.reward_row(line, session_pk) for line, session_pk in zip(lines, pks, strict=True)]
-    )
-    _count_rewards(conn, locked, pks, to_micros(max(line.created_at for line in lines)))
+    targets = [by_id[session_id] for session_id in session_ids]
+    reached = _reached(conn, lines, targets)
+    reward_rows = [rows.reward_row(line, row.session_pk) for line, row in zip(lines, targets, strict=True)]
+    insert_rows(conn, rewards, reward_rows)
+    _count_rewards(conn, locked, targets, to_micros(max(line.created_at for line in lines)))
     if idempotency_key is not None:
-        conn.execute(
-            sa.update(idempotency)
-            .where(idempotency.c.tenant == tenant, idempotency.c.key == idempotency_key)
-            .values(answer=rows.dump(reached))
-        )
+        idempotency.keep_answer(conn, tenant, idempotency_key, reached)
     return reached
-
-
-def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
-    """Drop the answers to reward posts under an `Idempotency-Key` that are older; return how many.
-
-    From then on the same key is a new one: what came under it may be appended again.
-    """
-    return conn.execute(sa.delete(idempotency).where(idempotency.c.created_at < to_micros(before))).rowcount
 
 
 @dataclasses.dataclass(slots=True)
@@ -325,53 +319,69 @@ def _is_replay(
     return holder is not None or (turn.request_key is not None and (session_pk, turn.request_key) in stored_keys)
 
 
-def _claim_key(conn: sa.Connection, tenant: str, key: str, body_digest: bytes) -> list[int] | None:
-    """Take an idempotency key, or return the answer that it was given before."""
-    row = {"tenant": tenant, "key": key, "body_digest": body_digest, "answer": "[]", "created_at": to_micros(utc_now())}
-    if insert_ignoring(conn, idempotency, row):
-        return None
-    known = conn.execute(sa.select(idempotency).where(idempotency.c.tenant == tenant, idempotency.c.key == key)).one()
-    if known.body_digest != body_digest:
-        raise Conflict(f"idempotency key {key!r} was used with another body; use a new key")
-    return [int(reached) for reached in json.loads(known.answer)]
+def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) -> list[str]:
+    """Return the session id of each line's target; one statement for all."""
+    for line in lines:
+        if not math.isfinite(line.value):
+            raise InvalidRequest(f"reward value {line.value!r} is not a finite number", param="value")
+        if line.turn_id is not None and line.step is not None:
+            raise InvalidRequest(
+                f"a reward is for turn {line.turn_id!r} or for step {line.step!r}, not both", param="step"
+            )
+    holders = queries.sessions_of_turns(conn, tenant, {line.turn_id for line in lines if line.turn_id is not None})
+    return [line.session_id if line.turn_id is None else _holder(line, holders) for line in lines]
 
 
-def _checked_target(conn: sa.Connection, line: Reward) -> str:
-    """Return the session id that the line is for."""
-    if not math.isfinite(line.value):
-        raise InvalidRequest(f"reward value {line.value!r} is not a finite number", param="value")
-    if line.turn_id is None:
-        return line.session_id
-    if line.step is not None:
-        raise InvalidRequest(f"a reward is for turn {line.turn_id!r} or for step {line.step!r}, not both", param="step")
-    session_id = queries.session_of_turn(conn, line.tenant, line.turn_id)
+def _holder(line: Reward, holders: Mapping[str, str]) -> str:
+    """Return the session id of the turn that a line is for."""
+    session_id = holders.get(line.turn_id or "")
     if session_id is None or line.session_id not in ("", session_id):
         where = f" in session {line.session_id!r}" if line.session_id else ""
         raise NotFound(f"there is no turn {line.turn_id!r}{where}", param="turn_id")
     return session_id
 
 
-def _reach(conn: sa.Connection, line: Reward, row: _LockedSession) -> int:
-    """Return how many turns the line is for."""
-    if line.turn_id is not None:
-        return 1
-    if line.step is None:
-        return int(row.num_turns)
-    of_step = sa.select(sa.func.count()).where(turns.c.session_pk == row.session_pk, turns.c.step == line.step)
-    reached = conn.execute(of_step).scalar_one()
-    if reached == 0:
-        raise NotFound(f"session {line.session_id!r} has no turn in step {line.step!r}", param="step")
-    return int(reached)
+def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[_LockedSession]) -> list[int]:
+    """Return how many turns each line is for; the turns of steps are counted by one statement."""
+    pks = {row.session_pk for line, row in zip(lines, targets, strict=True) if line.step is not None}
+    steps = {line.step for line in lines if line.step is not None}
+    turns_in: dict[tuple[int, int], int] = {}
+    if pks:
+        dialect = conn.dialect.name
+        names = {"session_pks": members(dialect, pks), "steps": members(dialect, steps)}
+        counted = fetch_at_once(conn, _count_steps(dialect), names)
+        turns_in = {(session_pk, step): number for session_pk, step, number in counted}
+    reached = []
+    for line, row in zip(lines, targets, strict=True):
+        if line.step is None:
+            reached.append(1 if line.turn_id is not None else row.num_turns)
+            continue
+        if (row.session_pk, line.step) not in turns_in:
+            raise NotFound(f"session {line.session_id!r} has no turn in step {line.step!r}", param="step")
+        reached.append(turns_in[row.session_pk, line.step])
+    return reached
 
 
-def _count_rewards(conn: sa.Connection, locked: Iterable[_LockedSession], pks: Sequence[int], instant: int) -> None:
+@functools.cache
+def _count_steps(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    return (
+        sa.select(turns.c.session_pk, turns.c.step, sa.func.count().label("number"))
+        .where(is_among(dialect, turns.c.session_pk, "session_pks"), is_among(dialect, turns.c.step, "steps"))
+        .group_by(turns.c.session_pk, turns.c.step)
+    )
+
+
+def _count_rewards(
+    conn: sa.Connection, locked: Sequence[_LockedSession], targets: Iterable[_LockedSession], instant: int
+) -> None:
     """Count new lines in their sessions, and finish those that are over and had none."""
-    for row in locked:
-        conn.execute(
-            sa.update(sessions)
-            .where(sessions.c.session_pk == row.session_pk)
-            .values(num_rewards=sessions.c.num_rewards + pks.count(row.session_pk), last_active_at=instant)
-        )
+    new_lines = collections.Counter(row.session_pk for row in targets)
+    conn.execute(
+        sa.update(sessions)
+        .where(sessions.c.session_pk == sa.bindparam("pk"))
+        .values(num_rewards=sessions.c.num_rewards + sa.bindparam("new_lines"), last_active_at=instant),
+        [{"pk": row.session_pk, "new_lines": new_lines[row.session_pk]} for row in locked],
+    )
     groups.finish(conn, [row for row in locked if row.status != SessionStatus.OPEN and row.num_rewards == 0])
 
 

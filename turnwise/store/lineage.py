@@ -1,15 +1,14 @@
-"""Stored turns with what lies before them: whole prompts, rebuilt through the parents.
+"""Stored turns with their whole prompts, rebuilt through their parents.
 
-One decision: a session is read with one statement and rebuilt in one pass in order of `seq` (parents come before
-children), so the work is linear in its turns; a single turn finds its ancestors by a recursive query.
+A session is read with one statement and rebuilt in one pass in order of `seq` (parents come before children), so the
+work is linear in its turns; a single turn finds its ancestors by a recursive query.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import sqlalchemy as sa
@@ -21,15 +20,15 @@ from turnwise.types import Json, Reward, TokenIds, Turn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnView:
-    """A turn as a reader wants it: with its whole prompt and its rewards."""
+    """A turn with its rewards, and with its whole prompt or what it adds to its parent's."""
 
     turn: Turn
     messages: list[Json]
-    """The whole prompt's messages, from the root on."""
+    """The prompt's messages: all of them from the root on, or those that the turn adds."""
     tools: list[Json] | None
-    """The tools of its chain."""
+    """The tools of its chain; None where only what the turn adds was read, except at a root."""
     prompt_token_ids: TokenIds
-    """The whole prompt. [P]"""
+    """The whole prompt [P], or what the turn adds to it."""
     rewards: tuple[Reward, ...]
     """Lines for this turn or its step, in order of arrival; those for the whole session are not here."""
 
@@ -75,6 +74,37 @@ def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenI
     return np.concatenate([rows.ids_from_blob(blob) for row in found for blob in row])
 
 
+def turns_between(conn: sa.Connection, session_pk: int, first: int, end: int) -> list[Turn]:
+    """Return the turns of a session with `first` ≤ `seq` < `end`, in order."""
+    wanted = _SELECT_TURNS.where(turns.c.session_pk == session_pk, turns.c.seq >= first, turns.c.seq < end)
+    return [rows.TURNS.record(row) for row in conn.execute(wanted.order_by(turns.c.seq))]
+
+
+def turn_by_id(conn: sa.Connection, turn_id: str) -> Turn:
+    """Return a stored turn."""
+    return rows.TURNS.record(conn.execute(_SELECT_TURNS.where(turns.c.turn_id == turn_id)).one())
+
+
+def added_views(found: Sequence[Turn], lines: Iterable[Reward]) -> list[TurnView]:
+    """Return each turn with what it adds to its parent's prompt.
+
+    Args:
+        found: Turns of one session.
+        lines: The session's reward lines in order of arrival.
+    """
+    rewards_for = _by_target(lines)
+    return [
+        TurnView(
+            turn=turn,
+            messages=turn.messages,
+            tools=turn.tools,
+            prompt_token_ids=turn.prompt_delta,
+            rewards=_lines_of(turn, rewards_for),
+        )
+        for turn in found
+    ]
+
+
 def turn_views(turns_in_order: Sequence[Turn], lines: Iterable[Reward]) -> list[TurnView]:
     """Return each turn with its whole prompt.
 
@@ -82,21 +112,32 @@ def turn_views(turns_in_order: Sequence[Turn], lines: Iterable[Reward]) -> list[
         turns_in_order: Turns of one session in order of `seq`, with all their ancestors.
         lines: The session's reward lines in order of arrival.
     """
-    for_turn: dict[Any, list[Reward]] = defaultdict(list)
-    for reward in lines:
-        for_turn[reward.turn_id if reward.turn_id is not None else reward.step].append(reward)
+    rewards_for = _by_target(lines)
     views: dict[str, TurnView] = {}
     for turn in turns_in_order:
         parent = views[turn.parent_turn_id] if turn.parent_turn_id is not None else None
-        own = sorted(for_turn[turn.turn_id] + for_turn[turn.step], key=lambda reward: reward.reward_id or 0)
         views[turn.turn_id] = TurnView(
             turn=turn,
             messages=[*_whole_messages(parent), *turn.messages],
             tools=parent.tools if parent else turn.tools,
             prompt_token_ids=np.concatenate([_whole_tokens(parent), turn.prompt_delta]),
-            rewards=tuple(own),
+            rewards=_lines_of(turn, rewards_for),
         )
     return list(views.values())
+
+
+def _by_target(lines: Iterable[Reward]) -> Mapping[str | int | None, list[Reward]]:
+    """Return the lines by their turn or step."""
+    by_target: dict[str | int | None, list[Reward]] = defaultdict(list)
+    for line in lines:
+        by_target[line.turn_id if line.turn_id is not None else line.step].append(line)
+    return by_target
+
+
+def _lines_of(turn: Turn, by_target: Mapping[str | int | None, list[Reward]]) -> tuple[Reward, ...]:
+    """Return the lines for a turn and for its step, in order of arrival."""
+    own = [*by_target.get(turn.turn_id, ()), *by_target.get(turn.step, ())]
+    return tuple(sorted(own, key=lambda line: line.reward_id or 0))
 
 
 def _whole_messages(view: TurnView | None) -> list[Json]:

@@ -7,7 +7,9 @@ ledger on every read, so late rewards and another credit policy take effect at o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -16,6 +18,7 @@ from turnwise.errors import NotFound
 from turnwise.store import lineage, rows, tables
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TurnView
+from turnwise.store.statements import fetch_at_once, is_among, members
 from turnwise.types import Credit, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
 
 
@@ -58,6 +61,15 @@ def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
     return _sessions(conn, [_session_row(conn, tenant, session_id)])[0]
 
 
+def lock_session(conn: sa.Connection, tenant: str, session_id: str) -> rows.StoredRow:
+    """Return a session's row, locked until the transaction ends.
+
+    Raises:
+        NotFound: no such session.
+    """
+    return _session_row(conn, tenant, session_id, lock=True)
+
+
 def sessions(
     conn: sa.Connection, wanted: SessionFilter, *, limit: int = 100, after: str | None = None
 ) -> tuple[list[Session], bool]:
@@ -80,19 +92,28 @@ def sessions(
     return _sessions(conn, page[:limit]), len(page) > limit
 
 
-def turn(conn: sa.Connection, tenant: str, turn_id: str) -> TurnView:
-    """Return a turn with its whole prompt and its rewards.
+def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool = True) -> TurnView:
+    """Return a turn with its rewards, and with its whole prompt or what it adds to its parent's.
 
     Raises:
         NotFound: no such turn.
     """
     session_pk = _session_pk_of_turn(conn, turn_id, tenant)
+    if not whole_prompt:
+        found = [lineage.turn_by_id(conn, turn_id)]
+        return lineage.added_views(found, lineage.rewards_of(conn, [session_pk])[session_pk])[0]
     line = lineage.with_ancestors(conn, session_pk, tables.turns.c.turn_id == turn_id)
     return lineage.turn_views(line, lineage.rewards_of(conn, [session_pk])[session_pk])[-1]
 
 
 def turns(
-    conn: sa.Connection, tenant: str, session_id: str, *, limit: int | None = 100, after: str | int | None = None
+    conn: sa.Connection,
+    tenant: str,
+    session_id: str,
+    *,
+    limit: int | None = 100,
+    after: str | int | None = None,
+    whole_prompt: bool = True,
 ) -> tuple[list[TurnView], bool]:
     """Return a session's turns in order; and whether there are more.
 
@@ -101,7 +122,8 @@ def turns(
         tenant: Whose session.
         session_id: Which session.
         limit: How many at most; None for all.
-        after: Only turns behind this one: its turn id or its `seq`.
+        after: Only turns after this one: its turn id or its `seq`.
+        whole_prompt: Whether each turn comes with its whole prompt, or with what it adds to its parent's.
 
     Raises:
         NotFound: no such session, or no turn `after` in it.
@@ -112,8 +134,12 @@ def turns(
         first = 1 + (after if isinstance(after, int) else _seq_of(conn, held.session_pk, after))
     end = held.num_turns if limit is None else min(first + limit, held.num_turns)
     seq = tables.turns.c.seq
+    lines = lineage.rewards_of(conn, [held.session_pk])[held.session_pk]
+    if not whole_prompt:
+        found = lineage.turns_between(conn, held.session_pk, first, end)
+        return lineage.added_views(found, lines), end < held.num_turns
     line = lineage.with_ancestors(conn, held.session_pk, seq >= first, seq < end)
-    views = lineage.turn_views(line, lineage.rewards_of(conn, [held.session_pk])[held.session_pk])
+    views = lineage.turn_views(line, lines)
     return [view for view in views if view.turn.seq >= first], end < held.num_turns
 
 
@@ -124,6 +150,26 @@ def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str) -> str | Non
         .join_from(tables.turns, tables.sessions)
         .where(tables.turns.c.turn_id == turn_id, tables.sessions.c.tenant == tenant)
     ).scalar_one_or_none()
+
+
+def sessions_of_turns(conn: sa.Connection, tenant: str, turn_ids: Collection[str]) -> dict[str, str]:
+    """Return the session id of each of these turns that this tenant has."""
+    if not turn_ids:
+        return {}
+    dialect = conn.dialect.name
+    names = {"turn_ids": members(dialect, turn_ids), "tenant": tenant}
+    return dict(fetch_at_once(conn, _select_sessions_of_turns(dialect), names))
+
+
+@functools.cache
+def _select_sessions_of_turns(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    return (
+        sa.select(tables.turns.c.turn_id, tables.sessions.c.session_id)
+        .join_from(tables.turns, tables.sessions)
+        .where(
+            is_among(dialect, tables.turns.c.turn_id, "turn_ids"), tables.sessions.c.tenant == sa.bindparam("tenant")
+        )
+    )
 
 
 def session_of_conversation(conn: sa.Connection, tenant: str, key_id: str, digests: Sequence[bytes]) -> str | None:
@@ -257,10 +303,11 @@ def _by_status(conn: sa.Connection, table: sa.Table, tenant: str | None) -> dict
     return {status: count for status, count in found}  # noqa: C416  a Row is a tuple, but not to the type checker
 
 
-def _session_row(conn: sa.Connection, tenant: str, session_id: str) -> rows.StoredRow:
-    row = conn.execute(
-        sa.select(tables.sessions).where(tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
-    ).one_or_none()
+def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow:
+    found = sa.select(tables.sessions).where(
+        tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id
+    )
+    row = conn.execute(found.with_for_update() if lock else found).one_or_none()
     if row is None:
         raise NotFound(f"there is no session {session_id!r}", param="session_id")
     return row

@@ -13,7 +13,7 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -56,6 +56,10 @@ def _storable(text: str) -> str:
     if text.isascii() and "\0" not in text:
         return text
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+
+
+def _as_is(value: Any) -> Any:
+    return value
 
 
 def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
@@ -109,6 +113,11 @@ class RowFormat(Generic[R]):
                 row[name] = encode(row[name])
         return row | extra
 
+    def values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return some of a record's fields as columns."""
+        encoders = dict(self._encoders)
+        return {name: encoders.get(name, _as_is)(value) for name, value in fields.items() if name in self._stored}
+
     def record(self, row: StoredRow, **extra: Any) -> R:
         """Return a row as a record, with the fields that are no columns."""
         fields = dict(zip(self._read, self._columns_of(row), strict=True))
@@ -143,6 +152,11 @@ def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:
 def session_from_row(row: StoredRow, reward: float | None) -> Session:
     """Return a stored session; its reward is computed from its reward lines."""
     return _SESSIONS.record(row, reward=reward)
+
+
+def session_values(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return some of a session's fields as columns."""
+    return _SESSIONS.values(fields)
 
 
 def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:

@@ -193,11 +193,11 @@ class ModelWrapper:
 
     def _sampled(self, completion: ChatCompletion | Completion) -> list[Experience]:
         turn_ids = choice_ids(completion.id, len(completion.choices))
-        return [experience_of_turn(self.client.turn(turn_id)) for turn_id in turn_ids]
+        return [experience_of_turn(self.client.turn(turn_id, prompt="whole")) for turn_id in turn_ids]
 
     async def _sampled_async(self, completion: ChatCompletion | Completion) -> list[Experience]:
         turn_ids = choice_ids(completion.id, len(completion.choices))
-        return [experience_of_turn(await self.async_client.turn(turn_id)) for turn_id in turn_ids]
+        return [experience_of_turn(await self.async_client.turn(turn_id, prompt="whole")) for turn_id in turn_ids]
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """Return what was sampled in this session since the last extraction that cleared it, in order.
@@ -207,7 +207,7 @@ class ModelWrapper:
         """
         since = self._since()
         try:
-            turns = list(self.client.turns(self.session_id, **since))
+            turns = list(self.client.turns(self.session_id, prompt="whole", **since))
         except NotFound:  # nothing was sampled yet, and nobody opened the session
             turns = []
         return self._remembered(turns, clear_history)
@@ -220,7 +220,7 @@ class ModelWrapper:
         """
         since = self._since()
         try:
-            turns = [turn async for turn in self.async_client.turns(self.session_id, **since)]
+            turns = [turn async for turn in self.async_client.turns(self.session_id, prompt="whole", **since)]
         except NotFound:  # nothing was sampled yet, and nobody opened the session
             turns = []
         return self._remembered(turns, clear_history)

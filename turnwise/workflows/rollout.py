@@ -140,7 +140,7 @@ class SessionRolloutEngine(RolloutEngine):
         defaults = self.val_sampling_params if self.validate else self.sampling_params
         model = self.model or await self.client.served_model()
         completion = await self._complete(session, {"model": model, **defaults, **kwargs, "messages": messages})
-        return model_output(completion, await self.client.turn(completion.id))
+        return model_output(completion, await self.client.turn(completion.id, prompt="whole"))
 
     async def _session_named(self, application_id: str | None) -> AsyncSessionHandle:
         if not application_id:

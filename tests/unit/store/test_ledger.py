@@ -6,13 +6,14 @@ import dataclasses
 import datetime
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import groups, ledger, policies, queries
+from turnwise.store import groups, idempotency, ledger, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import Credit, Outcome, PolicyStatus, PolicyVersion, Reward, Session, SessionStatus, Split, utc_now
 
@@ -423,9 +424,47 @@ def test_answers_are_forgotten_by_their_age(database: Database) -> None:
     lines = [Reward(session_id="s", value=1)]
     with database.write() as connection:
         ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a")
-        assert ledger.forget_answers(connection, utc_now() - HOUR) == 0
+        assert idempotency.forget_answers(connection, utc_now() - HOUR) == 0
         assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"a") == [1]
         assert queries.counts(connection).num_rewards == 1
-        assert ledger.forget_answers(connection, utc_now() + HOUR) == 1
+        assert idempotency.forget_answers(connection, utc_now() + HOUR) == 1
         ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"b")
         assert queries.counts(connection).num_rewards == 2
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+def test_many_reward_lines_take_few_statements(database: Database) -> None:
+    """A thousand lines for turns, steps and sessions that are over: the statements do not grow with the lines."""
+    for number in range(4):
+        add_session(database, f"s{number}", turns=2, group_id="g", group_size=4)
+        with database.write() as connection:
+            ledger.end_session(connection, "default", f"s{number}")
+
+    def statements(num_lines: int) -> int:
+        targets: list[dict[str, Any]] = [{"turn_id": "s1-t1", "session_id": ""}, {"step": 1}, {}]
+        lines = [
+            Reward(**{"session_id": f"s{n % 4}", "value": 1.0, "name": str(n), **targets[n % 3]})
+            for n in range(num_lines)
+        ]
+        traced: list[str] = []
+        with database.write() as connection:
+            driver_connection = connection.connection.driver_connection
+            driver_connection.set_trace_callback(traced.append)
+            assert ledger.add_rewards(connection, lines)[:3] == [1, 1, 2]
+            driver_connection.set_trace_callback(None)
+        return len(traced)
+
+    assert statements(1000) <= statements(32) + 1000 // 32 + 2  # rows are inserted 32 at a time
+    with database.read() as connection:
+        assert queries.counts(connection).groups == {"ready": 1}
+        assert queries.counts(connection).num_rewards == 1032
+
+
+def test_idle_sessions_expire_some_at_a_time(database: Database) -> None:
+    for number in range(5):
+        add_session(database, f"s{number}")
+    later = utc_now() + HOUR
+    with database.write() as connection:
+        assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 3
+    with database.write() as connection:
+        assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 2

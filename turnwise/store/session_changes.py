@@ -1,0 +1,76 @@
+"""Changes to a session that exists: what its creator asks for after the first call opened it.
+
+Everything that training reads may change while the session is open and its group takes sessions; metadata may change
+at any time. What can no longer change is a conflict, and then nothing changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import sqlalchemy as sa
+
+from turnwise.errors import Conflict
+from turnwise.store import groups, queries, rows
+from turnwise.store.tables import sessions
+from turnwise.types import Session, SessionStatus, Split
+
+CHANGEABLE = ("task_id", "run", "group_id", "group_size", "split", "credit", "gamma", "sampling", "metadata")
+"""Fields that a second creation of a session may give."""
+_GROUPING = frozenset({"group_id", "group_size", "split"})
+
+
+def change_session(conn: sa.Connection, wanted: Session, given: Collection[str]) -> Session:
+    """Apply the given fields to the stored session of this tenant and id; return it.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        wanted: The session with the fields as its creator asks for them.
+        given: Which of its fields were asked for; the others stay.
+
+    Raises:
+        NotFound: no such session.
+        Conflict: a field that can no longer change.
+    """
+    row = queries.lock_session(conn, wanted.tenant, wanted.session_id)
+    stored = rows.session_from_row(row, None)
+    changes = {name: getattr(wanted, name) for name in CHANGEABLE if name in given}
+    changes = {name: value for name, value in changes.items() if value != getattr(stored, name)}
+    if not changes:
+        return queries.session(conn, wanted.tenant, wanted.session_id)
+    if stored.status is not SessionStatus.OPEN:
+        _refuse(changes.keys() - {"metadata"}, stored, f"it is {stored.status.value}")
+    values: dict[str, Any] = rows.session_values(changes)
+    if _GROUPING & changes.keys():
+        values["group_pk"] = _regroup(conn, row.group_pk, stored, dataclasses.replace(stored, **changes))
+    conn.execute(sa.update(sessions).where(sessions.c.session_pk == row.session_pk).values(**values))
+    if row.group_pk is not None and values.get("group_pk", row.group_pk) != row.group_pk:
+        groups.leave(conn, row.group_pk)
+    return queries.session(conn, wanted.tenant, wanted.session_id)
+
+
+def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed: Session) -> int | None:
+    """Return the key of the group that the session is in after the change."""
+    if stored.group_id is not None and changed.group_id != stored.group_id:
+        _refuse({"group_id"}, stored, f"it is in group {stored.group_id!r}")
+    if changed.group_size is not None and changed.group_id is None:
+        _refuse({"group_size"}, stored, "it has no group_id to say which group")
+    if changed.split is Split.EVAL:
+        return None
+    if group_pk is None or changed.group_id != stored.group_id:
+        return groups.join(conn, changed)
+    if changed.group_size is not None:
+        groups.set_size(conn, group_pk, changed)
+    return group_pk
+
+
+def _refuse(fields: Collection[str], session: Session, reason: str) -> None:
+    """Raise a conflict that names the fields, if there are any."""
+    if fields:
+        names = ", ".join(f"`{name}`" for name in sorted(fields))
+        raise Conflict(
+            f"session {session.session_id!r} exists and its {names} can no longer change: {reason}; create another",
+            param=min(fields),
+        )
