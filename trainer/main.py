@@ -1,12 +1,13 @@
-"""The trainer process: builds the workflow, learns until it is told to stop, and leaves nothing behind.
+"""The trainer process: it builds the workflow and trains until a signal or the configured end.
 
-A signal only closes the source. A batch that is under way is finished and committed, a batch that is not
-there yet is not waited for, so a stop costs at most one batch's time and loses no work.
+A signal only closes the source: the batch in progress is finished and committed, and no further batch is waited for.
+So a stop takes at most the time of one batch and loses no work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import signal
 from collections.abc import Iterator
@@ -14,26 +15,28 @@ from types import FrameType
 
 import torch
 
-from trainer.loop.workflows import OnPolicyWorkflow, RLWorkflow
+from trainer.loop.base import RLWorkflow
+from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import leave_world
-from trainer.recorders import ProgressLine, Recorder, TensorBoard, WeightsAndBiases
+from trainer.recorders import ProgressLine, Recorder, TensorBoard, WeightsAndBiases, check_packages
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
+from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
 
 
 def run(settings: TrainerSettings) -> int:
-    """Train as the settings say; return the exit status.
+    """Train under these settings; return the exit status.
 
     Raises:
         TurnwiseError: the trainer cannot start or go on.
     """
-    if not settings.model:
-        raise SettingsError("no model: set model in [trainer], TURNWISE_TRAINER_MODEL, or --model")
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     try:
+        check_startable(settings)
         workflow = _workflow_class(settings).build_from_config(
             settings, enable_multi_devices=settings.multi_devices, enable_jit=settings.compile
         )
@@ -44,6 +47,21 @@ def run(settings: TrainerSettings) -> int:
         leave_world()
     log.info("stopped after batch %d at policy version %d", state.progress.num_batches, state.progress.policy_version)
     return 0
+
+
+def check_startable(settings: TrainerSettings) -> None:
+    """Check what would stop a start, before anything is loaded or started.
+
+    Raises:
+        SettingsError: A setting is missing, two do not fit together, or a package is not installed.
+    """
+    if not settings.model:
+        raise SettingsError("no model: set model in [trainer], TURNWISE_TRAINER_MODEL, or --model")
+    if settings.schedule != "constant" and settings.total_batches is None:
+        raise SettingsError(f"schedule={settings.schedule!r} needs total_batches: set it, or use schedule='constant'")
+    if settings.kind is PolicyKind.LORA and importlib.util.find_spec("peft") is None:
+        raise SettingsError("kind='lora' needs the package 'peft', which is not installed: run `pip install peft`")
+    check_packages(settings.tensorboard_dir, settings.wandb_project)
 
 
 def _workflow_class(settings: TrainerSettings) -> type[RLWorkflow]:
@@ -67,7 +85,7 @@ def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
 
 @contextlib.contextmanager
 def _stopped_by_signals(workflow: RLWorkflow) -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the loop after the batch that is under way."""
+    """Let SIGTERM and SIGINT end the loop after the batch in progress."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         log.info("stopping after this batch (%s)", signal.Signals(number).name)

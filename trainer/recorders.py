@@ -1,4 +1,4 @@
-"""Where gauges go: JSON Lines always; a terminal line, TensorBoard and W&B when asked for.
+"""Where gauges go: always to JSON Lines; to the log, TensorBoard and W&B when the settings ask for them.
 
 A recorder takes plain numbers by name and a count, so a new one is three short methods, and the
 libraries behind the optional ones are imported only when they are used.
@@ -6,15 +6,17 @@ libraries behind the optional ones are imported only when they are used.
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.errors import SettingsError
 from turnwise.types import utc_now
+
+log = logging.getLogger(__name__)
 
 Scalars = Mapping[str, Any]
 
@@ -68,31 +70,27 @@ class JsonLines:
 
 
 class ProgressLine:
-    """One line on the terminal a batch."""
+    """One log line a batch: its version, reward, groups and seconds, then its most important gauges."""
 
-    SHOWN = (
-        "policy_version",
-        "reward_mean",
-        "staleness_mean",
-        "entropy",
-        "kl",
-        "clip_fraction",
-        "grad_norm",
-        "seconds",
-    )
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(file=sys.stderr, highlight=False)
+    GAUGES = ("entropy", "kl", "clip_fraction", "grad_norm", "staleness_mean")
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Print the batch's most telling gauges."""
-        shown = [f"{name} [bold]{_short(scalars[name])}[/]" for name in self.SHOWN if scalars.get(name) is not None]
-        if scalars.get("refused"):
-            shown.append(f"[red]refused: {scalars['refused']}[/]")
-        if shown:
-            self._console.print(f"batch {step}  " + "  ".join(shown))
+        """Log the batch; optimizer steps are not logged, evaluations are."""
+        if "eval/reward_mean" in scalars:
+            log.info("evaluation after batch %d: %s", step, _named(scalars, list(scalars)))
+        if "num_groups" not in scalars:
+            return
+        trained = scalars["num_groups"] - scalars.get("num_refused_groups", 0)
+        log.info(
+            "batch %d: version %s, reward %s, %d of %d groups trained, %s s; %s",
+            step,
+            scalars.get("policy_version"),
+            _short(scalars.get("reward_mean")),
+            trained,
+            scalars["num_groups"],
+            _short(scalars.get("seconds", 0.0)),
+            _named(scalars, self.GAUGES),
+        )
 
     def close(self) -> None:
         """Nothing is held."""
@@ -106,8 +104,8 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path) -> None:
-        with _needing("tensorboard", "tensorboard_dir"):
-            from torch.utils.tensorboard import SummaryWriter
+        check_packages(directory, None)
+        from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(directory))
 
@@ -129,8 +127,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str, config: Mapping[str, Any]) -> None:
-        with _needing("wandb", "wandb_project"):
-            import wandb
+        check_packages(None, project)
+        import wandb
 
         self._run: Any = wandb.init(project=project, config=dict(config))
         # Without axes of their own, the optimizer steps of a batch would overwrite each other and the batch.
@@ -157,13 +155,23 @@ def _numbers(scalars: Scalars) -> dict[str, float]:
     }
 
 
-@contextlib.contextmanager
-def _needing(package: str, setting: str) -> Iterator[None]:
-    """Say what to do when an optional package is missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise SettingsError(f"{setting} needs {package}, which is not installed; pip install {package}") from error
+def check_packages(tensorboard_dir: Path | None, wandb_project: str | None) -> None:
+    """Check that the packages of the recorders that were asked for are installed.
+
+    Raises:
+        SettingsError: One is missing.
+    """
+    wanted = {"tensorboard": ("tensorboard_dir", tensorboard_dir), "wandb": ("wandb_project", wandb_project)}
+    for package, (setting, value) in wanted.items():
+        if value is not None and importlib.util.find_spec(package) is None:
+            raise SettingsError(
+                f"{setting} needs the package {package!r}, which is not installed: run `pip install {package}`, or "
+                f"leave {setting} out"
+            )
+
+
+def _named(scalars: Scalars, names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {_short(scalars[name])}" for name in names if scalars.get(name) is not None)
 
 
 def _short(value: object) -> str:

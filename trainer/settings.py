@@ -38,8 +38,6 @@ class TrainerSettings(SourceRule, OptimizerRule, AdvantageRule, AgentRule, Polic
 
     sft_min_reward: float = 1.0
     """Behaviour cloning (`sft`) trains on sessions with at least this reward."""
-    max_staleness: int = Field(default=2, ge=0)
-    """Groups with a turn that is older than this many versions are dropped; 0 is strictly on policy."""
 
     buffer_groups: int = Field(default=512, ge=1)
     """Off policy: groups that the replay buffer holds; the oldest ones leave first."""
@@ -58,7 +56,10 @@ class TrainerSettings(SourceRule, OptimizerRule, AdvantageRule, AgentRule, Polic
 
     log_path: Path | None = None
     """JSON Lines, one line a batch and one an optimizer step; None: `trainer.jsonl` in `policies_dir`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True
-    """Print one line a batch on the terminal."""
+    """Log one line a batch: version, reward, groups, seconds and gauges."""
     tensorboard_dir: Path | None = None
+    """Write TensorBoard event files there; needs the package `tensorboard`."""
     wandb_project: str | None = None
+    """Log to this project of Weights & Biases; needs the package `wandb`."""

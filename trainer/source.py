@@ -1,7 +1,7 @@
-"""The ledger as the trainer's environment: it gives finished, rewarded groups and takes acks.
+"""The ledger as the trainer's environment: it hands out finished, rewarded groups and takes acks.
 
-What is handed out is a lease, kept alive by a thread for as long as the trainer works on it. So a trainer
-that hangs or dies gives its groups up by itself, and one that comes back under the same name takes them up at once.
+A claimed batch is a lease, which a thread renews while the trainer works on it. A trainer that hangs or dies loses its
+groups without further action, and one that restarts under the same name takes them over at once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Literal, Protocol
 
 from pydantic import Field
 
+from trainer.pacing import Look, PacingRule, Position, Rewind, WaitingLog, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
-from turnwise.settings import Settings
 from turnwise.store import claims, experiences, groups, policies, queries
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
@@ -26,7 +26,7 @@ from turnwise.types import Experience, GroupKey, PolicyVersion, UpdateRecord
 log = logging.getLogger(__name__)
 
 
-class SourceRule(Settings):
+class SourceRule(PacingRule):
     """When a batch is complete, and how long it is held."""
 
     trainer_id: str = "trainer"
@@ -36,11 +36,13 @@ class SourceRule(Settings):
     """Groups of a whole batch."""
     wait_seconds: float | None = 60.0
     """How long to wait for a whole batch once a group is ready; then a smaller batch is trained. None has no limit."""
+    first_wait_seconds: float = Field(default=5.0, ge=0)
+    """The same for the first batch of a run, where it is shorter than `wait_seconds`."""
     lease_seconds: float = Field(default=60.0, gt=0, le=LONGEST_LEASE_SECONDS)
     """How long a claim lasts without renewal. The trainer renews it while it works."""
     poll_seconds: float = Field(default=0.5, gt=0)
     """Longest pause between two queries for ready groups."""
-    stalled_seconds: float | None = None
+    stalled_seconds: float | None = 900.0
     """Close a group without activity for this long; None leaves it open."""
     stalled_policy: Literal["train", "drop"] = "train"
     """Train a stalled group without its missing sessions, or drop it."""
@@ -50,18 +52,23 @@ class SourceRule(Settings):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedBatch:
-    """Groups that are ours until they are acked."""
+    """Groups that this trainer holds until they are acked."""
 
     claim: claims.Claim
     experiences: Sequence[Experience]
     waited_seconds: float
+    """From the call of `next_batch` to the claim."""
+    held_seconds: float = 0.0
+    """The part of it in which the trainer waited for sessions of older versions, or for the pinned version."""
+    pinned: int | None = None
+    """The version that was pinned at the claim."""
 
 
 class Source(Protocol):
     """Where a workflow gets its experiences: what `env` must be."""
 
-    def next_batch(self, min_policy_version: int) -> ClaimedBatch | None:
-        """Wait for a batch; None after `close`."""
+    def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
+        """Wait for a batch, or for the request to go on from another version; None after `close`."""
 
     def ack(
         self, batch: ClaimedBatch, update: UpdateRecord, policy: PolicyVersion | None, refused: dict[GroupKey, str]
@@ -69,10 +76,10 @@ class Source(Protocol):
         """Finish a batch, durably; False when this update was committed before."""
 
     def open(self, base: PolicyVersion) -> None:
-        """Take up what an earlier process held, and announce version 0 unless a version is known already."""
+        """Take over what an earlier process held, and publish version 0 in an empty ledger."""
 
     def last_update(self) -> UpdateRecord | None:
-        """Return what was committed last."""
+        """Return the update that was committed last."""
 
     def newest_version(self) -> int:
         """Return the highest version that was ever published."""
@@ -84,7 +91,7 @@ class Source(Protocol):
         """Let `next_batch` return None; safe in a signal handler."""
 
     def close(self) -> None:
-        """Stop waiting and give back what is held."""
+        """Stop waiting and release what is held."""
 
 
 class LedgerSource:
@@ -96,34 +103,41 @@ class LedgerSource:
         self._closed = threading.Event()
         self._lease: _Lease | None = None
 
-    def next_batch(self, min_policy_version: int) -> ClaimedBatch | None:
+    def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`.
 
         Args:
-            min_policy_version: Groups with an older turn are dropped as stale.
+            at: The trainer's version, and the oldest version that it still trains.
         """
-        started = time.monotonic()
-        while self._wait_until_ready():
+        started, waiting = time.monotonic(), WaitingLog(self._rule.groups_per_batch)
+        while True:
+            ready = self._wait_until_ready(at, waiting)
+            if not ready or isinstance(ready, Rewind):
+                return ready or None
             claim = claims.claim(
                 self._db,
                 self._rule.trainer_id,
                 max_groups=self._rule.groups_per_batch,
                 lease_seconds=self._rule.lease_seconds,
-                min_policy_version=min_policy_version,
+                min_policy_version=at.min_policy_version,
             )
             if claim is None:
                 continue
-            if claim.num_stale:
-                log.warning("dropped %d groups older than policy version %d", claim.num_stale, min_policy_version)
             self._lease = _Lease(self._db, claim, self._rule.lease_seconds)
             with self._db.read() as conn:
+                pinned = policies.pinned_version(conn)
                 found = list(
                     experiences.experiences_of_groups(
                         conn, claim.group_pks, reward_bonus_coeff=self._rule.reward_bonus_coeff
                     )
                 )
-            return ClaimedBatch(claim=claim, experiences=found, waited_seconds=time.monotonic() - started)
-        return None
+            return ClaimedBatch(
+                claim=claim,
+                experiences=found,
+                waited_seconds=time.monotonic() - started,
+                held_seconds=waiting.held_seconds,
+                pinned=pinned,
+            )
 
     def ack(
         self, batch: ClaimedBatch, update: UpdateRecord, policy: PolicyVersion | None, refused: dict[GroupKey, str]
@@ -131,20 +145,20 @@ class LedgerSource:
         """Record the update, its groups and the policy version in one transaction.
 
         Raises:
-            LeaseLost: The lease ran out and somebody else has a group; nothing was recorded.
+            LeaseLost: The lease ran out and another trainer has a group; nothing was recorded.
         """
         self._end_lease()
         with self._db.write() as conn:
             return claims.ack(conn, batch.claim, update, policy, refused)
 
     def open(self, base: PolicyVersion) -> None:
-        """Take up what an earlier process held; on an empty ledger announce version 0.
+        """Take over what an earlier process held; in an empty ledger publish version 0.
 
-        So proxy and trainer agree on what version 0 is, and nobody waits for a dead process's lease.
+        So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process.
         """
         freed = claims.take_back(self._db, self._rule.trainer_id)
         if freed:
-            log.info("took up %d groups that an earlier process of %r held", freed, self._rule.trainer_id)
+            log.info("took over %d groups that an earlier process of trainer %r held", freed, self._rule.trainer_id)
         with self._db.write() as conn:
             if policies.newest_policy(conn) is None:
                 policies.publish_policy(conn, base)
@@ -155,7 +169,7 @@ class LedgerSource:
             return queries.last_update(conn)
 
     def newest_version(self) -> int:
-        """Return the highest version that was ever published, those that failed included."""
+        """Return the highest version that was ever published, failed ones included."""
         with self._db.read() as conn:
             newest, _ = policies.list_policies(conn, limit=1)
         return newest[0].version if newest else 0
@@ -168,11 +182,11 @@ class LedgerSource:
         return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
 
     def stop(self) -> None:
-        """Let `next_batch` return None; what is under way can still be acked."""
+        """Let `next_batch` return None; a batch in progress can still be acked."""
         self._closed.set()
 
     def close(self) -> None:
-        """Stop waiting and give back what is held, for the next process to take up."""
+        """Stop waiting and release what is held, for the next process to take over."""
         self._closed.set()
         held = self._end_lease()
         if held is not None:
@@ -189,37 +203,62 @@ class LedgerSource:
         lease.stop()
         return lease.claim
 
-    def _wait_until_ready(self) -> bool:
-        """Return True once it is worth claiming, False after `close`."""
+    def _wait_until_ready(self, at: Position, waiting: WaitingLog) -> bool | Rewind:
+        """Return True once a claim can succeed, False after `close`, or the rewind that a pin asks for."""
         pause = min(0.02, self._rule.poll_seconds)
+        patience = self._rule.wait_seconds
+        if at.is_first_batch and patience is not None:
+            patience = min(patience, self._rule.first_wait_seconds)
         seen_at: float | None = None
         while not self._closed.is_set():
-            ready = self._num_ready()
-            if ready >= self._rule.groups_per_batch:
+            look = self._look(at)
+            held = why_held(look, at, self._rule)
+            if isinstance(held, Rewind):
+                return held
+            if look.num_ready and seen_at is None:
+                seen_at = time.monotonic()
+            left = None if patience is None or seen_at is None else seen_at + patience - time.monotonic()
+            waiting.observe(look.num_ready, left, held)
+            is_late = look.num_ready > 0 and left is not None and left <= 0
+            if held is None and (is_late or look.num_ready >= self._rule.groups_per_batch):
+                waiting.end()
                 return True
-            if ready:
-                seen_at = seen_at if seen_at is not None else time.monotonic()
-                patience = self._rule.wait_seconds
-                if patience is not None and time.monotonic() - seen_at >= patience:
-                    return True
             self._closed.wait(pause)
             pause = min(pause * 1.5, self._rule.poll_seconds)
         return False
 
-    def _num_ready(self) -> int:
+    def _look(self, at: Position) -> Look:
+        """Return what the store holds now; nothing is ready while it is unavailable."""
         try:
-            if self._rule.stalled_seconds is not None:
-                with self._db.write() as conn:
-                    now = from_micros(clock(conn))  # not this machine's, which may be hours off
-                    since = now - timedelta(seconds=self._rule.stalled_seconds)
-                    closed = groups.close_stalled_groups(conn, since, self._rule.stalled_policy, now)
-                if closed:
-                    log.warning("closed %d stalled groups (%s)", len(closed), self._rule.stalled_policy)
             with self._db.read() as conn:
-                return claims.num_claimable(conn)
+                now = from_micros(clock(conn))  # the database's clock: this machine's may differ by hours
+            self._close_stalled(now)
+            since = now - timedelta(seconds=self._rule.in_flight_seconds)
+            with self._db.read() as conn:
+                return Look(
+                    num_ready=claims.num_claimable(conn),
+                    pinned=policies.pinned_version(conn) if at.is_paced else None,
+                    oldest_in_flight=claims.oldest_version_in_flight(conn, since) if at.is_paced else None,
+                )
         except StoreUnavailable as error:
-            log.warning("the database cannot be asked now, trying again: %s", error)
-            return 0
+            log.warning("the database is not available, trying again: %s", error)
+            return Look(num_ready=0)
+
+    def _close_stalled(self, now: datetime) -> None:
+        if self._rule.stalled_seconds is None:
+            return
+        since = now - timedelta(seconds=self._rule.stalled_seconds)
+        with self._db.write() as conn:
+            closed = groups.close_stalled_groups(conn, since, self._rule.stalled_policy, now)
+        if closed:
+            done = "trained without their missing sessions" if self._rule.stalled_policy == "train" else "dropped"
+            log.warning(
+                "%d groups had no activity for %g s and are %s: %s",
+                len(closed),
+                self._rule.stalled_seconds,
+                done,
+                ", ".join(closed[: claims.NAMED_GROUPS]),
+            )
 
 
 class _Lease:
@@ -234,7 +273,7 @@ class _Lease:
         self._thread.start()
 
     def stop(self) -> None:
-        """Renew no more."""
+        """Stop the renewal."""
         self._stopped.set()
         self._thread.join()
 
@@ -243,8 +282,8 @@ class _Lease:
             try:
                 claims.renew(self._db, self.claim, self._lease_seconds)
             except LeaseLost:
-                # The ack will fail with the same error, in the thread that can act on it.
+                # The ack fails with the same error, in the thread that can act on it.
                 log.warning("the lease on %d groups was lost", len(self.claim.groups))
                 return
             except StoreUnavailable as error:
-                log.warning("the lease could not be renewed now, trying again: %s", error)
+                log.warning("the lease could not be renewed, trying again: %s", error)

@@ -57,6 +57,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     """Train until everything is trained: the source gives no batch while nothing is ready, and the test ends us."""
     clock = WrongClock(float(skew_seconds), Path(jumps))
     types.utc_now = clock.now  # before those are imported who take it from there
+    from trainer.pacing import Position
     from trainer.source import LedgerSource, SourceRule
     from turnwise.errors import LeaseLost
     from turnwise.store import queries
@@ -83,7 +84,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     with database.read() as connection:
         last = queries.last_update(connection, name)
     ids = itertools.count(int(number) if last is None else last.update_id + IDS_APART, IDS_APART)
-    while (batch := source.next_batch(0)) is not None:
+    while (batch := source.next_batch(Position())) is not None:
         print(os.getpid(), "holds", flush=True)
         time.sleep(WORK_SECONDS)
         while Path(hold).exists():

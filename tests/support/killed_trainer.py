@@ -32,8 +32,8 @@ STAGES = {
     "the trainer's state half written": "torch:save:2",
     "after the checkpoint": "turnwise.store.claims:ack:2",
     "inside the publishing transaction": "turnwise.store.claims:publish_policy:2",
-    "after the first publication": "turnwise.store.policies:pinned_version:1",
-    "after the last publication": "turnwise.store.policies:pinned_version:2",
+    "after the first publication": "turnwise.store.policies:active_policy:1",
+    "after the last publication": "turnwise.store.policies:active_policy:2",
 }
 """How far an update has come, and what the trainer is about to call then: two batches of two optimizer steps each, in
 rows of one session."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -44,25 +45,33 @@ def make_optimizer(parameters: list[Parameter], rule: OptimizerRule) -> torch.op
     )
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, rule: OptimizerRule) -> lr_scheduler.LRScheduler:
+def make_scheduler(optimizer: torch.optim.Optimizer, rule: OptimizerRule) -> lr_scheduler.LambdaLR:
     """Return the schedule: a linear warm-up, then constant, linear to zero, or half a cosine to zero.
+
+    The rate is a function of the count of updates alone, so a run can resume under another schedule or rate.
 
     Raises:
         SettingsError: `schedule` needs `total_batches`, which is not set.
     """
     warmup = rule.num_warmup_updates
-    parts: list[lr_scheduler.LRScheduler] = []
-    if warmup:
-        parts.append(lr_scheduler.LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup))
     if rule.schedule == "constant":
-        parts.append(lr_scheduler.ConstantLR(optimizer, factor=1.0))
-    elif rule.total_batches is None:
+        return lr_scheduler.LambdaLR(optimizer, lambda update: min((update + 1) / (warmup + 1), 1.0))
+    if rule.total_batches is None:
         raise SettingsError(f"schedule={rule.schedule!r} needs total_batches: set it, or use schedule='constant'")
-    else:
-        total = rule.total_batches * rule.num_minibatches * rule.reuse_epochs
-        length = max(total - warmup, 1)
-        if rule.schedule == "linear":
-            parts.append(lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=length))
-        else:
-            parts.append(lr_scheduler.CosineAnnealingLR(optimizer, T_max=length))
-    return parts[0] if len(parts) == 1 else lr_scheduler.SequentialLR(optimizer, parts, milestones=[warmup])
+    length = max(rule.total_batches * rule.num_minibatches * rule.reuse_epochs - warmup, 1)
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        done = min((update - warmup) / length, 1.0)
+        return 1.0 - done if rule.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+
+    return lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def set_position(scheduler: lr_scheduler.LambdaLR, num_updates: int) -> None:
+    """Move the schedule to so many updates, and set the learning rates of that place."""
+    scheduler.last_epoch = num_updates
+    groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, rate, factor in groups:
+        group["lr"] = rate * factor(num_updates)

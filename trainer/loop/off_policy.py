@@ -19,6 +19,7 @@ from trainer.build import OptimizerLike, make_agent, optimizer_factory
 from trainer.loop.evaluator import Evaluator, LedgerEvaluator
 from trainer.loop.state import State
 from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.pacing import Position
 from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource, Source
@@ -150,8 +151,8 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         The arrivals' claim is acked with the update, so each group enters the buffer exactly once. A sampled group
         that left the ledger's claims long ago is only read again.
         """
-        claimed = self._claim(0)
-        if claimed is None:
+        claimed = self._claim(Position(is_paced=False, is_first_batch=state.progress.num_batches == 0))
+        if not isinstance(claimed, ClaimedBatch):
             return {}, state
         started = time.monotonic()
         state = dataclasses.replace(state, buffer=self.replay_buffer.add(state.buffer, claimed))

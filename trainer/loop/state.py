@@ -17,8 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from trainer.learning.optimizer import set_position
 from trainer.policy.model import Policy
 from turnwise.types import Json
+
+MOST_RECENT_VERSIONS = 64
+"""How many versions `Progress.recent_versions` holds; nothing counts as more stale than this."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,20 @@ class Progress:
     """Sampled tokens that carried loss."""
     num_refused_groups: int = 0
     """Groups that were claimed and not trained on, for whatever reason."""
+    recent_versions: tuple[int, ...] = (0,)
+    """The versions that the weights came from, oldest first, this version last; the latest ones only."""
+    rewound_to: int | None = None
+    """The pinned version that the run went back to, until no version is pinned."""
+
+    def staleness_of(self, version: int) -> int:
+        """Return how many versions of this run are newer than the one that sampled something."""
+        return sum(known > version for known in self.recent_versions)
+
+    def oldest_trainable(self, max_staleness: int | None) -> int | None:
+        """Return the oldest version whose turns may be trained; None where there is no bound."""
+        if max_staleness is None:
+            return None
+        return self.recent_versions[max(len(self.recent_versions) - 1 - max_staleness, 0)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +69,15 @@ class State:
     progress: Progress
     policy: Policy
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LambdaLR
     metrics: Json = dataclasses.field(default_factory=dict)
     """Gauges of the latest batch."""
     buffer: Json = dataclasses.field(default_factory=dict)
     """The replay buffer's index; empty on policy."""
+
+    def with_progress(self, **changes: Any) -> State:
+        """Return this state with other counts."""
+        return dataclasses.replace(self, progress=dataclasses.replace(self.progress, **changes))
 
     def rng(self) -> np.random.Generator:
         """Return the random numbers of the coming batch, and seed torch with them."""
@@ -70,22 +92,37 @@ class State:
             "progress": dataclasses.asdict(self.progress),
             "model": self.policy.trained_state(),
             "optimizer": get_optimizer_state_dict(self.policy.model, self.optimizer, options=options),
-            "scheduler": self.scheduler.state_dict(),
             "metrics": self.metrics,
             "buffer": self.buffer,
         }
 
     def restored(self, saved: dict[str, Any]) -> State:
-        """Return this state with everything that was saved in its place."""
+        """Return this state with the saved weights, optimizer moments and counts.
+
+        The optimizer's settings and the seed stay as they are now. The learning rate follows from the count of updates.
+        """
         self.policy.load_trained_state(saved["model"])
+        settings = [_settings_of(group) for group in self.optimizer.param_groups]
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(
             self.policy.model, self.optimizer, cast("dict[str, Any]", saved["optimizer"]), options=options
         )
-        self.scheduler.load_state_dict(saved["scheduler"])
-        progress = dict(saved["progress"])
-        if "num_updates" in progress:  # as releases before 0.2 named it
-            progress["num_optimizer_steps"] = progress.pop("num_updates")
-        return dataclasses.replace(
-            self, progress=Progress(**progress), metrics=saved["metrics"], buffer=saved["buffer"]
-        )
+        for group, kept in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(kept)
+        progress = _progress_from(saved["progress"] | {"seed": self.progress.seed})
+        set_position(self.scheduler, progress.num_optimizer_steps)
+        return dataclasses.replace(self, progress=progress, metrics=saved["metrics"], buffer=saved["buffer"])
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _progress_from(saved: dict[str, Any]) -> Progress:
+    """Return the counts; checkpoints of releases before 0.2 name steps differently and lack the recent versions."""
+    saved = dict(saved)
+    if "num_updates" in saved:
+        saved["num_optimizer_steps"] = saved.pop("num_updates")
+    version = saved["policy_version"]
+    known = saved.get("recent_versions") or range(max(0, version + 1 - MOST_RECENT_VERSIONS), version + 1)
+    return Progress(**(saved | {"recent_versions": tuple(known)}))

@@ -1,185 +1,34 @@
-"""The training loop, readable from top to bottom: `OnPolicyWorkflow.step` is one batch from claim to commit.
+"""On-policy training, readable from top to bottom: `OnPolicyWorkflow.step` is one batch from claim to commit.
 
-Everything that can change is in the `State` that `setup` makes and `step` hands on; a workflow is built
-from five parts and holds none of the run. So a crash at any point is a resume from the last committed `State`, and the
-batch that was under way is done again, draw by draw.
+A batch that was in progress at a crash is done again, draw by draw.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import torch
-from torch.nn import Parameter
 
-from trainer.build import OptimizerLike, as_settings, make_agent, optimizer_factory
+from trainer.build import make_agent, optimizer_factory
 from trainer.learning.batch import Batch, build, minibatches
 from trainer.learning.gauges import Gauges, finite
-from trainer.learning.optimizer import make_scheduler
-from trainer.loop.evaluator import Evaluator, LedgerEvaluator
+from trainer.loop.base import RLWorkflow
+from trainer.loop.evaluator import LedgerEvaluator
+from trainer.loop.resume import saved_settings
 from trainer.loop.selection import Selection, select
-from trainer.loop.state import Progress, State
-from trainer.parallel import join_world
-from trainer.policy.agent import PolicyAgent
+from trainer.loop.state import MOST_RECENT_VERSIONS, State
+from trainer.pacing import Position, Rewind
 from trainer.publish import directory
-from trainer.publish.checkpoint import Checkpoints
-from trainer.recorders import ChainRecorder, JsonLines, Recorder
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource, Source
+from trainer.source import ClaimedBatch, LedgerSource
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
 from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
 
 log = logging.getLogger(__name__)
-
-
-class RLWorkflow(abc.ABC):
-    """What every workflow is: five parts, a `State`, and the loop over `step`."""
-
-    def __init__(
-        self,
-        env: Source,
-        agent: PolicyAgent,
-        optimizer: OptimizerLike,
-        evaluator: Evaluator | None,
-        config: TrainerSettings | Mapping[str, Any],
-    ) -> None:
-        self.env = env
-        self.agent = agent
-        self.optimizer = optimizer
-        self.evaluator = evaluator
-        self.config = as_settings(config)
-        self.recorder = ChainRecorder([])
-        self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
-
-    @classmethod
-    def name(cls) -> str:
-        """Return what logs call it."""
-        return cls.__name__
-
-    @classmethod
-    def build_from_config(
-        cls,
-        config: TrainerSettings | Mapping[str, Any],
-        enable_multi_devices: bool = False,
-        enable_jit: bool = True,
-    ) -> Self:
-        """Return a workflow over the ledger that the config names.
-
-        Several devices exclude compilation: FSDP shards what would be compiled as a whole.
-        """
-        settings = as_settings(config)
-        workflow = cls._build(settings)
-        workflow.add_recorders([JsonLines(settings.log_path or settings.policies_dir / "trainer.jsonl")])
-        if enable_multi_devices:
-            workflow.enable_multi_devices()
-        elif enable_jit:
-            workflow.enable_jit()
-        return workflow
-
-    @classmethod
-    @abc.abstractmethod
-    def _build(cls, settings: TrainerSettings) -> Self:
-        """Return a workflow from its resolved settings."""
-
-    def add_recorders(self, recorders: Sequence[Recorder]) -> None:
-        """Record with these too."""
-        for recorder in recorders:
-            self.recorder.add(recorder)
-
-    def enable_jit(self) -> None:
-        """Compile this instance's forward pass with `torch.compile`; before `setup`."""
-        self.agent.policy.compiled = True
-
-    def enable_multi_devices(self) -> None:
-        """Train with all processes that `torchrun` started; before `setup`."""
-        join_world()
-        self.enable_shmap("data")
-
-    def enable_shmap(self, axis_name: str) -> None:
-        """Shard this instance's policy with FSDP2 over a device mesh whose dimension has this name; before `setup`."""
-        self.agent.policy.mesh_axis = axis_name
-
-    def setup(self, seed: int) -> State:
-        """Return the state of the last committed batch, or that of a new run on an empty ledger.
-
-        Raises:
-            BadCheckpoint: The ledger names a version whose state is not on disk.
-        """
-        self.agent.load(seed)
-        optimizer = self._new_optimizer(self.agent.policy.parameters())
-        state = State(
-            progress=Progress(seed=seed),
-            policy=self.agent.policy,
-            optimizer=optimizer,
-            scheduler=make_scheduler(optimizer, self.config),
-        )
-        world = self.agent.world
-        if world.is_first:
-            self.env.open(directory.base_version(self.config.model))
-        last: UpdateRecord | None = world.share(self.env.last_update() if world.is_first else None)
-        if last is None:
-            return self._post_setup(state)
-        if last.policy_version > 0:
-            state = state.restored(self.checkpoints.read_state(last.policy_version))
-        if world.is_first:
-            self.checkpoints.discard_after(last.policy_version)
-        log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
-        if "buffer" in last.metrics:
-            state = dataclasses.replace(state, buffer=last.metrics["buffer"])
-        # Refused batches leave no checkpoint; the ledger's count includes them.
-        return self._post_setup(_with_progress(state, num_batches=last.update_id))
-
-    @abc.abstractmethod
-    def step(self, state: State) -> tuple[Json, State]:
-        """Train on one batch; return its gauges, empty when the source was closed."""
-
-    def evaluate(self, state: State) -> tuple[Json, State]:
-        """Measure the served policy on held-out tasks."""
-        if self.evaluator is None or not self.agent.world.is_first:
-            return {}, state
-        return self.evaluator.evaluate(state.progress.policy_version), state
-
-    def learn(self, state: State) -> State:
-        """Step until the configured end, or until the source is closed."""
-        total = self.config.total_batches
-        while total is None or state.progress.num_batches < total:
-            metrics, state = self.step(state)
-            if not metrics:
-                break
-            done = state.progress.num_batches
-            self._record(metrics, done)
-            every = self.config.evaluate_every
-            if every is not None and (done % every == 0 or done == total):
-                metrics, state = self.evaluate(state)
-                self._record({f"eval/{name}": value for name, value in metrics.items()}, done)
-        return state
-
-    def close(self) -> None:
-        """Give back what is held, and flush."""
-        self.env.close()
-        self.recorder.close()
-
-    def _post_setup(self, state: State) -> State:
-        """Return the state a run begins with; a place for warm-up."""
-        return state
-
-    def _record(self, scalars: Json, step: int) -> None:
-        if scalars and self.agent.world.is_first:
-            self.recorder.write(scalars, step)
-
-    def _new_optimizer(self, parameters: list[Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of these parameters: `setup` loads them afresh, so a bound one cannot be kept."""
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            known = {key: value for key, value in self.optimizer.defaults.items() if key != "decoupled_weight_decay"}
-            return type(self.optimizer)(parameters, **known)
-        return self.optimizer(parameters)
 
 
 class OnPolicyWorkflow(RLWorkflow):
@@ -199,15 +48,30 @@ class OnPolicyWorkflow(RLWorkflow):
 
     def step(self, state: State) -> tuple[Json, State]:
         """Train on one claimed batch: claim, credit, updates, checkpoint, commit."""
-        claimed = self._claim(max(0, state.progress.policy_version - self.config.max_staleness))
+        claimed = self._claim(self._position(state))
+        while isinstance(claimed, Rewind):
+            state = self._rewound(state, claimed.version)
+            claimed = self._claim(self._position(state))
         if claimed is None:
             return {}, state
+        if claimed.pinned is None:
+            state = state.with_progress(rewound_to=None)
         return self._train(state, claimed, time.monotonic())
 
-    def _claim(self, oldest: int) -> ClaimedBatch | None:
+    def _position(self, state: State) -> Position:
+        """Return where the trainer is, for the source's decisions about staleness."""
+        progress = state.progress
+        return Position(
+            recent_versions=progress.recent_versions,
+            min_policy_version=progress.oldest_trainable(self.config.max_staleness),
+            is_first_batch=progress.num_batches == 0,
+            rewound_to=progress.rewound_to,
+        )
+
+    def _claim(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Return the next batch, in all processes; None when the source was closed."""
         world = self.agent.world
-        claimed: ClaimedBatch | None = world.share(self.env.next_batch(oldest) if world.is_first else None)
+        claimed: ClaimedBatch | Rewind | None = world.share(self.env.next_batch(at) if world.is_first else None)
         return claimed
 
     def _train(self, state: State, claimed: ClaimedBatch, started: float) -> tuple[Json, State]:
@@ -224,7 +88,7 @@ class OnPolicyWorkflow(RLWorkflow):
             chosen=chosen.chosen,
         )
         try:
-            num_steps, gauges = self._update(state, batch)
+            num_steps, gauges = self._update(state, batch, _num_minibatches(claimed, batch, self.config))
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no bug of ours
             reasons = {group.key: f"refused: {error}" for group in claimed.claim.groups}
@@ -241,13 +105,13 @@ class OnPolicyWorkflow(RLWorkflow):
             self.config.sft_min_reward,
         )
 
-    def _update(self, state: State, batch: Batch) -> tuple[int, Json]:
-        """Take `num_minibatches` optimizer steps in each of `reuse_epochs` passes; return how many, and the gauges."""
+    def _update(self, state: State, batch: Batch, num_minibatches: int) -> tuple[int, Json]:
+        """Take so many optimizer steps in each of `reuse_epochs` passes; return how many, and the gauges."""
         rng = state.rng()
         proximal = self.agent.proximal_logprobs(batch)
         total, norms, num_steps = Gauges(), list[float](), 0
         for _ in range(self.config.reuse_epochs):
-            for members in minibatches(batch, self.config.num_minibatches, rng):
+            for members in minibatches(batch, num_minibatches, rng):
                 gauges, norm = self.agent.optimizer_step(
                     state.optimizer, batch, members, proximal=proximal, is_first=num_steps == 0
                 )
@@ -275,11 +139,11 @@ class OnPolicyWorkflow(RLWorkflow):
         parent = state.progress.policy_version
         version = world.share(max(self.env.newest_version(), parent) + 1 if world.is_first else None)
         after = dataclasses.replace(
-            _with_progress(
-                state,
+            state.with_progress(
                 num_batches=state.progress.num_batches + 1,
                 num_optimizer_steps=state.progress.num_optimizer_steps + num_steps,
                 policy_version=version,
+                recent_versions=(*state.progress.recent_versions, version)[-MOST_RECENT_VERSIONS:],
                 num_groups=state.progress.num_groups + len(claimed.claim.groups) - len(chosen.refused),
                 num_sessions=state.progress.num_sessions + metrics["num_sessions"],
                 num_tokens=state.progress.num_tokens + metrics["tokens"],
@@ -287,7 +151,7 @@ class OnPolicyWorkflow(RLWorkflow):
             ),
             metrics=metrics | {"policy_version": version},
         )
-        saved = after.state_dict()
+        saved = after.state_dict() | {"settings": saved_settings(self.config)}
         probe = directory.probe_of(state.policy, chosen.experiences)
         if world.is_first:
             path = directory.write_version(
@@ -311,8 +175,7 @@ class OnPolicyWorkflow(RLWorkflow):
     ) -> tuple[Json, State]:
         """Finish a batch that nothing was learnt from: no new version, groups dropped with their reasons."""
         reasons = self._refusals(claimed, reasons)
-        after = _with_progress(
-            state,
+        after = state.with_progress(
             num_batches=state.progress.num_batches + 1,
             num_refused_groups=state.progress.num_refused_groups + len(reasons),
         )
@@ -347,16 +210,22 @@ def _group_keys(claimed: ClaimedBatch) -> set[GroupKey]:
     return {group.key for group in claimed.claim.groups}
 
 
-def _with_progress(state: State, **changes: int) -> State:
-    return dataclasses.replace(state, progress=dataclasses.replace(state.progress, **changes))
+def _num_minibatches(claimed: ClaimedBatch, batch: Batch, config: TrainerSettings) -> int:
+    """Return the optimizer steps of a pass: fewer for a batch of fewer groups, and never more than groups are trained.
+
+    So an update sees as many groups in a small batch as in a whole one, as far as there are any.
+    """
+    num_read = len({experience.group_key for experience in claimed.experiences})
+    share = -(-num_read * config.num_minibatches // config.groups_per_batch)
+    num_trained = len({experience.group_key for experience in batch.experiences})
+    return max(1, min(config.num_minibatches, share, num_trained))
 
 
 def _claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State) -> Json:
     """Return what is known of a batch before it is trained on."""
     sessions = {experience.session_key: experience.reward for experience in claimed.experiences}
     rewards = np.array(list(sessions.values()) or [0.0])
-    version = state.progress.policy_version
-    staleness = [version - experience.policy_version_first for experience in claimed.experiences] or [0]
+    staleness = [state.progress.staleness_of(one.policy_version_first) for one in claimed.experiences] or [0]
     uniform = sum(reason == "uniform_rewards" for reason in chosen.refused.values())
     return {
         "reward_mean": float(rewards.mean()),
@@ -369,4 +238,5 @@ def _claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State) -> Jso
         "num_refused_groups": len(chosen.refused),
         "num_sessions": len({experience.session_key for experience in chosen.experiences}),
         "waited_seconds": claimed.waited_seconds,
+        "held_seconds": claimed.held_seconds,
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,15 @@ import sqlalchemy as sa
 
 from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
-from turnwise.store.database import Database, clock, from_micros
+from turnwise.store.database import Database, clock, from_micros, to_micros
 from turnwise.store.policies import publish_policy
-from turnwise.store.tables import groups, updates
+from turnwise.store.tables import groups, sessions, turns, updates
 from turnwise.types import GroupKey, GroupStatus, PolicyVersion, UpdateRecord
 
+log = logging.getLogger(__name__)
+
+NAMED_GROUPS = 20
+"""Group ids that a log line names at most."""
 LONGEST_LEASE_SECONDS = 3600.0
 """No lease is granted for longer; one that seems to last longer is from before the clock was set back, and is void."""
 
@@ -120,6 +125,24 @@ def num_claimable(conn: sa.Connection) -> int:
     return int(conn.execute(sa.select(sa.func.count()).select_from(groups).where(_free(instant))).scalar_one())
 
 
+def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetime) -> int | None:
+    """Return the oldest policy version that sampled a turn of an open group; None when there is no such turn.
+
+    Args:
+        conn: The store.
+        active_since: Sessions without activity since then are left out.
+    """
+    oldest = (
+        sa.select(sa.func.min(turns.c.policy_version_first))
+        .select_from(groups)
+        .join(sessions, sessions.c.group_pk == groups.c.group_pk)
+        .join(turns, turns.c.session_pk == sessions.c.session_pk)
+        .where(groups.c.status == GroupStatus.OPEN.value, sessions.c.last_active_at >= to_micros(active_since))
+    )
+    found: int | None = conn.execute(oldest).scalar_one()
+    return found
+
+
 def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetime | None = None) -> Claim:
     """Hold the groups for longer.
 
@@ -211,12 +234,17 @@ def _granted(lease_seconds: float) -> int:
 def _drop_stale(conn: sa.Connection, instant: int, min_policy_version: int | None) -> int:
     if min_policy_version is None:
         return 0
-    dropped = conn.execute(
-        sa.update(groups)
-        .where(_free(instant), groups.c.policy_version_first < min_policy_version)
-        .values(status=GroupStatus.DROPPED.value, leased_until=None, reason="stale")
-    )
-    return dropped.rowcount
+    stale = sa.update(groups).where(_free(instant), groups.c.policy_version_first < min_policy_version)
+    dropped = stale.values(status=GroupStatus.DROPPED.value, leased_until=None, reason="stale")
+    group_ids = list(conn.execute(dropped.returning(groups.c.group_id)).scalars())
+    if group_ids:
+        log.warning(
+            "dropped %d groups with a turn older than policy version %d (max_staleness): %s",
+            len(group_ids),
+            min_policy_version,
+            ", ".join(group_ids[:NAMED_GROUPS]) + (" …" if len(group_ids) > NAMED_GROUPS else ""),
+        )
+    return len(group_ids)
 
 
 def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:

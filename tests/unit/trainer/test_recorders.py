@@ -77,8 +77,12 @@ def test_a_recorder_whose_package_is_missing_says_what_to_install(tmp_path, monk
         make(tmp_path)
 
 
-def test_the_progress_line_shows_a_batch_and_no_optimizer_step_twice(capsys):
+def test_a_batch_is_one_log_line_with_version_reward_groups_and_seconds(caplog):
+    caplog.set_level("INFO")
     record(ProgressLine())
-    printed = capsys.readouterr().err
-    assert "reward_mean 0.75" in printed
-    assert "refused: why" in printed
+    batch = {"policy_version": 7, "reward_mean": 0.53125, "num_groups": 32, "num_refused_groups": 4, "seconds": 12.345}
+    ProgressLine().write(batch | {"entropy": 1.5, "num_sessions": 224}, 7)
+    assert [one.getMessage() for one in caplog.records] == [
+        "evaluation after batch 1: eval/reward_mean 0.5",
+        "batch 7: version 7, reward 0.531, 28 of 32 groups trained, 12.3 s; entropy 1.5",
+    ]

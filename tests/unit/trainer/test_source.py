@@ -10,6 +10,7 @@ from support.ledger_samples import add_session, finish
 from trainer.learning.advantages import AdvantageRule
 from trainer.learning.batch import build
 from trainer.loop.selection import select
+from trainer.pacing import Position
 from trainer.source import LedgerSource, SourceRule
 from turnwise.store import queries
 from turnwise.store.database import Database
@@ -47,7 +48,7 @@ def test_a_stalled_group_is_trained_on_what_is_finished(database):
     play_incomplete_group(database)
     source = source_for(database, stalled_policy="train")
     started = time.monotonic()
-    batch = source.next_batch(0)
+    batch = source.next_batch(Position())
     assert time.monotonic() - started > STALLED_SECONDS / 2
     assert [group.group_id for group in batch.claim.groups] == ["g"]
     assert [experience.session_id for experience in batch.experiences] == ["finished"]
@@ -59,19 +60,19 @@ def test_a_stalled_group_is_dropped_where_that_is_the_policy(database):
     deadline = time.monotonic() + PATIENCE_SECONDS
     while groups(database) != {"dropped": 1}:
         assert time.monotonic() < deadline
-        assert source._num_ready() == 0
+        assert source._look(Position()).num_ready == 0
 
 
 @pytest.mark.parametrize("rule", [{"stalled_seconds": None}, {"stalled_seconds": 3600.0}])
 def test_an_incomplete_group_is_waited_for_by_default_and_until_it_is_stalled(database, rule):
     play_incomplete_group(database)
-    assert source_for(database, **rule)._num_ready() == 0
+    assert source_for(database, **rule)._look(Position()).num_ready == 0
     assert groups(database) == {"open": 1}
     for session_id in ("unfinished", "third"):
         if session_id == "third":
             add_session(database, session_id, group_id="g", group_size=3)
         finish(database, session_id)
-    assert source_for(database, **rule)._num_ready() == 1
+    assert source_for(database, **rule)._look(Position()).num_ready == 1
 
 
 def test_groups_of_two_tenants_with_equal_names_are_centred_apart(database):
@@ -80,7 +81,7 @@ def test_groups_of_two_tenants_with_equal_names_are_centred_apart(database):
         for run, reward in enumerate(rewards):
             add_session(database, f"kim-{run}", tenant=tenant, group_id="kim", group_size=2)
             finish(database, f"kim-{run}", reward, tenant)
-    batch = source_for(database, groups_per_batch=2).next_batch(0)
+    batch = source_for(database, groups_per_batch=2).next_batch(Position())
     keys = [group.key for group in batch.claim.groups]
     chosen = select(batch.experiences, keys, "reinforce", AdvantageRule(estimator="dr_grpo"), 0.0)
     advantages = {
@@ -102,7 +103,7 @@ def test_a_refusal_drops_the_group_of_the_named_tenant_alone(database):
         add_session(database, "kim", tenant=tenant)
         finish(database, "kim", 1, tenant)
     source = source_for(database, groups_per_batch=2)
-    batch = source.next_batch(0)
+    batch = source.next_batch(Position())
     update = UpdateRecord(update_id=1, trainer_id="t", policy_version=1, num_groups=1, num_sessions=1, num_tokens=2)
     assert source.ack(batch, update, None, {("zeta", "kim"): "uniform_rewards"})
     with database.read() as connection:

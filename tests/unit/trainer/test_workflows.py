@@ -21,7 +21,7 @@ from trainer.main import run
 from trainer.policy import agent
 from trainer.publish.checkpoint import read_manifest
 from trainer.settings import TrainerSettings
-from turnwise.errors import BadCheckpoint
+from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import policies, queries
 
 
@@ -307,3 +307,51 @@ def test_an_evaluation_follows_every_so_many_batches_and_is_recorded(tmp_path, m
     lines = [json.loads(line) for line in (tmp_path / "policies" / "trainer.jsonl").read_text().splitlines()]
     found = [(line["step"], line["eval/reward_mean"]) for line in lines if "eval/reward_mean" in line]
     assert found == [(2, 0.5), (3, 0.75)]
+
+
+def test_a_changed_learning_rate_takes_effect_after_a_restart_and_is_logged(tmp_path, model, ledger, caplog):
+    """The saved optimizer state brings back the moments alone; rates and betas are those of the settings."""
+    caplog.set_level("INFO")
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    train(settings_for(tmp_path, model, total_batches=1))
+    workflow = OnPolicyWorkflow.build_from_config(
+        settings_for(tmp_path, model, learning_rate=1e-3, betas=(0.8, 0.9), num_warmup_updates=3), enable_jit=False
+    )
+    state = workflow.setup(0)
+    workflow.close()
+    group = state.optimizer.param_groups[0]
+    # Two updates are done; the third of a warm-up of three has 3/4 of the rate.
+    assert (group["lr"], group["betas"]) == (pytest.approx(1e-3 * 3 / 4), (0.8, 0.9))
+    assert all(moments["step"] == 2 for moments in state.optimizer.state.values())
+    assert "setting learning_rate changed from 0.003 to 0.001 and takes effect now" in caplog.text
+
+
+def test_a_setting_that_the_weights_depend_on_cannot_change_within_a_run(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    train(settings_for(tmp_path, model, total_batches=1))
+    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, kind="lora"), enable_jit=False)
+    with pytest.raises(SettingsError, match="kind was 'full' and is 'lora' now, but a run cannot change it"):
+        workflow.setup(0)
+    workflow.close()
+
+
+def test_training_goes_back_to_a_pinned_version_where_that_is_the_setting(tmp_path, model, ledger):
+    """Version 3 is trained from the weights of the pinned version 1, and survives a restart."""
+    policy = load_model(model)
+    Rollouts(ledger, policy).play("a", num_groups=6)
+    changes = {"max_versions_in_flight": 1, "max_staleness": None, "when_pinned": "train_pinned", "keep_versions": 9}
+    train(settings_for(tmp_path, model, **changes))
+    with ledger.write() as conn:
+        policies.pin_policy(conn, 1)
+    Rollouts(ledger, policy).play("b", num_groups=3)
+    state = train(settings_for(tmp_path, model, total_batches=3, **changes))
+    assert (state.progress.policy_version, state.progress.recent_versions) == (3, (0, 1, 3))
+    assert read_manifest(tmp_path / "policies" / "v000003")["parent"] == 1
+    assert groups_by_status(ledger) == {"trained": 9}
+
+
+def test_a_small_batch_makes_fewer_optimizer_steps(tmp_path, model, ledger):
+    """One group of four where eight make a batch of four steps: one step, not four of a session each."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=1)
+    state = train(settings_for(tmp_path, model, total_batches=1, groups_per_batch=8, num_minibatches=4))
+    assert state.progress.num_optimizer_steps == 1

@@ -1,0 +1,120 @@
+"""What holds the trainer back, and that nothing is dropped without a log line meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support.ledger_samples import add_session, finish
+
+from trainer.pacing import Look, PacingRule, Position, Rewind, describe_wait, why_held
+from trainer.source import LedgerSource, SourceRule
+from turnwise.store import claims, policies, queries
+from turnwise.store.database import Database
+from turnwise.types import PolicyVersion
+
+AT_7 = Position(recent_versions=tuple(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("oldest", "bound", "is_held"),
+    [
+        # The next version is 8. It is 4 ahead of 4 and 5 ahead of 3.
+        (4, 4, False),
+        (3, 4, True),
+        (None, 4, False),
+        (0, None, False),
+    ],
+)
+def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(oldest, bound, is_held):
+    held = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, PacingRule(max_versions_in_flight=bound))
+    assert (held is not None) == is_held
+    assert not is_held or held.endswith("training waits for them (max_versions_in_flight=4)")
+
+
+def test_a_strict_staleness_bound_tightens_the_pace():
+    """With max_staleness 1 a group of version 6 may be trained at version 7, one of version 5 no more."""
+    rule = PacingRule(max_staleness=1)
+    assert why_held(Look(num_ready=1, oldest_in_flight=6), AT_7, rule) is None
+    assert why_held(Look(num_ready=1, oldest_in_flight=5), AT_7, rule) is not None
+
+
+def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
+    look = Look(num_ready=32, pinned=0)
+    assert why_held(look, AT_7, PacingRule()).startswith("version 0 is pinned and the trainer is at version 7")
+    back = PacingRule(when_pinned="train_pinned")
+    assert why_held(look, AT_7, back) == Rewind(version=0)
+    rewound = Position(recent_versions=(0, 8, 9, 10, 11), rewound_to=0)
+    assert isinstance(why_held(look, rewound, back), str)
+
+
+def test_versions_are_counted_along_the_way_that_the_weights_came():
+    """After going back from 7 to 3, version 8 is one version ahead of 3, and so is the next one of 8."""
+    assert Position(recent_versions=(2, 3, 8)).lead_over(3) == 2
+    assert Position(recent_versions=(2, 3, 8)).lead_over(8) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ((4, 32, 41.4, None), "waiting: 4 of 32 groups are ready, starts in 41 s"),
+        ((0, 32, None, None), "waiting: 0 of 32 groups are ready"),
+        ((4, 32, 1.0, "why"), "4 of 32 groups are ready; why"),
+    ],
+)
+def test_the_log_line_of_a_wait(arguments, line):
+    assert describe_wait(*arguments) == line
+
+
+def source_for(database: Database, **changes) -> LedgerSource:
+    values = {"groups_per_batch": 2, "wait_seconds": 0.0, "poll_seconds": 0.02}
+    return LedgerSource(database, SourceRule(**(values | changes)))
+
+
+def next_batch_within(source, at, seconds=0.5):
+    timer = threading.Timer(seconds, source.stop)
+    timer.start()
+    try:
+        return source.next_batch(at)
+    finally:
+        timer.cancel()
+
+
+def pin(database, version):
+    with database.write() as connection:
+        for number in range(version + 1):
+            policies.publish_policy(connection, PolicyVersion(version=number, path=f"v{number}"))
+        policies.pin_policy(connection, version)
+
+
+def statuses(database):
+    with database.read() as connection:
+        return queries.counts(connection).groups
+
+
+def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database, caplog):
+    """Even under a staleness bound that would drop them: they wait with the trainer."""
+    caplog.set_level("INFO")
+    add_session(database, "s", group_id="g", group_size=1)
+    finish(database, "s")
+    pin(database, 0)
+    at = Position(recent_versions=tuple(range(8)), min_policy_version=5)
+    assert next_batch_within(source_for(database), at) is None
+    assert statuses(database) == {"ready": 1}
+    assert "version 0 is pinned and the trainer is at version 7: training waits" in caplog.text
+
+
+def test_the_first_batch_waits_for_a_shorter_time(database):
+    add_session(database, "s", group_id="g", group_size=1)
+    finish(database, "s")
+    patient = {"wait_seconds": 3600.0, "first_wait_seconds": 0.0}
+    assert next_batch_within(source_for(database, **patient), Position()) is None
+    assert next_batch_within(source_for(database, **patient), Position(is_first_batch=True), 10.0) is not None
+
+
+def test_dropped_groups_are_named_in_the_log_when_nothing_else_is_ready(database, caplog):
+    """The claim comes back empty then, and the drop must not go unseen."""
+    add_session(database, "s", group_id="g", group_size=1)
+    finish(database, "s")
+    assert claims.claim(database, "t", max_groups=1, lease_seconds=1.0, min_policy_version=1) is None
+    assert caplog.messages == ["dropped 1 groups with a turn older than policy version 1 (max_staleness): g"]

@@ -1,0 +1,209 @@
+"""What every workflow has: five parts, a `State`, and the loop over `step`.
+
+Everything that changes is in the `State` that `setup` makes and `step` returns; a workflow holds none of the run. So a
+crash at any point is a resume from the last committed `State`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch.nn import Parameter
+
+from trainer.build import OptimizerLike, as_settings
+from trainer.learning.optimizer import make_scheduler, set_position
+from trainer.loop.evaluator import Evaluator
+from trainer.loop.resume import check_resumable, log_changes
+from trainer.loop.state import Progress, State
+from trainer.parallel import join_world
+from trainer.policy.agent import PolicyAgent
+from trainer.publish import directory
+from trainer.publish.checkpoint import Checkpoints
+from trainer.recorders import ChainRecorder, JsonLines, Recorder
+from trainer.settings import TrainerSettings
+from trainer.source import Source
+from turnwise.errors import BadCheckpoint
+from turnwise.types import Json, UpdateRecord
+
+log = logging.getLogger(__name__)
+
+
+class RLWorkflow(abc.ABC):
+    """What every workflow is: five parts, a `State`, and the loop over `step`."""
+
+    def __init__(
+        self,
+        env: Source,
+        agent: PolicyAgent,
+        optimizer: OptimizerLike,
+        evaluator: Evaluator | None,
+        config: TrainerSettings | Mapping[str, Any],
+    ) -> None:
+        self.env = env
+        self.agent = agent
+        self.optimizer = optimizer
+        self.evaluator = evaluator
+        self.config = as_settings(config)
+        self.recorder = ChainRecorder([])
+        self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the workflow's name for logs."""
+        return cls.__name__
+
+    @classmethod
+    def build_from_config(
+        cls,
+        config: TrainerSettings | Mapping[str, Any],
+        enable_multi_devices: bool = False,
+        enable_jit: bool = True,
+    ) -> Self:
+        """Return a workflow over the ledger that the config names.
+
+        Several devices exclude compilation: FSDP shards what would be compiled as a whole.
+        """
+        settings = as_settings(config)
+        workflow = cls._build(settings)
+        workflow.add_recorders([JsonLines(settings.log_path or settings.policies_dir / "trainer.jsonl")])
+        if enable_multi_devices:
+            workflow.enable_multi_devices()
+        elif enable_jit:
+            workflow.enable_jit()
+        return workflow
+
+    @classmethod
+    @abc.abstractmethod
+    def _build(cls, settings: TrainerSettings) -> Self:
+        """Return a workflow from its resolved settings."""
+
+    def add_recorders(self, recorders: Sequence[Recorder]) -> None:
+        """Record with these too."""
+        for recorder in recorders:
+            self.recorder.add(recorder)
+
+    def enable_jit(self) -> None:
+        """Compile this instance's forward pass with `torch.compile`; before `setup`."""
+        self.agent.policy.compiled = True
+
+    def enable_multi_devices(self) -> None:
+        """Train with all processes that `torchrun` started; before `setup`."""
+        self.agent.world = join_world()
+        self.enable_shmap("data")
+
+    def enable_shmap(self, axis_name: str) -> None:
+        """Shard this instance's policy with FSDP2 over a device mesh whose dimension has this name; before `setup`."""
+        self.agent.policy.mesh_axis = axis_name
+
+    def setup(self, seed: int) -> State:
+        """Return the state of the last committed batch, or that of a new run on an empty ledger.
+
+        Raises:
+            BadCheckpoint: The ledger names a version whose state is not on disk.
+            SettingsError: A setting changed that cannot change within a run.
+        """
+        world = self.agent.world
+        last: UpdateRecord | None = world.share(self.env.last_update() if world.is_first else None)
+        state = self._state_of(last.policy_version if last else 0, seed, reports_changes=True)
+        if world.is_first:
+            self.env.open(directory.base_version(self.config.model))
+        if last is None:
+            return self._post_setup(state)
+        if world.is_first:
+            self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version))
+        log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
+        if "buffer" in last.metrics:
+            state = dataclasses.replace(state, buffer=last.metrics["buffer"])
+        # Refused batches leave no checkpoint; the ledger's count includes them.
+        return self._post_setup(state.with_progress(num_batches=last.update_id))
+
+    @abc.abstractmethod
+    def step(self, state: State) -> tuple[Json, State]:
+        """Train on one batch; return its gauges, empty when the source was closed."""
+
+    def evaluate(self, state: State) -> tuple[Json, State]:
+        """Measure the served policy on held-out tasks."""
+        if self.evaluator is None or not self.agent.world.is_first:
+            return {}, state
+        return self.evaluator.evaluate(state.progress.policy_version), state
+
+    def learn(self, state: State) -> State:
+        """Step until the configured end, or until the source is closed."""
+        total = self.config.total_batches
+        while total is None or state.progress.num_batches < total:
+            metrics, state = self.step(state)
+            if not metrics:
+                break
+            done = state.progress.num_batches
+            self._record(metrics, done)
+            every = self.config.evaluate_every
+            if every is not None and (done % every == 0 or done == total):
+                metrics, state = self.evaluate(state)
+                self._record({f"eval/{name}": value for name, value in metrics.items()}, done)
+        return state
+
+    def close(self) -> None:
+        """Release what is held, and flush."""
+        self.env.close()
+        self.recorder.close()
+
+    def _new_state(self, seed: int) -> State:
+        """Return the state of a new run: the base model and a fresh optimizer."""
+        self.agent.load(seed)
+        optimizer = self._new_optimizer(self.agent.policy.parameters())
+        return State(
+            progress=Progress(seed=seed),
+            policy=self.agent.policy,
+            optimizer=optimizer,
+            scheduler=make_scheduler(optimizer, self.config),
+        )
+
+    def _state_of(self, version: int, seed: int, *, reports_changes: bool = False) -> State:
+        """Return the state of a published version, under the settings of now.
+
+        Raises:
+            BadCheckpoint: Its state is not on disk, or does not fit the model.
+            SettingsError: A setting changed that cannot change within a run.
+        """
+        if version == 0:
+            return self._new_state(seed)
+        saved = self.checkpoints.read_state(version)
+        check_resumable(saved.get("settings", {}), self.config)
+        if reports_changes and self.agent.world.is_first:
+            log_changes(saved.get("settings", {}), self.config)
+        return self._new_state(seed).restored(saved)
+
+    def _rewound(self, state: State, version: int) -> State:
+        """Return the state to go on from an older version's weights; the counts of the run go on."""
+        try:
+            older = self._state_of(version, self.config.seed)
+        except BadCheckpoint as error:
+            log.error("cannot train from the pinned version %d, so training waits: %s", version, error)  # noqa: TRY400
+            return state.with_progress(rewound_to=version)
+        log.warning("version %d is pinned: going back to it from version %d", version, state.progress.policy_version)
+        kept = tuple(known for known in state.progress.recent_versions if known <= version)
+        progress = dataclasses.replace(
+            state.progress, policy_version=version, recent_versions=kept or (version,), rewound_to=version
+        )
+        set_position(older.scheduler, progress.num_optimizer_steps)
+        return dataclasses.replace(older, progress=progress, buffer=state.buffer)
+
+    def _post_setup(self, state: State) -> State:
+        """Return the state a run begins with; a place for warm-up."""
+        return state
+
+    def _record(self, scalars: Json, step: int) -> None:
+        if scalars and self.agent.world.is_first:
+            self.recorder.write(scalars, step)
+
+    def _new_optimizer(self, parameters: list[Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of these parameters: `setup` loads them anew, so a bound one cannot be kept."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            known = {key: value for key, value in self.optimizer.defaults.items() if key != "decoupled_weight_decay"}
+            return type(self.optimizer)(parameters, **known)
+        return self.optimizer(parameters)

@@ -1,0 +1,153 @@
+"""How far the trainer may be ahead of the versions that are still sampling.
+
+Slow sessions are often the hard tasks. Dropping them because of their age would train on the quick ones alone. So the
+trainer waits instead: it makes no update that would take it more than `max_versions_in_flight` versions ahead of the
+oldest version that an open group was sampled by, or of a pinned version, which samples everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Literal
+
+from pydantic import Field
+
+from turnwise.settings import Settings
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 5.0
+"""Shortest time between two log lines about the same wait."""
+
+
+class PacingRule(Settings):
+    """When the trainer waits for what is sampled by older versions."""
+
+    max_versions_in_flight: int | None = Field(default=4, ge=1)
+    """The trainer waits while its next version would be more than this many versions ahead of the oldest one that an
+    open group was sampled by. Slow sessions are then trained, not dropped, and the trainer waits for them. None never
+    waits."""
+    in_flight_seconds: float = Field(default=120.0, gt=0)
+    """Open sessions without activity for this long no longer hold the trainer back."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Groups with a turn that is older than this many versions are dropped, with a line in the log. 0 is strictly on
+    policy; None drops nothing."""
+    when_pinned: Literal["wait", "train_pinned"] = "wait"
+    """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
+    version's weights and train from there. Neither drops groups."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where the trainer is when it asks for a batch."""
+
+    recent_versions: tuple[int, ...] = (0,)
+    """The versions that its weights came from, oldest first; the last one is what its weights are."""
+    min_policy_version: int | None = None
+    """Groups with an older turn are dropped; None drops nothing."""
+    is_first_batch: bool = False
+    is_paced: bool = True
+    """Whether it waits for older versions; a replay buffer trains on old turns anyway."""
+    rewound_to: int | None = None
+    """The pinned version that it went back to; None while no version was pinned."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version that its weights are."""
+        return self.recent_versions[-1]
+
+    def lead_over(self, version: int) -> int:
+        """Return by how many versions of this run the next one is ahead of another."""
+        return 1 + sum(known > version for known in self.recent_versions)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What the ledger holds at one moment."""
+
+    num_ready: int
+    """Groups that can be claimed."""
+    pinned: int | None = None
+    """The pinned version."""
+    oldest_in_flight: int | None = None
+    """The oldest version that sampled a turn of an open group."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rewind:
+    """The request to go on from another version's weights."""
+
+    version: int
+
+
+def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
+    """Return why no batch may be claimed now, None where one may, or the version to go back to."""
+    bound = _bound(rule)
+    if bound is None:
+        return None
+    if look.pinned is not None and at.lead_over(look.pinned) > bound:
+        if rule.when_pinned == "train_pinned" and at.rewound_to != look.pinned:
+            return Rewind(version=look.pinned)
+        return (
+            f"version {look.pinned} is pinned and the trainer is at version {at.policy_version}: training waits until "
+            "the pin is released or a newer version is activated (setting when_pinned)"
+        )
+    oldest = look.oldest_in_flight
+    if oldest is not None and at.lead_over(oldest) > bound:
+        return (
+            f"open groups were sampled by version {oldest} and the trainer is at version {at.policy_version}: training "
+            f"waits for them (max_versions_in_flight={rule.max_versions_in_flight})"
+        )
+    return None
+
+
+def _bound(rule: PacingRule) -> int | None:
+    """Return how many versions the next one may be ahead of what samples."""
+    if rule.max_versions_in_flight is None:
+        return None
+    if rule.max_staleness is None:
+        return rule.max_versions_in_flight
+    return min(rule.max_versions_in_flight, rule.max_staleness + 1)
+
+
+class WaitingLog:
+    """Logs what the trainer waits for, and counts the time in which it was held back."""
+
+    def __init__(self, groups_per_batch: int) -> None:
+        self._groups_per_batch = groups_per_batch
+        self._said: tuple[int, str | None] | None = None
+        self._said_at = 0.0
+        self._held_since: float | None = None
+        self.held_seconds = 0.0
+
+    def observe(self, num_ready: int, seconds_left: float | None, held: str | None) -> None:
+        """Take the state of the wait; log it when it changed, at most every few seconds."""
+        now = time.monotonic()
+        self._count(held is not None, now)
+        said = (num_ready, held)
+        full = num_ready >= self._groups_per_batch and held is None
+        if full or said == self._said or (self._said is not None and now - self._said_at < REPORT_SECONDS):
+            return
+        self._said, self._said_at = said, now
+        log.info("%s", describe_wait(num_ready, self._groups_per_batch, seconds_left, held))
+
+    def end(self) -> None:
+        """The wait is over."""
+        self._count(is_held=False, now=time.monotonic())
+
+    def _count(self, is_held: bool, now: float) -> None:
+        if self._held_since is not None:
+            self.held_seconds += now - self._held_since
+        self._held_since = now if is_held else None
+
+
+def describe_wait(num_ready: int, groups_per_batch: int, seconds_left: float | None, held: str | None) -> str:
+    """Return one line on what the trainer waits for."""
+    counted = f"{num_ready} of {groups_per_batch} groups are ready"
+    if held is not None:
+        return f"{counted}; {held}"
+    if not num_ready or seconds_left is None:
+        return f"waiting: {counted}"
+    return f"waiting: {counted}, starts in {max(seconds_left, 0):.0f} s"
