@@ -94,7 +94,7 @@ def describe(settings: Settings, section: str) -> str:
     dumped = settings.model_dump(mode="json")
     lines = [f"[{section}]"]
     for name, value in dumped.items():
-        lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml(value)}")
+        lines.append(f"# {name} is not set" if value is None else f"{name} = {toml_value(value)}")
     return "\n".join(lines)
 
 
@@ -193,13 +193,22 @@ def _is_secret(model_cls: type[Settings], name: str) -> bool:
     return field is not None and "Secret" in str(field.annotation)
 
 
-def _toml(value: object) -> str:
-    """Write a value as TOML: JSON's scalars and arrays are TOML's, only tables differ."""
+def toml_value(value: object) -> str:
+    """Return a value as TOML: JSON's scalars and arrays are TOML's, only tables differ."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{json.dumps(str(key))} = {toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     return json.dumps(value)
 
 
-__all__ = ["SECTIONS", "Settings", "child_environment", "describe", "has_sections", "load_settings", "variable_name"]
+__all__ = [
+    "SECTIONS",
+    "Settings",
+    "child_environment",
+    "describe",
+    "has_sections",
+    "load_settings",
+    "toml_value",
+    "variable_name",
+]

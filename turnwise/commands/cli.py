@@ -18,7 +18,8 @@ from turnwise.commands import start
 from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.output import print_error
 from turnwise.commands.records import db, export, keys, replay, sessions
-from turnwise.commands.setup import doctor
+from turnwise.commands.setup import doctor, init
+from turnwise.commands.versions import policies, updates
 from turnwise.errors import BadCheckpoint, ClientError, SchemaMismatch, SettingsError, TurnwiseError
 
 _EXTRA_OF = {
@@ -147,7 +148,7 @@ def fake_engine(
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port") from error
 
 
-for _command in (db, keys, sessions, export, replay, doctor):
+for _command in (init, doctor, db, keys, sessions, policies, updates, export, replay):
     main.add_command(_command)
 
 

@@ -1,0 +1,69 @@
+"""The settings file that `turnwise init` writes is read back by every process."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from turnwise.commands.cli import main
+from turnwise.commands.settings_file import HEAD, MODELS, settings_file, settings_model
+from turnwise.settings import load_settings
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return settings_file()
+
+
+def _with_all_defaults_set(text: str) -> str:
+    """Remove the comment sign of every setting that has a default."""
+    lines = [re.sub(r"^#(?=[a-z_]+ = )", "", line) for line in text.splitlines() if not line.endswith('= "..."')]
+    return "\n".join(lines)
+
+
+def test_as_it_is_written_it_changes_nothing(text):
+    assert tomllib.loads(text) == {section: {} for section in MODELS}
+
+
+@pytest.mark.parametrize("section", MODELS)
+def test_with_every_setting_set_each_process_gets_its_defaults(text, section):
+    path = Path("turnwise.toml")
+    path.write_text(_with_all_defaults_set(text))
+    model = settings_model(section)
+    needed = {"model": "owner/name"} if section == "engine" else {}
+    assert load_settings(model, config=path, section=section, overrides=needed) == model(**needed)
+
+
+@pytest.mark.parametrize("section", MODELS)
+def test_every_setting_is_in_the_file_with_its_description(text, section):
+    table = text[text.index(f"\n[{section}]") :]
+    for name, field in settings_model(section).model_fields.items():
+        assert re.search(rf"^#{name} = ", table, flags=re.MULTILINE), name
+        if field.description:
+            assert field.description.split()[0] in table
+
+
+def test_the_lora_example_at_its_head_is_a_settings_file():
+    example = "\n".join(line.removeprefix("#   ") for line in HEAD.splitlines() if line.startswith("#   "))
+    Path("lora.toml").write_text(example)
+    shown = CliRunner().invoke(main, ["up", "--dry-run", "--json", "--config", "lora.toml"])
+    assert shown.exit_code == 0, shown.output
+    assert '"--max-lora-rank",\n      "16"' in shown.output
+
+
+def test_init_writes_the_file_once_and_never_over_another():
+    assert CliRunner().invoke(main, ["init"]).exit_code == 0
+    before = Path("turnwise.toml").read_text()
+    again = CliRunner().invoke(main, ["init"])
+    assert (again.exit_code, "exists" in again.stderr) == (2, True)
+    assert Path("turnwise.toml").read_text() == before
+    assert CliRunner().invoke(main, ["init", "--output", "-"]).output.strip() == before.strip()

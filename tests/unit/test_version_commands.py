@@ -1,0 +1,74 @@
+"""`turnwise policies` and `turnwise updates`: what is served, what was trained, and what can still be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from turnwise.commands.cli import main
+from turnwise.store import policies
+from turnwise.store.database import Database
+from turnwise.types import PolicyKind
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store with versions 0 to 2; the files of version 1 were removed."""
+    monkeypatch.chdir(tmp_path)
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    with database.write() as conn:
+        for version in range(3):
+            path = tmp_path / f"v{version}"
+            if version != 1:
+                path.mkdir()
+            policies.publish_next(conn, str(path), PolicyKind.FULL, metrics={"reward_mean": version / 4})
+        policies.activate_policy(conn, 2)
+    database.close()
+    return url
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_versions_are_listed_with_reward_pin_and_files(url):
+    listed = json.loads(_run("policies", "--database", url, "--json").output)
+    shown = [(each["version"], each["status"], each["on_disk"], each["pinned"], each["reward_mean"]) for each in listed]
+    assert shown == [
+        (2, "active", True, False, 0.5),
+        (1, "published", False, False, 0.25),
+        (0, "published", True, False, 0.0),
+    ]
+
+
+def test_a_version_is_pinned_and_the_newest_followed_again(url):
+    assert "Version 0 is pinned" in _run("policies", "activate", "0", "--database", url).output
+    assert [each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output)] == [
+        False,
+        False,
+        True,
+    ]
+    assert "newest version: 2" in _run("policies", "follow", "--database", url).output
+    assert not any(each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output))
+
+
+def test_a_version_without_files_is_refused_with_those_that_have_some(url):
+    result = _run("policies", "activate", "1", "--database", url)
+    assert result.exit_code == 2
+    assert "Version 1's files no longer exist. Choose one of: 0, 2." in result.stderr
+    assert not any(each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output))
+
+
+def test_an_unknown_version_is_the_callers_mistake(url):
+    result = _run("policies", "activate", "9", "--database", url)
+    assert (result.exit_code, "no policy version 9" in result.stderr) == (2, True)
+
+
+def test_before_any_training_there_are_no_updates(url):
+    assert json.loads(_run("updates", "--database", url, "--json").output) == []
+    assert _run("updates", "--database", url).output.startswith("update_id")
