@@ -35,7 +35,7 @@ HEAD = """\
 MODELS = {
     "up": (
         "turnwise.processes.stack:UpSettings",
-        "`turnwise up`: engine, proxy, trainer on this machine. It sets model, addresses, database of the other sections.",
+        "`turnwise up`: the whole stack on this machine. It sets model, addresses, database of the other sections.",
     ),
     "proxy": ("proxy.settings:ProxySettings", "`turnwise proxy`: the API for agents, sessions, rewards and policies."),
     "trainer": ("trainer.settings:TrainerSettings", "`turnwise train`: claims experiences, updates, publishes."),
