@@ -23,7 +23,7 @@ from proxy.settings import ProxySettings
 from turnwise.errors import TurnwiseError
 
 HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_error", "method_not_allowed")}
-"""OpenAI `type` and `code` of what the router refuses."""
+"""OpenAI `type` and `code` of requests that the router rejects."""
 
 
 def create_app(settings: ProxySettings) -> FastAPI:
@@ -48,14 +48,14 @@ def create_app(settings: ProxySettings) -> FastAPI:
         description="An OpenAI-compatible proxy with experience capture.",
         lifespan=lifespan,
         responses=openapi.ERRORS,
-        # The document is a route of ours, behind a key; pages that load scripts from elsewhere are not served.
+        # The document has a route of its own that needs a key; FastAPI's pages load scripts from other hosts.
         openapi_url=None,
         redirect_slashes=False,
     )
     for router in (sessions.router, rewards.router, policies.router, operations.router, dashboard.router):
         app.include_router(router)
     app.add_exception_handler(TurnwiseError, _answer_error)
-    app.add_exception_handler(Exception, _answer_unforeseen)
+    app.add_exception_handler(Exception, _answer_unexpected)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http)
     return app
@@ -91,7 +91,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return what the path of a request can be asked with: the router looks no further than its first route."""
+    """Return the methods of all routes with the request's path; the router reports those of the first only."""
     found: set[str] = set()
     for route in request.app.router.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
@@ -99,7 +99,7 @@ def _methods(request: Request) -> list[str]:
     return sorted(found)
 
 
-async def _answer_unforeseen(request: Request, error: Exception) -> Response:  # noqa: ARG001  uvicorn logs it
+async def _answer_unexpected(request: Request, error: Exception) -> Response:  # noqa: ARG001  uvicorn logs it
     services_of(request).metrics.refused.labels("internal_error").inc()
     message = "the proxy failed to serve this request; its log has the traceback, retry"
     return _plain(500, problems.body(message, "server_error", "internal_error"))

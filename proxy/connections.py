@@ -1,7 +1,7 @@
-"""A client's connection, with what uvicorn lacks: limits of time and size for a request, and word of who has left.
+"""A client's connection: uvicorn's protocol with limits of time and size, and a signal when the client leaves.
 
-One decision: one timer per connection, armed while a request is awaited whole and at no other time, so that a client
-which sends half a line, half its headers or half its body is closed by the same rule, and a reply may take for ever.
+One timer per connection runs while a request is incomplete, so the same rule closes a client that sends half a line,
+half its headers or half its body. A second one runs while the client does not read its reply.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from proxy import problems
 
 LEFT = "turnwise.left"
-"""Name of the scope's extension that holds a future, done once the client has closed its connection."""
+"""Name of the scope's extension that holds a future, done when the client has closed its connection."""
 LINE_BYTES = 4
-"""What a header has besides its name and its value."""
+"""Bytes of a header line besides name and value."""
 
 
 class LimitedHttp(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol under limits; `limited_http` sets them."""
 
     whole_seconds: float
-    """How long a request may take until it is whole, and a new connection until its first request is."""
+    """How long a request may take until it is complete, and a new connection until its first request is."""
     max_head_bytes: int
     """Longest request line and headers together."""
 
@@ -34,23 +34,23 @@ class LimitedHttp(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = False
         self._head_bytes = 0
-        """Of a head that is not whole yet, without the data that it began in."""
+        """Bytes of an incomplete head, without the data that it began in."""
         self._left = self.loop.create_future()
-        self._refusal = (HTTPStatus.BAD_REQUEST, "invalid_http", "this is no HTTP/1.1 request; send one")
+        self._refusal = (HTTPStatus.BAD_REQUEST, "invalid_http", "the data is not an HTTP/1.1 request; send one")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a new connection."""
+        """Set up a new connection."""
         super().connection_made(transport)
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a connection, and tell the call that runs on it."""
+        """Close down, and signal the call that runs on the connection."""
         self._disarm()
         self._left.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come; a head that is too long before it is whole ends the connection."""
+        """Parse received data; close the connection if its head is too long."""
         began_before = self._in_head
         super().data_received(data)
         if began_before and self._in_head and not self.transport.is_closing():
@@ -59,29 +59,29 @@ class LimitedHttp(HttpToolsProtocol):
                 self._refuse(*self._too_long())
 
     def on_message_begin(self) -> None:
-        """Start to wait for the request that now begins."""
+        """Start the timer of a new request."""
         super().on_message_begin()
-        self.scope["extensions"] = {LEFT: self._left}  # type: ignore[dict-item]  # in the process, it may be any object
+        self.scope["extensions"] = {LEFT: self._left}  # type: ignore[dict-item]  # within the process it may be any object
         self._in_head, self._head_bytes = True, 0
         self._arm()
 
     def on_headers_complete(self) -> None:
-        """Take a whole head."""
+        """Check the size of a complete head."""
         self._in_head = False
         if len(self.url) + sum(len(name) + len(value) + LINE_BYTES for name, value in self.headers) > (
             self.max_head_bytes
         ):
             self._refusal = self._too_long()
-            raise ValueError(self._refusal[2])  # which the parser turns into its own error, and that into a refusal
+            raise ValueError(self._refusal[2])  # the parser converts it into its own error, and that into a 400 reply
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Stop waiting: the request is whole."""
+        """Stop the timer: the request is complete."""
         self._disarm()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  uvicorn's signature
-        """Refuse what cannot be parsed."""
+        """Reject a request that cannot be parsed."""
         self._refuse(*self._refusal)
 
     def _arm(self) -> None:
@@ -97,14 +97,14 @@ class LimitedHttp(HttpToolsProtocol):
         self._timer = None
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            self._arm()  # the request before this one is still being answered; its reply is not cut off
+            self._arm()  # the previous request is still being answered; its reply continues
             return
         if self.transport.is_closing():
             return
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.close()
             return
-        message = f"the request did not come whole within {self.whole_seconds:g} s; send it again"
+        message = f"the request was not complete within {self.whole_seconds:g} s; send it again"
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message)
 
     def _too_long(self) -> tuple[HTTPStatus, str, str]:
@@ -120,6 +120,6 @@ class LimitedHttp(HttpToolsProtocol):
 
 
 def limited_http(*, whole_seconds: float, max_head_bytes: int) -> type[LimitedHttp]:
-    """Return the protocol with these limits: uvicorn makes the instances, and knows nothing of them."""
+    """Return the protocol class with these limits; uvicorn makes the instances."""
     limits = {"whole_seconds": whole_seconds, "max_head_bytes": max_head_bytes}
     return type("LimitedHttp", (LimitedHttp,), limits)

@@ -15,7 +15,7 @@ from proxy.settings import ProxySettings
 from proxy.writer.process import GC_ALLOCATIONS
 
 SWITCH_SECONDS = 0.0003
-"""How long the event loop may keep a thread that reads the store waiting for the interpreter: once a row, and more."""
+"""How long a thread that reads the store waits for the interpreter while the event loop runs."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of the usual clients keep an idle connection, so that none sends into one that is closing."""
 
@@ -26,7 +26,7 @@ def run(settings: ProxySettings) -> int:
     Raises:
         TurnwiseError: the proxy cannot start.
     """
-    _do_without_torch()
+    _hide_torch()
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     app = create_app(settings)
     server = uvicorn.Server(
@@ -37,7 +37,7 @@ def run(settings: ProxySettings) -> int:
             loop="uvloop",
             http=limited_http(whole_seconds=settings.header_timeout_seconds, max_head_bytes=settings.max_header_bytes),
             ws="none",
-            proxy_headers=False,  # nobody asks where a client is
+            proxy_headers=False,  # the client's address is not used
             access_log=False,
             log_level=settings.log_level,
             log_config=None,
@@ -60,11 +60,11 @@ def run(settings: ProxySettings) -> int:
     return 0 if server.started else 1
 
 
-def _do_without_torch() -> None:
-    """Hide torch from transformers, which is here for its tokenizers alone.
+def _hide_torch() -> None:
+    """Hide torch from transformers, which is used for its tokenizers only.
 
-    Where torch is installed, importing a tokenizer imports it too: 3 s more until the proxy is ready after a crash,
-    and 340 MB that nothing here ever uses.
+    Where torch is installed, importing a tokenizer imports it too: 3 s more until the proxy is ready, and 340 MB of
+    memory that is never used.
     """
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # what makes an import fail as if it were not there

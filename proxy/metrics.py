@@ -1,6 +1,6 @@
-"""Every metric of the proxy, named once. What is dropped, refused, retried or untrainable shows up here.
+"""The metrics of the proxy. Every dropped, refused, retried or untrainable item is counted here.
 
-Those that every call counts are looked up by their labels once: `turns_of`, `tokens_of`, `call_seconds_of`.
+`turns_of`, `tokens_of` and `call_seconds_of` cache the labelled metrics that every call updates.
 """
 
 from __future__ import annotations
@@ -13,26 +13,31 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30
 
 
 class Metrics:
-    """One registry per app, so that two apps in one process do not share counts."""
+    """The metrics of one app; each app has a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
-        self.turns = Counter(
-            "turnwise_turns", "Calls by their one outcome and its reason", ["outcome", "reason"], registry=r
-        )
+        self.turns = Counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"], registry=r)
         self.turns_of = functools.cache(self.turns.labels)
         self.tokens = Counter("turnwise_tokens", "Tokens captured", ["kind"], registry=r)
         self.tokens_of = functools.cache(self.tokens.labels)
         self.call_seconds = Histogram(
-            "turnwise_call_seconds", "A call, from request to last byte", ["mode"], buckets=SECONDS, registry=r
+            "turnwise_call_seconds",
+            "Duration of a call, request to last byte",
+            ["mode"],
+            buckets=SECONDS,
+            registry=r,
         )
         self.call_seconds_of = functools.cache(self.call_seconds.labels)
         self.ttft_seconds = Histogram(
             "turnwise_ttft_seconds", "Time to the first token of a stream", buckets=SECONDS, registry=r
         )
         self.commit_seconds = Histogram(
-            "turnwise_commit_seconds", "A turn's wait for its commit", buckets=SECONDS, registry=r
+            "turnwise_commit_seconds",
+            "A turn's wait for its commit, with queueing",
+            buckets=SECONDS,
+            registry=r,
         )
         self.commit_batch = Histogram(
             "turnwise_commit_batch_turns",
@@ -40,10 +45,10 @@ class Metrics:
             buckets=(1, 2, 4, 8, 16, 32, 64, 128),
             registry=r,
         )
-        self.rewards = Counter("turnwise_rewards", "Reward lines written", ["target"], registry=r)
+        self.rewards = Counter("turnwise_rewards", "Rewards written", ["target"], registry=r)
         self.sessions = Counter("turnwise_sessions", "Sessions by how they began or ended", ["event"], registry=r)
         self.breaks = Counter(
-            "turnwise_chain_breaks", "Calls with a history that opened a new chain", ["reason"], registry=r
+            "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"], registry=r
         )
         self.dropped_tools = Counter(
             "turnwise_dropped_tools",
@@ -51,20 +56,18 @@ class Metrics:
             ["tool"],
             registry=r,
         )
-        self.refused = Counter("turnwise_refused", "Requests answered with an error of ours", ["code"], registry=r)
-        self.retries = Counter("turnwise_retries", "Work done again", ["what"], registry=r)
+        self.refused = Counter("turnwise_refused", "Requests answered with an error of the proxy", ["code"], registry=r)
+        self.retries = Counter("turnwise_retries", "Retried operations", ["what"], registry=r)
         self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)
-        self.in_flight = Gauge("turnwise_calls_in_flight", "Calls on their way to the engine", registry=r)
-        self.policy_version = Gauge("turnwise_policy_version", "Policy version being served", registry=r)
-        self.reloads = Counter("turnwise_reloads", "Weight reloads", ["result"], registry=r)
+        self.in_flight = Gauge("turnwise_calls_in_flight", "Calls that wait for an engine or run on one", registry=r)
+        self.policy_version = Gauge("turnwise_policy_version", "Policy version that is served", registry=r)
+        self.reloads = Counter("turnwise_reloads", "Weight reloads by result", ["result"], registry=r)
         self.reload_seconds = Histogram(
-            "turnwise_reload_pause_seconds", "How long engines were paused", buckets=SECONDS, registry=r
+            "turnwise_reload_pause_seconds", "How long engines were paused by a reload", buckets=SECONDS, registry=r
         )
-        self.canary_calls = Counter("turnwise_canary_calls", "Calls during a canary", ["arm"], registry=r)
-        self.canaries = Counter("turnwise_canaries", "Canaries by how they ended", ["result"], registry=r)
-        self.engine_up = Gauge(
-            "turnwise_engine_up", "1 while the engine answers and serves the active version", ["engine"], registry=r
-        )
+        self.canary_calls = Counter("turnwise_canary_calls", "Calls during a canary by arm", ["arm"], registry=r)
+        self.canaries = Counter("turnwise_canaries", "Canaries by result", ["result"], registry=r)
+        self.engine_up = Gauge("turnwise_engine_up", "1 while calls are routed to the engine", ["engine"], registry=r)
         self.background_errors = Counter(
-            "turnwise_background_errors", "Failures of background tasks", ["task"], registry=r
+            "turnwise_background_errors", "Failures of background tasks that no client saw", ["task"], registry=r
         )

@@ -1,4 +1,4 @@
-"""From an error of ours to what the client sees: the one table of statuses, and OpenAI's error body."""
+"""Maps the proxy's errors to HTTP statuses and OpenAI's error body."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATUS: dict[type[errors.TurnwiseError], tuple[int, str, str]] = {
     errors.StoreUnavailable: (503, "store_error", "store_unavailable"),
     errors.StoreError: (500, "store_error", "store_error"),
 }
-"""Class of error → HTTP status, OpenAI `type`, `code`; a subclass without a line takes its base's."""
+"""Class of error → HTTP status, OpenAI `type`, `code`; a subclass without an entry uses its base class's."""
 RETRYABLE = frozenset({429, 503})
 """Statuses that carry `Retry-After`."""
 
@@ -55,7 +55,7 @@ def _retry_after(status: int, error: errors.TurnwiseError) -> dict[str, str]:
 
 
 def _passed_on(error: errors.EngineRefused) -> bytes:
-    """Return the engine's own error body; one that is not OpenAI's error object becomes one."""
+    """Return the engine's own error body; a body of another form is converted to OpenAI's error object."""
     try:
         if isinstance(orjson.loads(error.body).get("error"), dict):
             return error.body

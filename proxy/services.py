@@ -1,4 +1,4 @@
-"""What the lifespan starts and stops: every part of the proxy, made once per process."""
+"""The parts of the proxy, made once per process; the lifespan starts and stops them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from proxy.auth import Authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
-from proxy.engines.pool import Engine, EnginePool
+from proxy.engines.engine import Engine
+from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_template, has_lora
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -34,20 +35,20 @@ log = logging.getLogger(__name__)
 NUM_READERS = 8
 """Database connections for reading."""
 NUM_EXPORTS = 4
-"""Exports at once: each holds a connection for as long as its client takes to read."""
+"""Concurrent exports: each holds a database connection until its client has read everything."""
 SWEEP_SECONDS = 5.0
-"""How often idle sessions, and answers that are old enough to forget, are looked for."""
+"""How often idle sessions are expired and old stored answers are deleted."""
 
 
 @dataclasses.dataclass(slots=True)
 class Services:
-    """Everything that a request may need, made once per process."""
+    """The parts that serve a request."""
 
     settings: ProxySettings
     metrics: Metrics
     database: Database
     exports: Database
-    """For answers that are streamed from an open transaction, so that slow clients take nothing from the others."""
+    """For answers that are streamed from an open transaction, so that slow clients do not block other readers."""
     writer: Writer
     pool: EnginePool
     sessions: Sessions
@@ -64,7 +65,7 @@ def services_of(request: Request) -> Services:
 
 @contextlib.asynccontextmanager
 async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
-    """Open the store and the engines, start the background tasks, and close it all again.
+    """Open the store and the engines, start the background tasks, and close everything at the end.
 
     Raises:
         SettingsError: the proxy would listen beyond loopback without any API key.
@@ -84,6 +85,8 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         metrics,
         timeout_seconds=settings.engine_timeout_seconds,
         max_concurrent_calls=settings.max_concurrent_calls,
+        wait_seconds=settings.engine_wait_seconds,
+        gone_seconds=settings.engine_gone_seconds,
     )
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults)
@@ -93,7 +96,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         pool,
         settings,
         metrics,
-        learn=lambda engine: _learn_engine(engine, relay, settings),
+        probe=lambda engine: _probe_engine(engine, relay, settings),
         faults=faults,
     )
     services = Services(
@@ -126,7 +129,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
 
 
 def _read_secret(database: Database, settings: ProxySettings) -> bytes:
-    """Return the secret that signs session keys, once it is sure that only those with a key get in."""
+    """Return the secret that signs session keys, after checking that a proxy without keys listens on loopback only."""
     with database.write() as connection:
         secret = keys.server_secret(connection)
         has_keys = keys.any_keys(connection)
@@ -147,8 +150,8 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def _learn_engine(engine: Engine, relay: Relay, settings: ProxySettings) -> None:
-    """Find out what an engine can do, and refuse it if capture would not be exact.
+async def _probe_engine(engine: Engine, relay: Relay, settings: ProxySettings) -> None:
+    """Check what an engine can do, and reject it if capture would not be exact.
 
     Raises:
         EngineUnsuitable: it lacks something, and the check is strict.
@@ -167,7 +170,7 @@ async def _learn_engine(engine: Engine, relay: Relay, settings: ProxySettings) -
 
 
 async def _sweep(services: Services) -> None:
-    """Expire idle sessions and forget old answers, for ever."""
+    """Expire idle sessions and delete old stored answers until cancelled."""
     idle = datetime.timedelta(seconds=services.settings.session_idle_seconds)
     remembered = datetime.timedelta(seconds=services.settings.reward_replay_seconds)
     while True:

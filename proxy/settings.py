@@ -1,4 +1,4 @@
-"""What the proxy can be told. Every number says its unit in its name."""
+"""The settings of the proxy. Each number has its unit in its name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
-from turnwise.settings import Settings
+from turnwise.settings import Settings, mask_credentials
 
 
 class ProxySettings(Settings):
@@ -27,11 +27,11 @@ class ProxySettings(Settings):
     """Signs session keys; by default a random one that all proxy processes share through the store."""
 
     engine_check: Literal["strict", "warn", "off"] = "strict"
-    """What to do about an engine that lacks what exact capture needs: refuse to start, say so, or not look at all."""
+    """What to do about an engine that lacks what exact capture needs: refuse it, log a warning, or skip the check."""
     tokenizer: str | None = None
     """Directory or id of the served model's tokenizer; by default the engine's own model path."""
     continuation: bool = True
-    """Extend stored tokens from the second turn on. Off, every turn is tokenised afresh: for measuring the drift."""
+    """Extend stored tokens from the second turn on. If off, every turn is tokenised again: for measuring the drift."""
     thinking: Literal["template", "keep"] = "template"
     """Thinking that a chat template drops later: follow the template into a new chain, or keep it and stay on one."""
 
@@ -43,44 +43,48 @@ class ProxySettings(Settings):
     max_choices: int = Field(default=128, gt=0)
     """Largest `n` of one call."""
     max_concurrent_calls: int = Field(default=1024, gt=0)
-    """Calls on their way to the engine at once; more are answered 429."""
+    """Concurrent calls; more are answered 429."""
     header_timeout_seconds: float = Field(default=30.0, gt=0)
-    """A request whose headers and body are not whole by then is closed."""
+    """A request whose headers and body are not complete by then is closed."""
     engine_timeout_seconds: float = Field(default=600.0, gt=0)
     """The longest silence of an engine within one call."""
+    engine_wait_seconds: float = Field(default=30.0, ge=0)
+    """How long a call waits while no engine is ready but one is expected back, before it is answered 503."""
+    engine_gone_seconds: float = Field(default=30.0, gt=0)
+    """An engine that has answered no health check for this long is gone: the calls on it are ended."""
     drain_seconds: float = Field(default=30.0, gt=0)
     """How long running calls may continue after SIGTERM; then they are cut off and stored as `aborted`."""
     session_idle_seconds: float = Field(default=3600.0, gt=0)
     """An open session without a call for this long expires."""
     reward_replay_seconds: float = Field(default=86_400.0, gt=0)
-    """How long posted rewards are recognised by their `Idempotency-Key`; after that the key is a new one."""
+    """How long posted rewards are recognised by their `Idempotency-Key`; a later use of the key is a new request."""
     cache_sessions: int = Field(default=20_000, gt=0)
     """Sessions kept in memory; the rest is read back from the store when it is needed."""
 
     token_cache_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for the tokens of turns that a call may extend; others are read back from the store."""
     replay_bytes: int = Field(default=32 * 2**20, ge=0)
-    """Memory for answers that a retried call may ask for again."""
+    """Memory for answers that a retried call may repeat."""
 
     commit_timeout_seconds: float = Field(default=30.0, gt=0)
-    """How long a turn's commit is retried while the store is locked or away, before the call fails."""
+    """How long a turn's commit is retried while the store is locked or unreachable, before the call fails."""
     policies_poll_seconds: float = Field(default=0.2, gt=0)
     """How often to look for a newer policy version."""
     reload_timeout_seconds: float = Field(default=300.0, gt=0)
-    """The longest a reload may take before the last good version is brought back."""
+    """The longest a reload may take before the last good version is restored."""
     probe_tolerance: float = Field(default=0.25, ge=0)
     """Largest |logprob difference| between the engine and a checkpoint's own probe, nats; fp32 stays below 1e-3."""
     canary_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of new sessions that try a new version before all get it; 0 serves it to all at once. Whole weights need
-    a second engine for it, adapters do not."""
+    """Share of new sessions that sample with a new version before all do; 0 serves it to all at once. Whole weights
+    need a second engine for a trial, adapters do not."""
     canary_min_sessions: int = Field(default=20, ge=2)
-    """Finished sessions that each arm needs before the canary is judged."""
+    """Finished sessions that each arm needs before the canary can be judged."""
     canary_max_sessions: int = Field(default=400, ge=2)
-    """Finished sessions of the canary after which it is judged by its mean alone."""
+    """Finished sessions of the canary after which its mean alone decides."""
     canary_reward_drop: float = Field(default=0.1, ge=0)
-    """How far the canary's mean session reward may lie below the others'."""
+    """How far the canary's mean session reward may lie below the control's."""
     canary_broken_rise: float = Field(default=0.1, ge=0, le=1)
-    """How far the canary's share of broken turns may lie above the others': failed, untrainable, or cut by length."""
+    """How far the canary's share of broken turns may lie above the control's: failed, untrainable, or cut by length."""
     canary_drift_nats: float = Field(default=1.0, ge=0)
     """Largest KL divergence from the served version over the checkpoint's own probe, nats a token."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -99,5 +103,5 @@ class ProxySettings(Settings):
             except ValueError:  # a port that is none, half an IPv6 address
                 is_good = False
             if not is_good:
-                raise ValueError(f"{url!r} is no URL of an engine; write http://HOST:PORT")
+                raise ValueError(f"{mask_credentials(url)!r} is not the URL of an engine; write http://HOST:PORT")
         return urls

@@ -105,6 +105,11 @@ class EngineUnsuitable(EngineError):
 class ReloadFailed(EngineError):
     """New weights were not taken; the last good version is served."""
 
+    def __init__(self, message: str, *, is_transient: bool = False) -> None:
+        super().__init__(message)
+        self.is_transient = is_transient
+        """Whether a later attempt may succeed: the engine was busy, or short of memory for a moment."""
+
 
 class ProxyUnavailable(TurnwiseError):
     """The proxy cannot be reached by the SDK, failed on its own side, or is stopping."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ DEFAULT_FILE = Path("turnwise.toml")
 """The file in the working directory, read when no other is named."""
 
 ENVIRONMENT_PREFIX = "TURNWISE_"
+_CREDENTIALS = re.compile(r"(://)[^/@\s'\"]*@")
 
 
 class Settings(BaseSettings):
@@ -94,7 +96,7 @@ def describe(settings: Settings, section: str) -> str:
     dumped = settings.model_dump(mode="json")
     lines = [f"[{section}]"]
     for name, value in dumped.items():
-        lines.append(f"# {name} is not set" if value is None else f"{name} = {toml_value(value)}")
+        lines.append(f"# {name} is not set" if value is None else f"{name} = {mask_credentials(toml_value(value))}")
     return "\n".join(lines)
 
 
@@ -183,7 +185,7 @@ def _explain(
                 f"[{section}] needs {name!r}: set it in the file, as {variable_name(section, name)}, or by its flag"
             )
         else:
-            shown = "**********" if _is_secret(model_cls, head) else repr(problem["input"])
+            shown = "**********" if _is_secret(model_cls, head) else mask_credentials(repr(problem["input"]))
             lines.append(f"[{section}] {name}={shown} (from {origin}) does not fit: {problem['msg']}")
     return "\n".join(lines)
 
@@ -191,6 +193,11 @@ def _explain(
 def _is_secret(model_cls: type[Settings], name: str) -> bool:
     field = model_cls.model_fields.get(name)
     return field is not None and "Secret" in str(field.annotation)
+
+
+def mask_credentials(text: str) -> str:
+    """Return a text with user and password in its URLs masked."""
+    return _CREDENTIALS.sub(r"\1**********@", text)
 
 
 def toml_value(value: object) -> str:
@@ -209,6 +216,7 @@ __all__ = [
     "describe",
     "has_sections",
     "load_settings",
+    "mask_credentials",
     "toml_value",
     "variable_name",
 ]

@@ -24,8 +24,9 @@ from proxy.continuation.conversation import read_conversation
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
+from proxy.engines.engine import Lane
 from proxy.engines.http_client import Disconnected
-from proxy.engines.pool import EnginePool, Lane
+from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer

@@ -10,7 +10,7 @@ from proxy.calls.capture import Timing
 from proxy.continuation.plan import Plan
 from proxy.continuation.sessions import Placement
 from proxy.dialects.base import Call, Captured
-from proxy.engines.pool import Lane
+from proxy.engines.engine import Lane
 from turnwise.types import Session, utc_now
 
 

@@ -1,14 +1,15 @@
-"""HTTP/1.1 to one server over connections that are kept open: no more than a call to an engine needs.
+"""An HTTP/1.1 client for one server over persistent connections, with only the features that calls to vLLM need.
 
-One decision: the parser is httptools, which the server uses as well, and around it stands only what a call to vLLM
-needs; `bench/proxy.py` shows what that saves over a client for all of HTTP. No redirects, cookies, compression or
-pipelining: an engine has none of them.
+The parser is httptools, which the server uses as well. Redirects, cookies, compression and pipelining are left out:
+an engine has none of them, and `bench/proxy.py` shows what that saves over a general client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
@@ -18,25 +19,48 @@ from urllib.parse import unquote, urlsplit
 import httptools
 
 BUFFERED_BYTES = 1 << 20
-"""How much of an answer is kept for a slow reader before the engine has to wait."""
+"""Bytes of an answer that are buffered for a slow reader before reading from the engine pauses."""
 
 STALE_SECONDS = 1.0
-"""A kept connection that ends so soon after a request, without a word, had ended before the request reached it."""
-KEPT_SECONDS = 15.0
-"""How long an idle connection is good for another request; whatever lies in between may have forgotten an older one."""
+"""A reused connection that closes without data so soon after a request was closed before the request arrived."""
+IDLE_SECONDS = 15.0
+"""How long an idle connection may be reused; a network device in between may have dropped an older one."""
+KEEP_ALIVE_SECONDS = 10
+"""Silence on a connection after which TCP sends keep-alive probes."""
+PROBE_SECONDS, NUM_PROBES = 5, 3
+"""Interval of the probes, and how many may stay unanswered: a vanished host is noticed after 25 s."""
+UNACKNOWLEDGED_SECONDS = 25
+"""How long sent data may stay unacknowledged before the connection is closed."""
+
+
+KEEP_ALIVE_OPTIONS = {
+    "TCP_KEEPIDLE": KEEP_ALIVE_SECONDS,
+    "TCP_KEEPINTVL": PROBE_SECONDS,
+    "TCP_KEEPCNT": NUM_PROBES,
+    "TCP_USER_TIMEOUT": UNACKNOWLEDGED_SECONDS * 1000,
+}
 
 
 class Disconnected(Exception):
-    """No connection, or one that broke or fell silent before the answer was whole."""
+    """The connection failed, broke, or was silent for too long before the answer was complete."""
+
+
+class NotConnected(Disconnected):
+    """No connection could be opened; nothing was sent."""
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
+        """Whether the host answered that nothing listens on the port."""
 
 
 class HttpClient:
-    """The connections to one server; as many as there are requests at once.
+    """The connections to one server, one for each concurrent request.
 
     Args:
-        url: `http://` or `https://`, with a path that is put before every other if it has one.
+        url: `http://` or `https://`, with an optional path that prefixes every request's path.
         connect_seconds: How long a new connection may take.
-        silence_seconds: How long the server may say nothing while a request is with it, unless the request says more.
+        silence_seconds: How long the server may send nothing during a request, unless the request sets its own limit.
     """
 
     def __init__(self, url: str, *, connect_seconds: float, silence_seconds: float) -> None:
@@ -52,16 +76,18 @@ class HttpClient:
         self._connect_seconds = connect_seconds
         self._silence_seconds = silence_seconds
         self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
 
     async def request(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, silence_seconds: float | None = None
     ) -> Answer:
-        """Send a request, and return its answer as soon as its head is there; use it in a `with` block.
+        """Send a request and return its answer once the head has arrived; use the answer in a `with` block.
 
-        A connection that was kept open and that the server had closed by then is replaced, once.
+        A reused connection that the server has closed meanwhile is replaced once.
 
         Raises:
-            Disconnected: no connection, one that broke before the answer's head, or a redirect.
+            NotConnected: no connection could be opened.
+            Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {len(body)}\r\n\r\n"
@@ -69,20 +95,20 @@ class HttpClient:
         answer = await self._exchange(sent, silence_seconds or self._silence_seconds)
         if 300 <= answer.status < 400:
             with answer:
-                raise Disconnected(f"it redirects ({answer.status}); give the address that it redirects to")
+                raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
         return answer
 
     async def _exchange(self, sent: bytes, patience: float) -> Answer:
-        kept = self._kept()
-        if kept is not None:
+        idle = self._take_idle()
+        if idle is not None:
             try:
-                return await kept.exchange(sent, patience)
+                return await idle.exchange(sent, patience)
             except _Stale:
                 pass
         return await (await self._connect()).exchange(sent, patience)
 
-    def _kept(self) -> _Connection | None:
-        """Return the connection that has idled for the shortest time; none if that is too long, and drop them all."""
+    def _take_idle(self) -> _Connection | None:
+        """Return the most recently used idle connection; if even that is too old, close all and return None."""
         if not self._idle:
             return None
         newest = self._idle.pop()
@@ -97,24 +123,30 @@ class HttpClient:
         try:
             async with asyncio.timeout(self._connect_seconds):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._idle), self._host, self._port, ssl=self._tls
+                    lambda: _Connection(self._idle, self._open), self._host, self._port, ssl=self._tls
                 )
         except TimeoutError as error:
-            raise Disconnected(f"no connection within {self._connect_seconds:g} s") from error
-        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
-            raise Disconnected(str(error) or type(error).__name__) from error
+            raise NotConnected(f"no connection within {self._connect_seconds:g} s") from error
+        except (OSError, ValueError) as error:  # an impossible host name is a ValueError
+            is_refused = isinstance(error, ConnectionRefusedError)
+            raise NotConnected(str(error) or type(error).__name__, is_refused=is_refused) from error
         return connection
 
     def close(self) -> None:
-        """Close the connections that no request is on."""
+        """Close idle connections."""
         for connection in list(self._idle):
             connection.abort()
 
+    def abort_requests(self, reason: str) -> None:
+        """Fail all running requests with `Disconnected`, and close all connections."""
+        for connection in list(self._open):
+            connection.fail(Disconnected(reason))
+
 
 class Answer:
-    """What the server answers to one request: its head, and its body as it comes.
+    """The server's answer to one request: its head, and its body as it arrives.
 
-    Leaving its `with` block before it is whole closes the connection, so that the server stops its work.
+    Leaving the `with` block before the body is complete closes the connection, so that the server stops its work.
     """
 
     def __init__(self, connection: _Connection) -> None:
@@ -122,9 +154,9 @@ class Answer:
         self._connection = connection
         self._parts: list[bytes] = []
         self._num_bytes = 0
-        self._is_whole = False
+        self._is_complete = False
         self._error: Disconnected | None = None
-        self._awaited: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -132,85 +164,86 @@ class Answer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._is_whole:
+        if not self._is_complete:
             self._connection.abort()
 
     async def read(self) -> bytes:
         """Return the whole body.
 
         Raises:
-            Disconnected: it broke off.
+            Disconnected: the connection broke before its end.
         """
         parts = [part async for part in self.parts()]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield what has come since the last time, as soon as there is something, until the body is whole.
+        """Yield the data that has arrived since the last part, until the body is complete.
 
         Raises:
-            Disconnected: it broke off; all that came before has been yielded.
+            Disconnected: the connection broke; all data before that has been yielded.
         """
         while True:
             if self._parts:
                 yield self._take()
-            elif self._is_whole:
+            elif self._is_complete:
                 return
             else:
-                await self.news()
+                await self.wait()
 
-    async def news(self) -> None:
-        """Wait until something has come.
+    async def wait(self) -> None:
+        """Wait for the head, for data, or for the end of the body.
 
         Raises:
-            Disconnected: nothing more will.
+            Disconnected: the connection broke.
         """
         if self._error is not None:
             raise self._error
-        self._awaited = asyncio.get_running_loop().create_future()
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._awaited
+            await self._waiter
         finally:
-            self._awaited = None
+            self._waiter = None
 
-    def has_come(self, part: bytes) -> bool:
-        """Take a part of the body, and say whether the reader is too far behind to get more."""
+    def feed(self, part: bytes) -> bool:
+        """Buffer a part of the body; return whether the buffer is full."""
         self._parts.append(part)
         self._num_bytes += len(part)
-        self.tell()
+        self.wake()
         return self._num_bytes > BUFFERED_BYTES
 
     def end(self, error: Disconnected | None = None) -> None:
-        """Take the body's end, or what keeps it from coming."""
-        self._is_whole, self._error = error is None, error
-        if error is None or self._awaited is None:
-            self.tell()
-        elif not self._awaited.done():
-            self._awaited.set_exception(error)
+        """End the body, or fail it with an error."""
+        self._is_complete, self._error = error is None, error
+        if error is None or self._waiter is None:
+            self.wake()
+        elif not self._waiter.done():
+            self._waiter.set_exception(error)
 
-    def tell(self) -> None:
-        """Wake who waits for news."""
-        if self._awaited is not None and not self._awaited.done():
-            self._awaited.set_result(None)
+    def wake(self) -> None:
+        """Wake the reader."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _take(self) -> bytes:
         parts, self._parts = self._parts, []
         self._num_bytes = 0
-        if not self._is_whole:
+        if not self._is_complete:
             self._connection.resume()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class _Stale(Disconnected):
-    """A connection that had been kept open was closed before it said anything."""
+    """A reused connection was closed before it sent anything."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; it carries one request at a time, and goes back among the idle ones by itself."""
+    """One connection; it carries one request at a time, and returns to the idle ones by itself."""
 
     _transport: asyncio.Transport
 
-    def __init__(self, idle: list[_Connection]) -> None:
+    def __init__(self, idle: list[_Connection], opened: set[_Connection]) -> None:
         self._idle = idle
+        self._open = opened
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
@@ -220,16 +253,16 @@ class _Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._is_paused = False
         self._may_be_stale = False
-        """Whether it was kept open for this request, and has said nothing since."""
+        """Whether it was reused for this request and has received nothing since."""
         self._has_length = False
-        """Whether the answer says where it ends; another ends with the connection."""
+        """Whether the answer declares its length; otherwise it ends with the connection."""
 
     def is_fresh(self) -> bool:
-        """Say whether it has not idled for long."""
-        return self._loop.time() - self._heard_at < KEPT_SECONDS
+        """Return whether it may be reused."""
+        return self._loop.time() - self._heard_at < IDLE_SECONDS
 
     async def exchange(self, request: bytes, patience: float) -> Answer:
-        """Send a request and wait for the head of its answer."""
+        """Send a request and return its answer once the head has arrived."""
         self._heard_at = self._loop.time()
         if self._timer is not None and patience < self._patience:
             self._timer.cancel()
@@ -244,39 +277,42 @@ class _Connection(asyncio.Protocol):
         self._transport.write(request)
         try:
             while not answer.status:
-                await answer.news()
+                await answer.wait()
         except BaseException:
-            if self._answer is answer:  # it may be whole by now, and the connection another's
+            if self._answer is answer:  # otherwise it is complete, and the connection may carry another request
                 self.abort()
             raise
         return answer
 
     def abort(self) -> None:
-        """Close at once, whatever is on its way."""
+        """Close at once; data in transit is dropped."""
         self._transport.abort()
 
     def resume(self) -> None:
-        """Let the server say more."""
+        """Resume reading."""
         if self._is_paused and not self._transport.is_closing():
             self._is_paused = False
             self._heard_at = self._loop.time()
             self._transport.resume_reading()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the new connection."""
+        """Set up a new connection."""
         self._transport = transport
+        self._open.add(self)
+        set_keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take what the server says."""
+        """Parse received data."""
         self._heard_at = self._loop.time()
         self._may_be_stale = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(Disconnected(f"it answered no HTTP that was asked for: {error}"))
+            self.fail(Disconnected(f"its answer is not valid HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request, if one is on its way, and stop being idle."""
+        """Fail the running request, if there is one, and leave the idle connections."""
+        self._open.discard(self)
         if self._timer is not None:
             self._timer.cancel()
         if self in self._idle:
@@ -288,35 +324,35 @@ class _Connection(asyncio.Protocol):
             self._answer = None
             answer.end()
         elif self._may_be_stale and self._loop.time() - self._heard_at < STALE_SECONDS:
-            self._fail(_Stale("the server closed the connection"))
+            self.fail(_Stale("the server closed the connection"))
         else:
-            self._fail(Disconnected(str(exc or "the server closed the connection")))
+            self.fail(Disconnected(str(exc or "the server closed the connection")))
 
     def on_message_begin(self) -> None:
-        """Take the beginning of an answer; to what was not asked, nobody listens."""
+        """Begin an answer; close the connection if none was asked for."""
         if self._answer is None:
             self.abort()
 
     def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002  the parser's signature
-        """Take a header."""
+        """Note a header that declares the length."""
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        """Take the head; one of 1xx says that another will follow."""
+        """Publish the status; after a 1xx head another head follows."""
         status = self._parser.get_status_code()
         if self._answer is not None and status >= 200:
             self._answer.status = status
-            self._answer.tell()
+            self._answer.wake()
 
     def on_body(self, part: bytes) -> None:
-        """Take a part of the body."""
-        if self._answer is not None and self._answer.has_come(part) and not self._is_paused:
+        """Buffer a part of the body; pause reading while the buffer is full."""
+        if self._answer is not None and self._answer.feed(part) and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        """Take the end of an answer; the connection may carry the next one."""
+        """End an answer; keep the connection for the next one if possible."""
         answer = self._answer
         if answer is None or not answer.status:
             return
@@ -330,18 +366,32 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def _check(self) -> None:
-        """Give up a server that has been silent for too long; a timer per call would cost more."""
+        """Fail the request if the server has been silent for too long; one timer serves all requests."""
         self._timer = None
         if self._answer is None:
             return
-        silent = 0.0 if self._is_paused else self._loop.time() - self._heard_at  # paused, it is we who do not listen
+        silent = 0.0 if self._is_paused else self._loop.time() - self._heard_at  # while paused, the silence is ours
         if silent >= self._patience:
-            self._fail(Disconnected(f"it said nothing for {self._patience:g} s"))
+            self.fail(Disconnected(f"it sent nothing for {self._patience:g} s"))
         else:
             self._timer = self._loop.call_later(self._patience - silent, self._check)
 
-    def _fail(self, error: Disconnected) -> None:
+    def fail(self, error: Disconnected) -> None:
+        """Fail the running request, if there is one, and close the connection."""
         answer, self._answer = self._answer, None
         if answer is not None:
             answer.end(error)
         self.abort()
+
+
+def set_keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Set TCP keep-alive and a limit for unacknowledged data, so that a vanished host is noticed."""
+    given = transport.get_extra_info("socket")
+    if given is None or given.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    # uvloop's object for a socket has no setsockopt; options set through a duplicate apply to the same connection.
+    with socket.socket(fileno=os.dup(given.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE_OPTIONS.items():
+            if hasattr(socket, name):  # Linux has all of them
+                same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

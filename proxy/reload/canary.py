@@ -1,9 +1,9 @@
-"""A new version is tried by a share of the sessions first, and withdrawn without a person when it does worse.
+"""A canary: a share of the new sessions samples with a new version, which is rolled back if it does worse.
 
-One decision: which arm a session is in follows from its id, the version and the instant the trial began, so every proxy
-process agrees and a session never changes arms while its version lasts; sessions from before stay where they were. An
-adapter is tried beside the served version on every engine; whole weights take an engine of their own. While a version
-is tried, later ones wait.
+The arm of a session follows from its id, the version and the start of the trial, so every proxy process computes the
+same arm and a session never changes arms during a trial; sessions from before the trial stay on the served version. An
+adapter is loaded beside the served version on every engine; whole weights take an engine of their own. Later versions
+wait until the trial has ended.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ import statistics
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
 
-from proxy.engines.pool import Engine, EnginePool
+from proxy.engines.engine import Engine
+from proxy.engines.pool import EnginePool
 from proxy.engines.probe import token_logprobs
+from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
-from proxy.reload.checkpoint import read_probe
+from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import NUM_PROBED, Loader
 from proxy.settings import ProxySettings
-from proxy.writer.client import Writer
 from turnwise.errors import BadCheckpoint, EngineError
 from turnwise.store import policies
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, Session
+from turnwise.version_directory import read_probe
 
 log = logging.getLogger(__name__)
 
 NUM_STANDARD_ERRORS = 2.0
-"""How sure a judgement is: about 2.5 % of the draws lie beyond."""
+"""Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
 JUDGE_SECONDS = 1.0
 """How often the arms are compared."""
 POLLS_UNTIL_KNOWN = 3.0
-"""Looks at the store after which every proxy process knows of a trial; sessions from before then are not in it."""
+"""Store polls after which every proxy process has read of a trial; sessions created before then are not in it."""
 DRAIN_SECONDS = 10.0
-"""How long calls may still run on an engine before it takes whole weights to try; those that last longer span both."""
+"""How long an engine waits for its running calls before a trial's whole weights are loaded; longer calls span both."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """A canary under way."""
+    """A running canary."""
 
     version: int
     share: float
@@ -53,7 +56,7 @@ class Trial:
     since: datetime.datetime
 
     def takes(self, session: Session) -> bool:
-        """Say whether the session is one of the trial's."""
+        """Return whether the session belongs to the trial."""
         if session.created_at < self.since:
             return False
         digest = blake2b(f"{self.version} {session.tenant} {session.session_id}".encode(), digest_size=8).digest()
@@ -62,18 +65,19 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a trial ends."""
+    """The result of a trial."""
 
     is_good: bool
     reason: str
 
 
 def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
-    """Compare the arms; None asks for more sessions.
+    """Compare the arms; None means that more sessions are needed.
 
-    The canary goes when its broken turns, or its mean reward, are worse than the others' by more than the limit, and
-    by more than `NUM_STANDARD_ERRORS` standard errors of the difference (Welch's, no equal variances assumed); it stays
-    when it is as surely not. After `canary_max_sessions` the mean alone decides, and without rewards the broken turns.
+    The canary is rolled back if its share of broken turns, or its mean reward, is worse than the control's by more than
+    the limit plus `NUM_STANDARD_ERRORS` standard errors of the difference (Welch's, no equal variances assumed). It is
+    promoted if it is not worse than the limit with the same confidence. After `canary_max_sessions` the mean alone
+    decides, and without rewards the share of broken turns.
     """
     enough = settings.canary_min_sessions
     if min(canary.num_sessions, control.num_sessions) < enough:
@@ -84,11 +88,11 @@ def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
         return Verdict(
             False, f"{rise:.1%} more of its turns are broken; the limit is {settings.canary_broken_rise:.1%}"
         )
-    is_long = canary.num_sessions >= settings.canary_max_sessions
+    is_final = canary.num_sessions >= settings.canary_max_sessions
     if min(len(canary.rewards), len(control.rewards)) < enough:
-        return Verdict(True, f"no more than {rise:+.1%} broken turns, and hardly any rewards") if is_long else None
+        return Verdict(True, f"{rise:+.1%} broken turns, and too few rewards to compare") if is_final else None
     difference, error = _difference(canary.rewards, control.rewards)
-    margin = 0.0 if is_long else NUM_STANDARD_ERRORS * error
+    margin = 0.0 if is_final else NUM_STANDARD_ERRORS * error
     measured = (
         f"mean session reward {difference:+.3f} ± {error:.3f} over {len(canary.rewards)} sessions against "
         f"{len(control.rewards)}; the limit is {-settings.canary_reward_drop:+.3f}"
@@ -100,10 +104,10 @@ def judge(canary: Arm, control: Arm, settings: ProxySettings) -> Verdict | None:
     return None
 
 
-def _difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+def _difference(canary: Sequence[float], control: Sequence[float]) -> tuple[float, float]:
     """Return the difference of the means and its standard error after Welch."""
-    errors = [statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (ours, theirs)]
-    return statistics.fmean(ours) - statistics.fmean(theirs), math.hypot(*errors)
+    errors = [statistics.stdev(rewards) / math.sqrt(len(rewards)) for rewards in (canary, control)]
+    return statistics.fmean(canary) - statistics.fmean(control), math.hypot(*errors)
 
 
 def _share(part: int, whole: int) -> float:
@@ -126,27 +130,27 @@ def drift(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 class Canary:
-    """Begins trials, judges them and ends them; called by the one process that drives."""
+    """Begins, judges and ends trials; called by the process that holds the reload lease."""
 
     def __init__(
         self,
         database: Database,
-        writer: Writer,
+        lease: DriverLease,
         pool: EnginePool,
         loader: Loader,
         settings: ProxySettings,
         metrics: Metrics,
     ) -> None:
         self._database = database
-        self._writer = writer
+        self._lease = lease
         self._pool = pool
         self._loader = loader
         self._settings = settings
         self._metrics = metrics
         self._judged_at = 0.0
 
-    def show(self, policy: PolicyVersion | None) -> None:
-        """Let the pool know of the trial that the store tells of."""
+    def set_trial(self, policy: PolicyVersion | None) -> None:
+        """Set the pool's trial to the canary that the store names."""
         self._pool.trial = None if policy is None else self._trial(policy)
 
     def _trial(self, policy: PolicyVersion) -> Trial:
@@ -156,43 +160,46 @@ class Canary:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to compare the arms."""
+        """Whether the arms should be compared now."""
         return time.monotonic() - self._judged_at >= JUDGE_SECONDS
 
     def is_wanted(self, target: PolicyVersion, active: PolicyVersion) -> bool:
-        """Say whether a version is tried first: it is newer than the active one, and there is a place to try it."""
+        """Return whether a version needs a trial: it is newer than the active one, and there is an engine for it."""
         if not self._settings.canary_share or target.version <= active.version:
             return False
-        return target.kind is PolicyKind.LORA or len(self._pool.healthy) > 1
+        return target.kind is PolicyKind.LORA or len(self._pool.serving) > 1
 
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
-        """Load a version for its trial and let its share of the new sessions have it.
+        """Load a version and start its trial.
 
-        An engine that has taken whole weights gets no call until the pool knows which sessions are in the trial.
+        An engine that has loaded whole weights gets no call until the pool knows which sessions are in the trial.
         """
-        for engine in self._pool.healthy:  # an earlier try may have come so far, and then failed
-            engine.draining = engine.version == policy.version
+        for engine in self._pool.serving:  # an earlier attempt may have failed after it loaded the weights
+            is_tried = engine.version == policy.version
+            engine.status.change(EngineState.DRAINING if is_tried else EngineState.READY)
         try:
-            await self._loader.check(policy, self._pool.healthy[0])
+            await self._loader.check(policy, self._pool.serving[0])
             await self._place(policy, active)
-            reason = await self._drifted(policy)
+            reason = await self._drift_reason(policy)
         except (BadCheckpoint, EngineError) as error:
             reason = str(error)
         if reason is not None:
             await self._withdraw(policy, active, reason)
             return
-        self.show(await self._writer.do(policies.try_policy, policy.version))
-        self._pool.let_all_in()
+        self.set_trial(await self._lease.write(policies.try_policy, policy.version))
+        self._pool.stop_draining()
         log.info(
-            "policy version %d is tried by %.0f %% of new sessions", policy.version, 100 * self._settings.canary_share
+            "policy version %d is on trial with %.0f %% of the new sessions",
+            policy.version,
+            100 * self._settings.canary_share,
         )
 
     async def advance(self, policy: PolicyVersion, active: PolicyVersion) -> bool:
-        """Judge the trial; True promotes the version."""
+        """Judge the trial; return True if the version is to be promoted."""
         self._judged_at = time.monotonic()
         try:
             await self._place(policy, active)
-            self._pool.let_all_in()
+            self._pool.stop_draining()
         except (BadCheckpoint, EngineError) as error:
             await self._withdraw(policy, active, str(error))
             return False
@@ -208,8 +215,8 @@ class Canary:
         return True
 
     async def call_off(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
-        """End a trial without a judgement, because a person pinned a version."""
-        await self._writer.do(policies.reconsider_policy, policy.version)
+        """End a trial without a verdict, because a version was pinned or the canary share is 0 now."""
+        await self._lease.write(policies.reconsider_policy, policy.version)
         await self._clear(policy, active)
         self._metrics.canaries.labels("called_off").inc()
 
@@ -218,52 +225,52 @@ class Canary:
             return arms_since(connection, self._trial(policy).since, (policy.version, active.version))
 
     async def _place(self, policy: PolicyVersion, active: PolicyVersion) -> None:
-        """See to it that the version is loaded: an adapter on each engine, whole weights on one."""
-        healthy = self._pool.healthy
+        """Load the version where it is missing: an adapter on each engine, whole weights on one."""
+        serving = self._pool.serving
         if policy.kind is PolicyKind.LORA:
-            for engine in healthy:
+            for engine in serving:
                 if policy.version not in engine.adapters:
                     await self._loader.load_beside(engine, policy)
-        elif len(healthy) > 1 and all(engine.version != policy.version for engine in healthy):
-            await self._drain(healthy[-1])
-            await self._loader.exchange(healthy[-1], policy, active)
+        elif len(serving) > 1 and all(engine.version != policy.version for engine in serving):
+            await self._drain(serving[-1])
+            await self._loader.exchange(serving[-1], policy, active)
 
     async def _drain(self, engine: Engine) -> None:
-        """Send new calls elsewhere and wait for the running ones, so that no session of the others sees the trial."""
-        engine.draining = True
+        """Route new calls to other engines and wait for the running ones: no control session may sample the canary."""
+        engine.status.change(EngineState.DRAINING)
         deadline = time.monotonic() + DRAIN_SECONDS
-        while engine.main.num_calls and time.monotonic() < deadline:  # noqa: ASYNC110  once in a trial
+        while engine.active_lane.num_calls and time.monotonic() < deadline:  # noqa: ASYNC110  once in a trial
             await asyncio.sleep(0.02)
 
-    async def _drifted(self, policy: PolicyVersion) -> str | None:
-        """Return why the version is too far from the served one to be tried at all, None when it is not."""
-        probe = read_probe(policy.path)
-        lanes = [engine.main for engine in self._pool.healthy]
+    async def _drift_reason(self, policy: PolicyVersion) -> str | None:
+        """Return why the version is too far from the served one for a trial, None if it is not."""
+        probe = read_probe(Path(policy.path))
+        lanes = [engine.active_lane for engine in self._pool.serving]
         tried = [lane for lane in lanes if lane.version == policy.version]
-        tried += [engine.adapters[policy.version] for engine in self._pool.healthy if policy.version in engine.adapters]
+        tried += [engine.adapters[policy.version] for engine in self._pool.serving if policy.version in engine.adapters]
         control = [lane for lane in lanes if lane.version != policy.version]
         if probe is None or not tried or not control:
             return None
         positions = probe.positions(NUM_PROBED)
         before = await token_logprobs(control[0], probe.token_ids, positions)
-        far = drift(before, await token_logprobs(tried[0], probe.token_ids, positions))
-        if far <= self._settings.canary_drift_nats:
+        nats = drift(before, await token_logprobs(tried[0], probe.token_ids, positions))
+        if nats <= self._settings.canary_drift_nats:
             return None
         return (
-            f"it is {far:.3g} nats a token from the served version; the limit is {self._settings.canary_drift_nats:g}"
+            f"it is {nats:.3g} nats a token from the served version; the limit is {self._settings.canary_drift_nats:g}"
         )
 
     async def _withdraw(self, policy: PolicyVersion, active: PolicyVersion, reason: str) -> None:
-        """Roll a version back: nobody samples with it any more, and it is marked failed."""
+        """Roll a version back and mark it failed."""
         log.error("policy version %d is rolled back: %s", policy.version, reason)
-        await self._writer.do(policies.fail_policy, policy.version, f"rolled back as a canary: {reason}")
+        await self._lease.write(policies.fail_policy, policy.version, f"rolled back as a canary: {reason}")
         await self._clear(policy, active)
         self._metrics.canaries.labels("rolled_back").inc()
 
     async def _clear(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
-        """Bring engines that hold whole weights under trial back; an adapter is unloaded once nobody calls it."""
-        for engine in self._pool.healthy:
-            if active is not None and engine.main is engine.own and engine.version == policy.version:
+        """Restore engines that have loaded the trial's whole weights; an adapter is unloaded once it has no calls."""
+        for engine in self._pool.serving:
+            if active is not None and engine.active_lane is engine.base_lane and engine.version == policy.version:
                 await self._loader.exchange(engine, active, None)
         self._pool.trial = None
-        self._pool.let_all_in()
+        self._pool.stop_draining()

@@ -1,8 +1,8 @@
-"""One engine, one version: load it, check it, and put the last good one back when it is not taken.
+"""Load one version into one engine, verify it, and restore the last good version on failure.
 
-The engine is paused in keep mode, so running calls go on under the new weights, and its gate is closed, so new ones
-wait. Weights carry a label at every moment: while they are exchanged it names no version, and whoever finds such an
-engine after a crash knows that it must load it again. Adapters need no pause: each has a name of its own.
+The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
+weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
+after a crash loads a version again. Adapters need no pause: each has a name of its own.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import logging
 import time
 from pathlib import Path
 
-from proxy.engines.pool import LOADING, UNLABELLED, Engine, Lane, adapter_name
+from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
 from proxy.engines.probe import token_logprobs
+from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
-from proxy.metrics import Metrics
-from proxy.reload.checkpoint import check_policy, check_values, read_probe
+from proxy.reload.checkpoint import check_policy, check_values
 from proxy.settings import ProxySettings
 from turnwise.errors import EngineError, EngineUnavailable, ReloadFailed
 from turnwise.types import PolicyKind, PolicyVersion
+from turnwise.version_directory import read_probe
 
 log = logging.getLogger(__name__)
 
 NUM_PROBED = 16
-"""Tokens of a checkpoint's probe that the engine is asked about."""
+"""Tokens of a checkpoint's probe whose logprobs the engine is asked for."""
 
 
 class Loader:
     """Brings engines to versions."""
 
-    def __init__(self, settings: ProxySettings, metrics: Metrics, faults: FaultPoints) -> None:
+    def __init__(self, settings: ProxySettings, faults: FaultPoints) -> None:
         self._settings = settings
-        self._metrics = metrics
         self._faults = faults
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
-        """Check a version's directory, all of it, before any engine hears of it.
+        """Check a version's whole directory before any engine loads it.
 
         Raises:
             BadCheckpoint: naming what is wrong.
@@ -47,59 +47,59 @@ class Loader:
         await asyncio.to_thread(check_values, policy.path)
 
     async def exchange(self, engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:
-        """Make the engine serve the target, else the last good version; return how long it sampled nothing, seconds.
+        """Make the engine serve the target, or on failure the last good version; return the pause, seconds.
 
         Raises:
-            EngineError: the target is not served. An engine that has no way back, or would not take it, is taken out.
+            EngineError: the target is not served. An engine that cannot restore the last good version is taken out.
         """
-        with engine.closed():
+        with engine.status.reloading():
             try:
                 return await self.load(engine, target)
             except EngineError as error:
-                await self._bring_back(engine, last_good, error)
+                await self._restore_last_good(engine, last_good, error)
                 raise
 
     async def load(self, engine: Engine, policy: PolicyVersion) -> float:
-        """Make the engine serve a version; return how long it sampled nothing, seconds.
+        """Make the engine serve a version; return the length of the pause, seconds.
 
         Raises:
-            EngineError: it is not certain what the engine serves now.
+            EngineError: it is not known what the engine serves now.
         """
         seconds = self._settings.reload_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
                 if policy.kind is PolicyKind.LORA:
                     paused = await self._load_base(engine)
-                    engine.main = await self._load_adapter(engine, policy)
+                    engine.active_lane = await self._load_adapter(engine, policy)
                     return paused
                 return await self._load_weights(engine, policy)
         except TimeoutError as error:
             raise ReloadFailed(
-                f"the engine at {engine.url} did not take version {policy.version} within {seconds:g} s "
+                f"the engine at {engine.url} did not load version {policy.version} within {seconds:g} s "
                 "(--reload-timeout-seconds)"
             ) from error
 
     async def load_beside(self, engine: Engine, policy: PolicyVersion) -> Lane:
-        """Load an adapter without serving it to anybody yet.
+        """Load an adapter without routing calls to it yet.
 
         Raises:
-            EngineError: the engine would not take it.
+            EngineError: the engine refused it.
         """
         await self._load_base(engine)
         return await self._load_adapter(engine, policy)
 
     async def _load_weights(self, engine: Engine, policy: PolicyVersion) -> float:
-        if holds(engine, policy):
-            engine.main = engine.own
+        if has_loaded(engine, policy):
+            engine.active_lane = engine.base_lane
             return 0.0
         path = engine.model_path if is_own_model(policy, engine) else policy.path
         paused = await self._replace_weights(engine, path, policy.version)
-        await self._verify(engine.own, policy)
+        await self._verify(engine.base_lane, policy)
         return paused
 
     async def _load_base(self, engine: Engine) -> float:
-        """Give an engine whose weights were exchanged its own model back: that is what adapters were trained on."""
-        if engine.holds in (UNLABELLED, 0):
+        """Restore the model that the engine was started with: adapters were trained on it."""
+        if engine.loaded_version in (UNLABELLED, 0):
             return 0.0
         return await self._replace_weights(engine, engine.model_path, 0)
 
@@ -115,26 +115,26 @@ class Loader:
         await engine.load_weights(path, seconds=self._settings.reload_timeout_seconds)
         self._faults.point("mid_reload")
         await engine.label_weights(version)
-        engine.main = engine.own
+        engine.active_lane = engine.base_lane
         await engine.resume()
         return time.perf_counter() - started
 
     async def _verify(self, lane: Lane, policy: PolicyVersion) -> None:
-        """Compare what the engine now says with what the trainer saw, where the checkpoint brings a probe."""
-        probe = read_probe(policy.path)
+        """Compare the engine's logprobs with the trainer's, if the checkpoint has a probe."""
+        probe = read_probe(Path(policy.path))
         if probe is None:
             return
         positions = probe.positions(NUM_PROBED)
-        theirs = await token_logprobs(lane, probe.token_ids, positions)
-        gap = max(abs(mine - probe.logprobs[at - 1]) for mine, at in zip(theirs, positions, strict=True))
-        if not gap <= self._settings.probe_tolerance:  # also when it is no number
+        logprobs = await token_logprobs(lane, probe.token_ids, positions)
+        gap = max(abs(logprob - probe.logprobs[at - 1]) for logprob, at in zip(logprobs, positions, strict=True))
+        if not gap <= self._settings.probe_tolerance:  # true also for NaN
             raise ReloadFailed(
-                f"the engine's logprobs are {gap:.3g} nats off the checkpoint's own probe; the limit is "
+                f"the engine's logprobs are {gap:.3g} nats from the checkpoint's own probe; the limit is "
                 f"{self._settings.probe_tolerance:g} (--probe-tolerance)"
             )
 
-    async def _bring_back(self, engine: Engine, last_good: PolicyVersion | None, cause: EngineError) -> None:
-        """Put the last good version back before new calls are let in."""
+    async def _restore_last_good(self, engine: Engine, last_good: PolicyVersion | None, cause: EngineError) -> None:
+        """Load the last good version before new calls are admitted."""
         if last_good is None:
             self.take_out(engine, cause)
             return
@@ -147,38 +147,38 @@ class Loader:
             self.take_out(engine, error)
 
     async def retire(self, engine: Engine, keep: set[int]) -> None:
-        """Unload adapters that nothing samples with any more, but for the last: another process may still call it."""
+        """Unload adapters without calls, except the latest one: another process may still call it."""
         for version in [version for version in engine.adapters if version not in keep][:-1]:
             if engine.adapters[version].num_calls == 0:
                 await engine.unload_adapter(version)
 
     def take_out(self, engine: Engine, why: Exception | str) -> None:
-        """Give an engine no more calls until it has been welcomed again."""
-        engine.healthy = False
-        self._metrics.engine_up.labels(engine.url).set(0)
+        """Route no calls to an engine until the reloader has admitted it again."""
+        engine.status.change(EngineState.ABSENT)
         log.error("the engine at %s is taken out: %s", engine.url, why)
 
 
 def own_model(engine: Engine) -> PolicyVersion:
-    """Return the model that the engine was started with, as a version to go back to where none was ever active."""
+    """Return the model that the engine was started with, as the version to restore where none was ever active."""
     return PolicyVersion(version=0, path=engine.model_path)
 
 
 def is_own_model(policy: PolicyVersion, engine: Engine) -> bool:
-    """Say whether a version is the model that the engine was started with, which may lie where only the engine sees."""
+    """Return whether a version is the model that the engine was started with, whose path may exist only there."""
     if policy.version != 0 or policy.kind is not PolicyKind.FULL:
         return False
     place = Path(policy.path)
     return not place.is_dir() or place.resolve() == Path(engine.model_path).resolve()
 
 
-def holds(engine: Engine, policy: PolicyVersion) -> bool:
-    """Say whether an engine's own weights are this version."""
-    return engine.holds == policy.version or (engine.holds == UNLABELLED and is_own_model(policy, engine))
+def has_loaded(engine: Engine, policy: PolicyVersion) -> bool:
+    """Return whether an engine's base weights are this version."""
+    loaded = engine.loaded_version
+    return loaded == policy.version or (loaded == UNLABELLED and is_own_model(policy, engine))
 
 
 def serves(engine: Engine, policy: PolicyVersion) -> bool:
-    """Say whether calls on the engine sample with this version."""
+    """Return whether calls on the engine sample with this version."""
     if policy.kind is PolicyKind.LORA:
-        return engine.main.adapter == adapter_name(policy.version)
-    return engine.main is engine.own and holds(engine, policy)
+        return engine.active_lane.adapter == adapter_name(policy.version)
+    return engine.active_lane is engine.base_lane and has_loaded(engine, policy)

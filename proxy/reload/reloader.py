@@ -1,51 +1,65 @@
-"""New weights under running agents: every engine follows the version that the store says should be served.
+"""Brings every engine to the policy version that the store names, under running calls.
 
-One process drives at a time, by a lease in the store; the others learn from the engines' labels. Engines go one after
-the other: the first to take a version proves it, before the others hear of it. A version that it will not take is
-marked failed, and the last good one stays served. An engine that fails after that is taken out, and brought to the
+One process drives at a time, by a lease in the store; the others read the engines' labels. One engine loads a new
+version first; the others follow if it succeeds. A version that cannot be loaded is marked failed and the last good one
+stays served; a failure that may pass is retried first. An engine that fails later is taken out, and is brought to the
 active version before it gets calls again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
-from proxy.engines.pool import HEALTH_SECONDS, UNLABELLED, Engine, EnginePool
+from proxy.engines.engine import UNLABELLED, Engine
+from proxy.engines.pool import EnginePool
+from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.canary import Canary
+from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import Loader, own_model, serves
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, LeaseLost, StoreError, TurnwiseError
-from turnwise.store import leases, policies
+from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, ReloadFailed, TurnwiseError
+from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
 log = logging.getLogger(__name__)
-LEASE = "reload"
-LEASE_SECONDS = 2.0
-"""The lease is renewed while its holder lives, so that a reload which a crash cut off is taken over this soon."""
+HEALTH_SECONDS = 1.0
+"""How often a serving engine is checked; an absent one is checked as often as policy versions are."""
+MAX_LOAD_ATTEMPTS = 3
+"""Attempts to load a version whose load failed in a way that may pass, before it is marked failed."""
+RETRY_LOAD_SECONDS = 1.0
+"""Pause before the second attempt; it doubles with each further one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the store says should be served."""
+    """What the store wants to be served."""
 
     target: PolicyVersion | None
     """The pinned version, or the newest that has not failed."""
     active: PolicyVersion | None
-    """The version that is being served."""
+    """The version that is served."""
     canary: PolicyVersion | None
-    """The version that a share of the sessions tries."""
+    """The version on trial."""
     is_pinned: bool
-    """Whether a person decided what is served."""
+    """Whether the target is pinned."""
+
+
+@dataclasses.dataclass(slots=True)
+class LoadAttempts:
+    """Failed attempts to load one version."""
+
+    version: int
+    count: int = 0
+    not_before: float = 0.0
+    """When the next attempt may start, on the monotonic clock."""
 
 
 class Reloader:
@@ -59,26 +73,24 @@ class Reloader:
         settings: ProxySettings,
         metrics: Metrics,
         *,
-        learn: Callable[[Engine], Awaitable[None]],
+        probe: Callable[[Engine], Awaitable[None]],
         faults: FaultPoints | None = None,
     ) -> None:
         self._database = database
-        self._writer = writer
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
-        self._learn = learn
-        self._loader = Loader(settings, metrics, faults or FaultPoints())
-        self._canary = Canary(database, writer, pool, self._loader, settings, metrics)
-        self._owner = uuid.uuid4().hex
-        self._turn = asyncio.Lock()
-        self._learning = asyncio.Lock()
-        self._token: int | None = None
+        self._probe = probe
+        self.lease = DriverLease(database, writer)
+        self._loader = Loader(settings, faults or FaultPoints())
+        self._canary = Canary(database, self.lease, pool, self._loader, settings, metrics)
+        self._probe_lock = asyncio.Lock()
+        self._attempts = LoadAttempts(-1)
         self.last_error: str | None = None
         """Why the last reload failed; None after one that worked."""
 
     async def start(self) -> None:
-        """Look at the engines once before the first request; what is not there yet is awaited by `run`.
+        """Check the engines once before the first request; `run` waits for those that are absent.
 
         Raises:
             EngineUnsuitable: an engine lacks what exact capture needs, and the check is strict.
@@ -86,7 +98,7 @@ class Reloader:
         await self._check_engines(self._pool.engines)
 
     async def run(self) -> None:
-        """Watch the store and the engines for ever."""
+        """Check the store and the engines until cancelled."""
         checked_at = 0.0
         while True:
             try:
@@ -94,14 +106,14 @@ class Reloader:
                     checked_at = time.monotonic()
                     await self._check_engines(self._pool.engines)
                 else:
-                    await self._check_engines([engine for engine in self._pool.engines if not engine.healthy])
+                    await self._check_engines([engine for engine in self._pool.engines if not engine.is_serving])
                 await self._follow()
             except TurnwiseError as error:
                 self._metrics.background_errors.labels("reload").inc()
                 log.warning("the reloader could not finish a round: %s", error)
-            except Exception:  # the task's outermost edge: it must outlive whatever one round throws at it
+            except Exception:  # the task's outermost edge: an unexpected error must not end it
                 self._metrics.background_errors.labels("reload").inc()
-                log.exception("the reloader failed a round")
+                log.exception("a round of the reloader failed unexpectedly")
             await asyncio.sleep(self._settings.policies_poll_seconds)
 
     async def _wanted(self) -> Wanted:
@@ -119,31 +131,33 @@ class Reloader:
         return await asyncio.to_thread(read)
 
     async def _follow(self) -> None:
-        """Bring every healthy engine to the wanted version, or the canary a step further."""
+        """Bring every serving engine to the wanted version, or advance the canary."""
         wanted = await self._wanted()
-        self._canary.show(wanted.canary)
-        if not self._pool.healthy or self._is_settled(wanted):
+        self._canary.set_trial(wanted.canary)
+        if not self._pool.serving or self._is_settled(wanted):
             return
-        async with self._driving() as is_driver:
+        async with self.lease.held() as is_driver:
             if not is_driver:
-                await self._adopt(wanted)
+                await self._read_served_versions(wanted)
                 return
-            # Somebody else may have driven while the lease was awaited.
+            # Another process may have driven while the lease was awaited.
             wanted = await self._wanted()
-            self._canary.show(wanted.canary)
-            await self._adopt(wanted)
+            self._canary.set_trial(wanted.canary)
+            await self._read_served_versions(wanted)
             await self._step(wanted)
 
     def _is_settled(self, wanted: Wanted) -> bool:
-        """Say whether there is nothing to do now."""
+        """Return whether there is nothing to do now."""
         if wanted.target is None:
+            return True
+        if wanted.target.version == self._attempts.version and time.monotonic() < self._attempts.not_before:
             return True
         if wanted.canary is not None:
             return not wanted.is_pinned and not self._canary.is_due
         if wanted.active is None:
             return False
         return wanted.target.version == wanted.active.version and all(
-            serves(engine, wanted.target) for engine in self._pool.healthy
+            serves(engine, wanted.target) for engine in self._pool.serving
         )
 
     async def _step(self, wanted: Wanted) -> None:
@@ -159,31 +173,32 @@ class Reloader:
         else:
             await self._roll_out(target, active)
 
-    async def _adopt(self, wanted: Wanted) -> None:
-        """Learn from the engines what another process has loaded into them."""
-        for engine in self._pool.healthy:
-            engine.take_label(await engine.weights_label())
+    async def _read_served_versions(self, wanted: Wanted) -> None:
+        """Read from the engines what another process has loaded into them."""
+        for engine in self._pool.serving:
+            engine.apply_label(await engine.weights_label())
             if wanted.active is None or wanted.active.kind is PolicyKind.FULL:
-                engine.main = engine.own
+                engine.active_lane = engine.base_lane
                 continue
-            await engine.identify()
-            engine.main = engine.adapters.get(wanted.active.version, engine.main)
+            await engine.fetch_models()
+            engine.active_lane = engine.adapters.get(wanted.active.version, engine.active_lane)
 
     async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> None:
-        """Bring the engines to the target, the first alone."""
-        behind = [engine for engine in self._pool.healthy if not serves(engine, target)]
-        is_proven = len(behind) < len(self._pool.healthy) or (active is not None and active.version == target.version)
+        """Load the target into one engine, then into the others."""
+        behind = [engine for engine in self._pool.serving if not serves(engine, target)]
+        is_proven = len(behind) < len(self._pool.serving) or (active is not None and active.version == target.version)
         seconds = 0.0
         try:
             if behind:
                 await self._loader.check(target, behind[0])
             if behind and not is_proven:
-                scout = behind.pop(0)
-                seconds = await self._loader.exchange(scout, target, active or own_model(scout))
+                first = behind.pop(0)
+                seconds = await self._loader.exchange(first, target, active or own_model(first))
         except (BadCheckpoint, EngineError) as error:
             if active is not None and active.version == target.version:
                 raise
-            await self._fail(target, error)
+            if not self._schedule_retry(target, error):
+                await self._fail(target, error)
             return
         others = await asyncio.gather(
             *(self._loader.exchange(engine, target, None) for engine in behind), return_exceptions=True
@@ -197,55 +212,52 @@ class Reloader:
                 seconds = max(seconds, outcome)
         await self._succeed(target, seconds)
 
+    def _schedule_retry(self, target: PolicyVersion, error: TurnwiseError) -> bool:
+        """Schedule another attempt if the failure may pass; return whether one is scheduled."""
+        if not isinstance(error, ReloadFailed) or not error.is_transient:
+            return False
+        if self._attempts.version != target.version:
+            self._attempts = LoadAttempts(target.version)
+        attempts = self._attempts
+        attempts.count += 1
+        if attempts.count >= MAX_LOAD_ATTEMPTS:
+            return False
+        pause = RETRY_LOAD_SECONDS * 2 ** (attempts.count - 1)
+        attempts.not_before = time.monotonic() + pause
+        self._metrics.reloads.labels("retried").inc()
+        log.warning(
+            "attempt %d of %d to load policy version %d failed, the next one is in %.0f s: %s",
+            attempts.count,
+            MAX_LOAD_ATTEMPTS,
+            target.version,
+            pause,
+            error,
+        )
+        return True
+
     async def _fail(self, target: PolicyVersion, error: TurnwiseError) -> None:
-        self.last_error = reason = f"version {target.version} was not taken: {error}"
+        self.last_error = reason = f"version {target.version} was not loaded: {error}"
         self._metrics.reloads.labels("failed").inc()
         log.error("%s; the last good version is served", reason)
-        await self._write(policies.fail_policy, target.version, reason)
+        self._attempts = LoadAttempts(-1)
+        await self.lease.write(policies.fail_policy, target.version, reason)
 
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
-        self._pool.let_all_in()
+        self._pool.stop_draining()
         self.last_error = None
         self._metrics.reloads.labels("done").inc()
         self._metrics.policy_version.set(target.version)
         self._metrics.reload_seconds.observe(seconds)
         log.info("policy version %d is served; engines paused for %.0f ms at most", target.version, seconds * 1000)
-        await self._write(policies.activate_policy, target.version, seconds, utc_now())
-
-    async def _write(self, change: Callable[..., object], *arguments: object) -> None:
-        """Write what came of driving, unless somebody else drives since: this process was frozen for too long."""
-        if self._token is None:
-            raise LeaseLost("this process no longer drives the reload")
-        await self._writer.do(leases.under_lease, LEASE, self._token, LEASE_SECONDS, change, *arguments)
-
-    @contextlib.asynccontextmanager
-    async def _driving(self) -> AsyncIterator[bool]:
-        """Hold the lease for as long as the block lasts; give False while another process holds it."""
-        async with self._turn:
-            token = await self._writer.do(leases.acquire_lease, LEASE, self._owner, LEASE_SECONDS)
-            if token is None:
-                yield False
-                return
-            self._token = token
-            renewing = asyncio.create_task(self._renew(token))
-            try:
-                yield True
-            finally:
-                renewing.cancel()
-                self._token = None
-                await self._writer.do(leases.release_lease, LEASE, token)
-
-    async def _renew(self, token: int) -> None:
-        while True:
-            await asyncio.sleep(LEASE_SECONDS / 3)
-            with contextlib.suppress(StoreError):  # while the store is away, nobody else can take the lease either
-                await self._writer.do(leases.renew_lease, LEASE, token, LEASE_SECONDS)
+        await self.lease.write(policies.activate_policy, target.version, seconds, utc_now())
 
     async def _check_engines(self, engines: list[Engine]) -> None:
-        """See which engines answer; one that comes back is brought to the active version before it gets calls."""
+        """Check which engines answer; one that came back is brought to the active version before it gets calls."""
         outcomes = await asyncio.gather(*(self._check(engine) for engine in engines), return_exceptions=True)
         for engine, outcome in zip(engines, outcomes, strict=True):
-            if isinstance(outcome, EngineError) and engine.healthy:
+            if isinstance(outcome, EngineUnsuitable):
+                engine.status.change(EngineState.UNSUITABLE)
+            elif isinstance(outcome, EngineError) and engine.is_serving:
                 self._loader.take_out(engine, outcome)
             elif isinstance(outcome, BadCheckpoint):
                 self.last_error = f"the engine at {engine.url} cannot be brought up to date: {outcome}"
@@ -254,46 +266,45 @@ class Reloader:
                 raise outcome
 
     async def _check(self, engine: Engine) -> None:
-        await engine.ask("GET", "/health", seconds=5.0)
-        if engine.healthy and await self._lost_its_weights(engine):
+        await engine.check_health()
+        if engine.is_serving and await self._has_lost_weights(engine):
             self._loader.take_out(engine, "it was restarted, and has the weights that it started with")
-        if not engine.healthy:
-            await self._welcome(engine)
+        if not engine.is_serving:
+            await self._admit(engine)
         elif engine.adapters:
             trial = self._pool.trial
             await self._loader.retire(engine, {engine.version} | ({trial.version} if trial else set()))
 
-    async def _lost_its_weights(self, engine: Engine) -> bool:
-        """Say whether an engine was restarted between two looks at it."""
-        if engine.main.adapter is not None:
-            await engine.identify()
-            return engine.main.version not in engine.adapters
-        if engine.holds == UNLABELLED or await _has_version(engine):
+    async def _has_lost_weights(self, engine: Engine) -> bool:
+        """Return whether an engine was restarted between two checks."""
+        if engine.active_lane.adapter is not None:
+            await engine.fetch_models()
+            return engine.active_lane.version not in engine.adapters
+        if engine.loaded_version == UNLABELLED or await _has_version(engine):
             return False
-        async with self._driving() as is_driver:  # or else another process is exchanging them
+        async with self.lease.held() as is_driver:  # otherwise another process may be exchanging the weights
             return is_driver and not await _has_version(engine)
 
-    async def _welcome(self, engine: Engine) -> None:
-        """Let an engine in that has just come, or come back: with fresh weights if it was restarted."""
-        await engine.identify()
-        engine.take_label(await engine.weights_label())
-        engine.main = engine.own
+    async def _admit(self, engine: Engine) -> None:
+        """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
+        await engine.fetch_models()
+        engine.apply_label(await engine.weights_label())
+        engine.active_lane = engine.base_lane
         active = (await self._wanted()).active
-        is_right = engine.holds is not None and (active is None or serves(engine, active))
+        is_right = engine.loaded_version is not None and (active is None or serves(engine, active))
         if not is_right or await engine.is_paused():
-            async with self._driving() as is_driver:
+            async with self.lease.held() as is_driver:
                 if not is_driver:
                     return
                 await self._restore(engine, active or own_model(engine))
-        async with self._learning:  # the first engine teaches the template to all, in a thread that must be alone
-            await self._learn(engine)
-        engine.healthy = True
-        self._metrics.engine_up.labels(engine.url).set(1)
+        async with self._probe_lock:  # the chat template is found once, with the first engine
+            await self._probe(engine)
+        engine.status.change(EngineState.READY)
         self._metrics.policy_version.set(engine.version)
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, engine.version)
 
     async def _restore(self, engine: Engine, active: PolicyVersion) -> None:
-        """Bring an engine to the active version whatever it holds, and let it sample: its driver may have died."""
+        """Load the active version whatever the engine has loaded, and resume sampling: the driver may have died."""
         await self._loader.check(active, engine)
         await self._loader.load(engine, active)
         await engine.resume()

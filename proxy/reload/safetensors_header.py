@@ -1,7 +1,7 @@
-"""What a safetensors file says it holds, read without loading it: names, dtypes, shapes, and where the bytes lie.
+"""The header of a safetensors file: names, dtypes, shapes and offsets, read without loading the tensors.
 
-The format is 8 bytes of length, a JSON header, and the tensors without a gap. A file that was cut off, or written by
-something else, is told by arithmetic alone; values are read only to find what is not a number.
+The format is 8 bytes of length, a JSON header, and the tensors without gaps. A truncated file, or one of another
+format, is recognised by its sizes; values are read only to find NaN and infinity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LENGTH_BYTES = 8
 LARGEST_HEADER_BYTES = 100 * 2**20
 """The format's own limit."""
 CHUNK_BYTES = 64 * 2**20
-"""How much is read at once when values are looked at."""
+"""Bytes read at once when values are checked."""
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -32,7 +32,7 @@ ITEM_BYTES = {
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 """Dtypes that an engine converts into each other."""
 EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
-"""Type of the bits, and those of the exponent: all set, the value is infinite or no number."""
+"""Integer type and exponent mask; if all exponent bits are set, the value is infinite or NaN."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,17 +48,19 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of one file by name, once its header agrees with itself and with the file's size.
+    """Return the tensors of one file by name, after checking the header against itself and the file's size.
 
     Raises:
-        BadCheckpoint: the file is missing, cut off, or no safetensors file.
+        BadCheckpoint: the file is missing, truncated, or not a safetensors file.
     """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if not 0 < length <= min(LARGEST_HEADER_BYTES, size - LENGTH_BYTES):
-                raise BadCheckpoint(f"{path} is no safetensors file: its header would be {length} of its {size} bytes")
+                raise BadCheckpoint(
+                    f"{path} is not a safetensors file: its header would be {length} of its {size} bytes"
+                )
             header: dict[str, Any] = json.loads(file.read(length))
             header.pop("__metadata__", None)
         start = LENGTH_BYTES + length
@@ -69,7 +71,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         raise BadCheckpoint(f"{path} has a broken header: {error!r}") from error
     end = max((tensor.end for tensor in tensors.values()), default=start)
     if end != size:
-        raise BadCheckpoint(f"{path} has {size} bytes where its header says {end}; it was cut off, write it anew")
+        raise BadCheckpoint(f"{path} has {size} bytes where its header says {end}; it is truncated, write it again")
     return tensors
 
 

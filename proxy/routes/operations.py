@@ -67,15 +67,16 @@ async def healthz() -> str:
 async def readyz(services: Annotated[Services, Depends(services_of)]) -> Response:
     """Say whether calls can be served: an engine that is on the active version, and a store that answers."""
     engines = [
-        {"url": e.url, "ready": e.healthy, "model": e.model, "policy_version": e.version} for e in services.pool.engines
+        {"url": e.url, "ready": e.is_serving, "model": e.model, "policy_version": e.version}
+        for e in services.pool.engines
     ]
     store_error = await asyncio.to_thread(_store_error, services)
-    ready = store_error is None and bool(services.pool.healthy)
+    ready = store_error is None and bool(services.pool.serving)
     report: dict[str, Any] = {
         "ready": ready,
         "engines": engines,
         "store": store_error or "ok",
-        "policy_version": max((engine.version for engine in services.pool.healthy), default=None),
+        "policy_version": max((engine.version for engine in services.pool.serving), default=None),
         "exact_continuation": services.relay.template is not None and services.settings.continuation,
         "reload_error": services.reloader.last_error,
     }

@@ -69,7 +69,7 @@ async def list_policies(
 async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
     """Publish a directory of weights as the next version; engines take it as soon as it has been checked."""
     principal.require("policies")
-    model_path = next((engine.model_path for engine in services.pool.healthy), None)
+    model_path = next((engine.model_path for engine in services.pool.serving), None)
     try:
         await asyncio.to_thread(check_policy, wanted.path, wanted.kind, model_path)
     except OSError as error:

@@ -1,4 +1,8 @@
-"""The calls' side of group commit: jobs go to the writing process, and a job's caller waits until it is committed."""
+"""The proxy's side of group commit: sends jobs to the writing process, and waits for each job's commit.
+
+Every job has a deadline here as well as in the writing process. A writing process that has not answered a job by then
+is stopped, or its database is silent: it is killed and replaced, and its jobs fail.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from proxy.metrics import Metrics
-from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, Work, frame
+from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, Work, answer, frame
 from turnwise.errors import StoreUnavailable
 from turnwise.store.database import Connection
 
@@ -25,40 +29,59 @@ T = TypeVar("T")
 LOCK_SECONDS = 5.0
 """How long one attempt to write waits for a lock, unless its jobs have less time."""
 RESTART_SECONDS = 0.2
-"""Pause before a writing process that died is replaced."""
+"""Pause before a writing process that ended is replaced."""
+GRACE_SECONDS = 2.0
+"""How long after a job's deadline the writing process may still report it."""
+CHECK_SECONDS = 0.5
+"""How often the oldest job is compared with its deadline."""
+ANSWER_SECONDS = 5.0
+"""How long the readiness check waits for the writing process."""
+
+
+class _Waiting(NamedTuple):
+    """A job without a result yet."""
+
+    future: asyncio.Future[Any]
+    submitted_at: float
+    """On the monotonic clock."""
 
 
 class Writer:
-    """The one writer of a proxy."""
+    """Writes everything that a proxy stores, through one process."""
 
     def __init__(self, url: str, metrics: Metrics, *, timeout_seconds: float, fault: str | None = None) -> None:
         self._setup = Setup(url, min(LOCK_SECONDS, timeout_seconds), fault, os.getpid())
         self._metrics = metrics
         self._timeout_seconds = timeout_seconds
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        """Jobs by their numbers, oldest first."""
         self._outgoing: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._reported_at = time.monotonic()
+        self._watch: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Start the writing process; jobs may be given to it at once.
+        """Start the writing process; it accepts jobs at once.
 
         Raises:
-            OSError: the system has no room for it.
+            OSError: the system has no resources for it.
         """
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.enter_context(ours)
-            # Not `-m`: what the process sends must be pickled under the name of its module, not of a program.
+            # Not `-m`: objects must be pickled under the name of their module, not `__main__`.
             argv = [sys.executable, "-c", "from proxy.writer.process import main; main()", str(theirs.fileno())]
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])  # noqa: ASYNC220, S603  a fork of our own
             undo.pop_all()
         self._transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=ours)
         self._transport.writelines(frame(self._setup))
+        if self._watch is None:
+            self._watch = loop.call_later(CHECK_SECONDS, self._check_deadline)
 
     async def append(self, sampled: list[Sampled]) -> list[Ending]:
         """Store the turns of one call and return how each is stored.
@@ -81,15 +104,31 @@ class Writer:
         return result
 
     async def close(self) -> None:
-        """Write what is queued, then stop."""
+        """Write the queued jobs, then stop the process."""
         self._is_closing = True
+        if self._watch is not None:
+            self._watch.cancel()
         if self._restarting is not None:
             self._restarting.cancel()
         if self._transport is not None:
             self._flush()
             self._transport.write_eof()
         if self._process is not None:
-            await asyncio.to_thread(self._process.wait)
+            await asyncio.to_thread(_end, self._process, self._timeout_seconds + GRACE_SECONDS)
+
+    async def check(self) -> None:
+        """Check that the writing process answers and can open a transaction.
+
+        Raises:
+            StoreUnavailable: it does not, within `ANSWER_SECONDS`.
+        """
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self.do(answer)
+        except TimeoutError as error:
+            raise StoreUnavailable(
+                f"the writing process has not answered for {ANSWER_SECONDS:g} s; check that the database answers"
+            ) from error
 
     def _submit(self, work: list[Sampled] | Work) -> asyncio.Future[Any]:
         if self._transport is None:
@@ -98,9 +137,32 @@ class Writer:
         loop = asyncio.get_running_loop()
         if not self._outgoing:
             loop.call_soon(self._flush)
-        self._outgoing += frame(Job(number, time.monotonic() + self._timeout_seconds, work))
-        future = self._waiting[number] = loop.create_future()
+        now = time.monotonic()
+        self._outgoing += frame(Job(number, now + self._timeout_seconds, work))
+        future: asyncio.Future[Any] = loop.create_future()
+        self._waiting[number] = _Waiting(future, now)
         return future
+
+    def _check_deadline(self) -> None:
+        """Kill a writing process that has not answered its oldest job in time; `lost` then replaces it."""
+        self._watch = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check_deadline)
+        now, longest = time.monotonic(), self._timeout_seconds + GRACE_SECONDS
+        while self._waiting:
+            number, (future, submitted_at) = next(iter(self._waiting.items()))
+            if now - submitted_at <= longest:
+                return
+            del self._waiting[number]
+            if not future.done():
+                future.set_exception(
+                    StoreUnavailable(
+                        f"the writing process has not answered for {longest:g} s; whether this was stored is not "
+                        "known, retry"
+                    )
+                )
+            if self._process is not None and now - self._reported_at > longest:
+                log.error("the writing process has not answered for %.0f s and is killed", now - self._reported_at)
+                self._reported_at = now
+                self._process.kill()
 
     def _flush(self) -> None:
         """Send all jobs of one round of the event loop at once."""
@@ -109,16 +171,20 @@ class Writer:
             self._transport.writelines(jobs)
 
     def take(self, report: Report) -> None:
-        """Tell the callers what became of their jobs."""
+        """Give the callers the results of their jobs."""
         metrics = self._metrics
-        metrics.commit_seconds.observe(report.seconds)
+        now = self._reported_at = time.monotonic()
         metrics.commit_batch.observe(len(report.results))
         if report.num_retries:
             metrics.retries.labels("commit").inc(report.num_retries)
         if report.num_errors:
             metrics.background_errors.labels("writer").inc(report.num_errors)
         for number, result in report.results.items():
-            future = self._waiting.pop(number)
+            waiting = self._waiting.pop(number, None)
+            if waiting is None:  # its deadline has passed
+                continue
+            future, submitted_at = waiting
+            metrics.commit_seconds.observe(now - submitted_at)
             if future.cancelled():
                 continue
             if isinstance(result, Exception):
@@ -127,21 +193,21 @@ class Writer:
                 future.set_result(result)
 
     def lost(self) -> None:
-        """Fail what the writing process left behind, and replace it, unless this is the end."""
+        """Fail the jobs of a writing process that ended, and replace it unless the proxy is closing."""
         self._transport = None
         waiting, self._waiting, self._outgoing = self._waiting, {}, []
-        for future in waiting.values():
+        for future, _ in waiting.values():
             if not future.done():
                 future.set_exception(
-                    StoreUnavailable("the writing process died; whether this was stored is not known, retry")
+                    StoreUnavailable("the writing process ended; whether this was stored is not known, retry")
                 )
         if not self._is_closing:
-            log.error("the writing process died; another is started")
+            log.error("the writing process ended; another is started")
             self._metrics.background_errors.labels("writer").inc()
             self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:
-        """Start another, as soon as the old one is gone for good and the system has room for it."""
+        """Start another process, once the old one has ended and the system has resources for it."""
         if self._process is not None:
             await asyncio.to_thread(self._process.wait)
         while self._transport is None:
@@ -151,6 +217,15 @@ class Writer:
             except OSError as error:
                 log.warning("no writing process could be started: %s", error)
                 self._metrics.background_errors.labels("writer").inc()
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for a process to end; kill it when that takes too long."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class _Link(asyncio.Protocol):

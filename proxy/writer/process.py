@@ -1,10 +1,9 @@
-"""The process that writes for a proxy.
+"""The process that writes for a proxy: one transaction for all jobs that arrived during the last one.
 
-One decision: one transaction for everything that arrived meanwhile, in a process of its own. A turn's reply leaves only
-after its commit, so commits must be cheap: while one is on its way to the disk, the next one fills up, and neither the
-statements nor the logprobs that are decoded here take the interpreter from the calls. Jobs of the control plane ride
-along, each in a savepoint, so that one that is refused takes nothing with it. The process ends with its proxy, and
-commits nothing that is left over from a proxy that was killed: by then another may have sampled the same call anew.
+A turn's reply leaves after its commit, so commits must be cheap: they are batched, and neither the statements nor the
+decoding of logprobs takes the interpreter from the calls. Jobs of the control plane run in the same transaction, each
+in a savepoint, so that a rejected job affects no other. The process ends with its proxy. It commits nothing for a proxy
+that was killed: by then another proxy may have sampled the same call again.
 """
 
 from __future__ import annotations
@@ -38,35 +37,35 @@ log = logging.getLogger(__name__)
 MAX_BATCH = 256
 """Jobs in one transaction."""
 RETRY_SECONDS = 0.05
-"""Pause before a transaction is tried again while the store is locked or away."""
+"""Pause before a transaction is tried again while the store is locked or unreachable."""
 READ_BYTES = 1 << 20
 GC_ALLOCATIONS = 50_000
-"""Objects between two collections: decoding one long reply makes thousands, all of them freed by their counts."""
+"""Allocations between two garbage collections: decoding one reply makes thousands of objects without cycles."""
 _LENGTH = struct.Struct("<Q")
 
 
 class Setup(NamedTuple):
-    """The first thing that the process is told."""
+    """The first message to the process."""
 
     url: str
     """Of the database."""
     lock_seconds: float
     """How long one attempt waits for a lock."""
     fault: str | None
-    """Where to die, in a test."""
+    """Fault point at which to kill the process, for tests."""
     proxy_pid: int
-    """Whose child this is, as long as it lives."""
+    """Process id of the proxy that started it."""
 
 
 class Sampled(NamedTuple):
-    """A turn to append, its logprobs still as the engine wrote them."""
+    """A turn to append, with its logprobs still as the engine's JSON."""
 
     turn: Turn
     logprobs: list[bytes]
 
 
 class Work(NamedTuple):
-    """Something else to do with the open transaction."""
+    """A function to call with the open transaction."""
 
     function: Callable[..., Any]
     """Takes the connection first; importable by its name."""
@@ -75,7 +74,7 @@ class Work(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One thing to write."""
+    """One unit of writing."""
 
     number: int
     deadline: float
@@ -91,30 +90,29 @@ class Ending(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What became of one batch."""
+    """The results of one batch."""
 
     results: dict[int, Any]
-    """By the jobs' numbers: a value, or an exception to raise. Of appended turns their endings."""
-    seconds: float
+    """By the jobs' numbers: a value, or an exception to raise. For appended turns their endings."""
     num_retries: int
     num_errors: int
-    """Failures that nobody foresaw; the log has them."""
+    """Unexpected failures; the log has the tracebacks."""
 
 
 def frame(content: object) -> tuple[bytes, bytes]:
-    """Return something as it is sent between the two processes, which are of one release: its length and itself."""
+    """Return the wire form of an object, length and pickle, for the two processes of one release."""
     raw = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(raw)), raw
 
 
 class Frames:
-    """Turns a byte stream back into what was sent."""
+    """Decodes a byte stream of frames."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return what is whole by now."""
+        """Add data; return the objects that are complete."""
         self._pending += data
         found, at = [], 0
         while len(self._pending) >= at + _LENGTH.size:
@@ -129,11 +127,11 @@ class Frames:
 
 
 def complete(sampled: Sampled) -> Turn:
-    """Read a turn's logprobs; a turn that has not one for each token cannot be trained on."""
+    """Decode a turn's logprobs; a turn without one for each token cannot be trained on."""
     turn = sampled.turn
-    told = read_logprobs(sampled.logprobs)
-    logprobs = np.array(told, np.float32)
-    if turn.outcome not in TRAINABLE_OUTCOMES or (len(told) == len(turn.token_ids) and None not in told):
+    decoded = read_logprobs(sampled.logprobs)
+    logprobs = np.array(decoded, np.float32)
+    if turn.outcome not in TRAINABLE_OUTCOMES or (len(decoded) == len(turn.token_ids) and None not in decoded):
         return dataclasses.replace(turn, logprobs=logprobs)
     return dataclasses.replace(turn, logprobs=logprobs, outcome=Outcome.UNTRAINABLE, reason="no_logprobs")
 
@@ -150,33 +148,32 @@ class Committer:
         self._num_errors = 0
 
     def write(self, batch: list[Job]) -> Report:
-        """Give each job its result, or the exception to raise at its caller."""
+        """Write a batch; return each job's result, or the exception to raise at its caller."""
         self._results, self._num_retries, self._num_errors = {}, 0, 0
-        started = time.perf_counter()
         self._write(batch)
-        return Report(self._results, time.perf_counter() - started, self._num_retries, self._num_errors)
+        return Report(self._results, self._num_retries, self._num_errors)
 
     def _write(self, batch: list[Job]) -> None:
         while batch:
             batch = self._try(batch)
 
     def _try(self, batch: list[Job]) -> list[Job]:
-        """Write jobs in one transaction; return those to try again, because the store is locked or away."""
-        self._end_with_proxy()
+        """Write jobs in one transaction; return those to try again because the store is locked or unreachable."""
+        self._exit_with_proxy()
         try:
             self._results |= self._transact(batch)
         except StoreUnavailable as error:
             return self._wait(batch, error)
         except TurnwiseError as error:
-            self._refuse(batch, error)
-        except Exception as error:  # the process's outermost edge: a dead writer would fail every call
+            self._reject(batch, error)
+        except Exception as error:  # the process's outermost edge: if the writer ended, every call would fail
             log.exception("a write failed")
             self._num_errors += 1
-            self._refuse(batch, StoreError(f"the write failed: {error!r}; nothing of it is stored"))
+            self._reject(batch, StoreError(f"the write failed: {error!r}; nothing of it is stored"))
         return []
 
     def _wait(self, batch: list[Job], error: StoreUnavailable) -> list[Job]:
-        """Give up the jobs whose deadline has passed, pause, and return the others."""
+        """Fail the jobs whose deadline has passed, pause, and return the others."""
         now = time.monotonic()
         self._results |= {job.number: error for job in batch if job.deadline <= now}
         waiting = [job for job in batch if job.deadline > now]
@@ -185,8 +182,8 @@ class Committer:
             time.sleep(RETRY_SECONDS)
         return waiting
 
-    def _refuse(self, batch: list[Job], error: TurnwiseError) -> None:
-        """Give the error to the job that it is about: where there are several, each is written by itself."""
+    def _reject(self, batch: list[Job], error: TurnwiseError) -> None:
+        """Give the error to the job that caused it: of several jobs each is written by itself."""
         if len(batch) == 1:
             self._results[batch[0].number] = error
             return
@@ -203,17 +200,22 @@ class Committer:
             endings = [Ending(turn.outcome, turn.reason) for turn in ledger.append_turns(connection, turns)]
             if turns:
                 self._faults.point("in_transaction")
-            self._end_with_proxy()
+            self._exit_with_proxy()
         stored = iter(endings)
         for job in batch:
             if isinstance(job.work, list):
                 results[job.number] = list(itertools.islice(stored, len(job.work)))
         return results
 
-    def _end_with_proxy(self) -> None:
-        """Leave at once, whatever is open, if the proxy is gone: nobody can have seen what it had here."""
+    def _exit_with_proxy(self) -> None:
+        """Exit at once if the proxy has ended: no client has seen a reply to what is still uncommitted."""
         if os.getppid() != self._proxy_pid:
             os._exit(0)
+
+
+def answer(connection: Connection) -> None:
+    """Do nothing in a transaction: a check that the writing process answers."""
+    del connection
 
 
 def _attempt(connection: Connection, work: Work) -> Any:
@@ -227,16 +229,16 @@ def _attempt(connection: Connection, work: Work) -> Any:
 
 
 def _arriving(link: socket.socket, frames: Frames) -> Iterator[list[Any]]:
-    """Yield what has been sent, all of it at once, until the proxy has gone."""
+    """Yield all jobs that have arrived, together, until the proxy closes the link."""
     while data := link.recv(READ_BYTES):
         found = frames.feed(data)
-        while found and (data := _at_hand(link)):
+        while found and (data := _receive_available(link)):
             found += frames.feed(data)
         if found:
             yield found
 
 
-def _at_hand(link: socket.socket) -> bytes:
+def _receive_available(link: socket.socket) -> bytes:
     try:
         return link.recv(READ_BYTES, socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -244,29 +246,29 @@ def _at_hand(link: socket.socket) -> bytes:
 
 
 def serve(link: socket.socket) -> None:
-    """Write what the proxy at the other end sends, until it closes the link."""
+    """Write the jobs of the proxy at the other end until it closes the link."""
     arriving = _arriving(link, Frames())
     first = next(arriving, None)
     if first is None:
         return
     setup, *early = first
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
-    committer = Committer(database, FaultPoints(setup.fault, lambda: _die(setup.proxy_pid)), setup.proxy_pid)
+    committer = Committer(database, FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid)), setup.proxy_pid)
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
             link.sendall(b"".join(frame(committer.write(jobs[start : start + MAX_BATCH]))))
     database.close()
 
 
-def _die(proxy_pid: int) -> None:
-    """Take the proxy along: in a test, both are one victim."""
+def _kill_both(proxy_pid: int) -> None:
+    """Kill the proxy and this process, as a crash of the machine would."""
     os.kill(proxy_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
     """Run as a process: its only argument is the descriptor of the socket to the proxy, which it inherits."""
-    # A terminal's ctrl-C reaches the whole group; what is queued must be written first.
+    # A terminal's ctrl-C reaches the whole group; the queued jobs must be written first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.freeze()

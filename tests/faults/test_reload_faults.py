@@ -89,7 +89,7 @@ def test_a_version_that_breaks_the_engine_that_tries_it_reaches_no_other(
     """It is marked failed, version 1 is served throughout, and the broken engine gets version 1 when it is back."""
     publish_weights(proxy, tmp_path / fault, 2)
     failed = wait_for_status(proxy, 2, "failed")
-    assert "version 2 was not taken" in failed["error"]
+    assert "version 2 was not loaded" in failed["error"]
     assert {status for status, _ in call_all(proxy, "meanwhile")} == {200}
     assert sampled_versions(proxy, "meanwhile") == {1}
     assert policy(proxy, 1)["status"] == "active"

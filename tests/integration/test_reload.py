@@ -297,7 +297,7 @@ BAD = {
     fewer_layers: "lacks .* tensors of the served model",
     other_architecture: "another architecture",
     changed_since: "changed after its digest",
-    nowhere: "is no directory",
+    nowhere: "is not a directory",
     other_probe: "off the checkpoint's own probe",
 }
 """What can be wrong with a version, and the words that say so."""

@@ -28,7 +28,7 @@ STAGES = {
     "between two rows of the last minibatch": "trainer.policy.agent:loss_of:23",
     "after some optimizer steps": "trainer.policy.agent:pack:4",
     "after the last optimizer step": "trainer.publish.directory:probe_of:2",
-    "the policy's directory half written": "trainer.publish.checkpoint:file_digest:2",
+    "the policy's directory half written": "turnwise.version_directory:file_digest:2",
     "the trainer's state half written": "torch:save:2",
     "after the checkpoint": "turnwise.store.claims:ack:2",
     "inside the publishing transaction": "turnwise.store.claims:publish_policy:2",

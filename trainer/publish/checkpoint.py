@@ -9,10 +9,7 @@ is a convenience for people.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,16 +17,10 @@ from typing import Any
 
 import torch
 
+from turnwise import version_directory
 from turnwise.errors import BadCheckpoint
 from turnwise.types import Json
-
-MANIFEST = "turnwise.json"
-"""In each version's directory: version, parent, kind, digests, probe."""
-LATEST = "latest"
-"""File with the name of the newest version's directory."""
-STATE_FILE = "state.pt"
-
-_NAME = re.compile(r"v(\d{6,})")
+from turnwise.version_directory import LATEST, STATE_FILE
 
 
 class Checkpoints:
@@ -44,22 +35,18 @@ class Checkpoints:
 
     def policy_directory(self, version: int) -> Path:
         """Return where a version lies, for engines."""
-        return self.directory / f"v{version:06d}"
+        return version_directory.policy_directory(self.directory, version)
 
     def state_directory(self, version: int) -> Path:
         """Return where the trainer's state of a version lies."""
-        return self.directory / f"v{version:06d}.trainer"
+        return version_directory.state_directory(self.directory, version)
 
     def write_policy(self, version: int, write: Callable[[Path], None], manifest: Json) -> Path:
         """Write a version for engines; `write` fills an empty directory with the model's files."""
         place = self.policy_directory(version)
         with _appearing(place) as staging:
             write(staging)
-            digests = {path.name: file_digest(path) for path in sorted(staging.glob("*.safetensors"))}
-            if not digests:
-                raise BadCheckpoint(f"version {version} was written without any safetensors file")
-            document = {"version": version, **manifest, "sha256": digests}
-            (staging / MANIFEST).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            version_directory.write_manifest(staging, {"version": version, **manifest})
         return place
 
     def write_state(self, version: int, state: dict[str, Any]) -> None:
@@ -102,38 +89,12 @@ class Checkpoints:
 
     def versions(self) -> list[int]:
         """Return the versions on disk, oldest first."""
-        found = {int(match[1]) for path in self.directory.iterdir() if (match := _NAME.match(path.name))}
-        return sorted(found)
+        return version_directory.find_versions(self.directory)
 
     def _remove(self, version: int) -> None:
         # The state goes first: a version without state can still be served, one without weights cannot be resumed.
         shutil.rmtree(self.state_directory(version), ignore_errors=True)
         shutil.rmtree(self.policy_directory(version), ignore_errors=True)
-
-
-def read_manifest(directory: Path) -> Json:
-    """Return a version's manifest after checking its weights against their digests.
-
-    Raises:
-        BadCheckpoint: The directory is incomplete or its bytes are not those that were written.
-    """
-    try:
-        manifest: Json = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadCheckpoint(f"{str(directory)!r} has no readable {MANIFEST}: {error}") from error
-    for name, digest in manifest["sha256"].items():
-        path = directory / name
-        if not path.is_file() or file_digest(path) != digest:
-            raise BadCheckpoint(
-                f"{str(path)!r} is missing or was changed after version {manifest['version']} was saved"
-            )
-    return manifest
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import httpx2
 
+from turnwise.engine_requirements import CHAT_ROUTE, Requirement, check_capture
 from turnwise.errors import TurnwiseError
 from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
 
@@ -24,9 +24,6 @@ _EXTRAS = {
     "proxy": ("fastapi", "uvicorn", "httptools", "orjson", "jinja2", "transformers"),
     "trainer": ("torch", "transformers", "safetensors"),
 }
-_TEMPERATURES = (1.0, 0.5)
-_FLAT = 1e-3
-"""Smallest difference between two alternatives, nats, that shows the effect of the temperature."""
 
 
 class Verdict(enum.StrEnum):
@@ -120,57 +117,20 @@ def engine_findings(url: str) -> Iterator[Finding]:
             return
         yield Finding("engine", Verdict.OK, f"{url} serves {model!r}")
         try:
-            replies = [_probe(http, model, temperature=temperature) for temperature in _TEMPERATURES]
-            yield _token_ids(replies[0])
-            yield _logprobs_mode(*replies)
-            yield _continuation(http, model, replies[0])
+            for found in _requirements(http, model):
+                yield Finding(found.name, Verdict.OK if found.is_met else Verdict.FAIL, found.text)
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
-            yield Finding("engine probe", Verdict.FAIL, f"{url} does not answer a call of two tokens: {error}")
+            yield Finding("engine probe", Verdict.FAIL, f"{url} does not take a call of one token: {error}")
 
 
-def _probe(http: httpx2.Client, model: str, *, temperature: float, **more: Any) -> dict[str, Any]:
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "Say yes."}],
-        "max_tokens": 2,
-        "temperature": temperature,
-        "logprobs": True,
-        "top_logprobs": 2,
-        "return_token_ids": True,
-        "seed": 0,
-        **more,
-    }
-    reply: dict[str, Any] = http.post("/v1/chat/completions", json=body).raise_for_status().json()
-    return reply
-
-
-def _token_ids(reply: dict[str, Any]) -> Finding:
-    if reply.get("prompt_token_ids") and reply["choices"][0].get("token_ids"):
-        return Finding("token ids", Verdict.OK, "returned for prompt and reply")
-    return Finding("token ids", Verdict.FAIL, "not returned for `return_token_ids`; use vLLM 0.11 or newer")
-
-
-def _logprobs_mode(warm: dict[str, Any], cool: dict[str, Any]) -> Finding:
-    """Compare the gap between two alternatives: at half the temperature it is twice as wide."""
-    at_one, at_half = (
-        {each["token"]: each["logprob"] for each in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]}
-        for reply in (warm, cool)
-    )
-    shared = sorted(at_one.keys() & at_half.keys(), key=lambda token: at_one[token])
-    if len(shared) < 2 or at_one[shared[-1]] - at_one[shared[0]] < _FLAT:
-        return Finding("logprobs", Verdict.WARN, "the alternatives are too similar to find out the logprobs mode")
-    widened = (at_half[shared[-1]] - at_half[shared[0]]) / (at_one[shared[-1]] - at_one[shared[0]])
-    if abs(widened - 2.0) < abs(widened - 1.0):
-        return Finding("logprobs", Verdict.OK, "processed: they follow the temperature")
-    text = "raw: they ignore the temperature; start the engine with --logprobs-mode processed_logprobs"
-    return Finding("logprobs", Verdict.FAIL, text)
-
-
-def _continuation(http: httpx2.Client, model: str, reply: dict[str, Any]) -> Finding:
-    """Send prompt ids that differ from the rendered messages, and look for them in the reply."""
-    sent = [*reply["prompt_token_ids"], *reply["choices"][0]["token_ids"]]
-    echoed = _probe(http, model, temperature=1.0, kv_transfer_params={"prompt_token_ids": sent}).get("prompt_token_ids")
-    if echoed == sent:
-        return Finding("continuation", Verdict.OK, "prompt token ids are used as they are sent")
-    text = "kv_transfer_params.prompt_token_ids is ignored; every turn would be tokenised again: use vLLM 0.32"
-    return Finding("continuation", Verdict.FAIL, text)
+def _requirements(http: httpx2.Client, model: str) -> list[Requirement]:
+    """Run the check that the proxy runs when it finds an engine."""
+    check = check_capture(model)
+    body = next(check)
+    while True:
+        reply = http.post(CHAT_ROUTE, json=body).raise_for_status().json()
+        try:
+            body = check.send(reply)
+        except StopIteration as done:
+            found: list[Requirement] = done.value
+            return found

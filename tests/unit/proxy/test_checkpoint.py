@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from proxy.reload.checkpoint import Probe, check_policy, check_values, read_probe
+from proxy.reload.checkpoint import check_policy, check_values
 from proxy.reload.safetensors_header import find_not_finite, read_header
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
+from turnwise.version_directory import Probe, read_probe
 
 TENSORS = {"embed.weight": np.ones((4, 2), np.float32), "layer.weight": np.ones((2, 2), np.float16)}
 CONFIG = {"model_type": "small", "architectures": ["Small"], "tie_word_embeddings": True}
@@ -52,7 +53,7 @@ def test_a_header_tells_names_dtypes_and_shapes(tmp_path):
         (b"", "its header would be 0 of its 0 bytes"),
         (b"\xff" * 100, "its header would be"),
         (b"\x02\0\0\0\0\0\0\0[]", "broken header"),
-        (b"\x02\0\0\0\0\0\0\0{}x", "it was cut off"),
+        (b"\x02\0\0\0\0\0\0\0{}x", "is truncated"),
         (b"\x09\0\0\0\0\0\0\0" + b'{"a": {}}', "broken header"),
         (
             b"\x37\0\0\0\0\0\0\0" + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}\n' + b"\0" * 4,
@@ -109,7 +110,7 @@ def test_where_weights_are_tied_the_output_layer_may_be_there_or_not(tmp_path):
     ("tensors", "config", "words"),
     [
         ({"embed.weight": TENSORS["embed.weight"]}, {}, "lacks 1 tensors of the served model"),
-        (TENSORS | {"more": np.ones(1, np.float32)}, {}, "1 tensors that the served model has not"),
+        (TENSORS | {"more": np.ones(1, np.float32)}, {}, "1 tensors that the served model lacks"),
         (TENSORS | {"layer.weight": np.ones((2, 3), np.float16)}, {}, "as F16[2, 3], the served model as F16[2, 2]"),
         (TENSORS | {"layer.weight": np.ones((2, 2), np.int8)}, {}, "as I8[2, 2], the served model as F16[2, 2]"),
         (TENSORS, {"model_type": "large"}, "its model_type is 'large', the engine serves 'small'"),
@@ -123,7 +124,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, tensors, conf
 
 def test_without_the_served_weights_at_hand_only_the_directory_itself_is_judged(tmp_path):
     check_policy(str(checkpoint(tmp_path / "a")), PolicyKind.FULL, "owner/name")
-    assert "is no directory" in refusal(tmp_path / "nowhere")
+    assert "is not a directory" in refusal(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32])
@@ -132,7 +133,7 @@ def test_a_value_that_is_no_number_is_found_whatever_the_format(tmp_path, kind, 
     sick = np.ones((3, 3), kind)
     sick[2, 1] = value
     path = checkpoint(tmp_path / "a", {"fine": np.full((2, 2), np.finfo(kind).max, kind), "sick": sick})
-    with pytest.raises(BadCheckpoint, match="'sick' that is infinite or no number"):
+    with pytest.raises(BadCheckpoint, match="'sick' that is infinite or NaN"):
         check_values(str(path))
 
 
@@ -166,22 +167,22 @@ def test_an_adapter_must_fit_the_matrices_that_it_changes(tmp_path):
     assert "does not fit the served model's [2, 2]" in refusal(adapter(tmp_path / "b", wide), PolicyKind.LORA, served)
     strange = {name.replace("layer", "other"): factor for name, factor in FACTORS.items()}
     words = refusal(adapter(tmp_path / "c", strange), PolicyKind.LORA, served)
-    assert "adapts 'other', which the served model has not" in words
+    assert "adapts 'other', which the served model lacks" in words
 
 
 def test_an_adapter_directory_must_hold_an_adapter(tmp_path):
     assert "adapter_config.json cannot be read" in refusal(checkpoint(tmp_path / "a"), PolicyKind.LORA)
-    assert "no LoRA adapter" in refusal(adapter(tmp_path / "b", FACTORS, peft_type="IA3"), PolicyKind.LORA)
+    assert "not a LoRA adapter" in refusal(adapter(tmp_path / "b", FACTORS, peft_type="IA3"), PolicyKind.LORA)
     assert "holds no tensor" in refusal(adapter(tmp_path / "c", {}), PolicyKind.LORA)
 
 
 def test_a_probe_is_read_where_there_is_one(tmp_path):
     path = checkpoint(tmp_path / "a")
-    assert read_probe(str(path)) is None
+    assert read_probe(path) is None
     (path / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": [1, 2, 3], "logprobs": [-0.5, -1.5]}}))
-    assert read_probe(str(path)) == Probe([1, 2, 3], [-0.5, -1.5])
+    assert read_probe(path) == Probe([1, 2, 3], [-0.5, -1.5])
     (path / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": [1], "logprobs": []}}))
-    assert read_probe(str(path)) is None
+    assert read_probe(path) is None
 
 
 def test_the_positions_asked_about_are_spread_over_the_probe():

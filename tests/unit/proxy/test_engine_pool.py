@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.engines.pool import LOADING, UNLABELLED, Engine, EnginePool, Lane, adapter_name, adapter_version
+from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name, adapter_version
+from proxy.engines.pool import EnginePool
+from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from proxy.reload.canary import Trial
 from turnwise.errors import EngineUnavailable, InvalidRequest, Overloaded
@@ -19,12 +21,12 @@ SESSIONS = [Session(session_id=f"s{number}", created_at=NOW) for number in range
 
 
 def with_pool(use: Callable[[EnginePool], object], urls: list[str] = URLS, *, most_calls: int = 100) -> None:
-    """Use a pool of healthy engines; nothing is asked of them."""
+    """Use a pool of engines that are ready; no request is sent to them."""
 
     async def run() -> None:
         pool = EnginePool(urls, Metrics(), timeout_seconds=1, max_concurrent_calls=most_calls)
         for engine in pool.engines:
-            engine.healthy = True
+            engine.status.change(EngineState.READY)
         try:
             outcome = use(pool)
             if asyncio.iscoroutine(outcome):
@@ -53,22 +55,22 @@ def test_sessions_are_spread_and_stay():
 def test_the_loss_of_an_engine_moves_its_own_sessions_only_and_its_return_brings_them_home():
     def use(pool: EnginePool) -> None:
         before = homes(pool)
-        pool.engines[1].healthy = False
+        pool.engines[1].status.change(EngineState.ABSENT)
         without = homes(pool)
         assert {key for key in before if before[key] != without[key]} == {
             key for key, url in before.items() if url == URLS[1]
         }
-        pool.engines[1].healthy = True
+        pool.engines[1].status.change(EngineState.READY)
         assert homes(pool) == before
 
     with_pool(use)
 
 
-def test_without_a_healthy_engine_the_sentence_names_them_all():
+def test_without_a_serving_engine_a_call_fails_at_once_where_nothing_is_waited_for():
     def use(pool: EnginePool) -> None:
         for engine in pool.engines:
-            engine.healthy = False
-        with pytest.raises(EngineUnavailable, match="http://a, http://b, http://c"):
+            engine.status.change(EngineState.ABSENT)
+        with pytest.raises(EngineUnavailable, match="none of the 3 engines is ready"):
             pool.lane(SESSIONS[0])
         with pytest.raises(EngineUnavailable):
             pool.route("models")
@@ -78,10 +80,10 @@ def test_without_a_healthy_engine_the_sentence_names_them_all():
 
 def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another():
     def use(pool: EnginePool) -> None:
-        pool.engines[0].draining = True
+        pool.engines[0].status.change(EngineState.DRAINING)
         assert set(homes(pool).values()) == set(URLS[1:])
         for engine in pool.engines:
-            engine.draining = True
+            engine.status.change(EngineState.DRAINING)
         assert set(homes(pool).values()) == set(URLS)
 
     with_pool(use)
@@ -91,7 +93,7 @@ def test_a_call_waits_at_its_engines_gate_and_others_pass():
     async def use(pool: EnginePool) -> None:
         closed, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
         other = next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[1])
-        with closed.closed():
+        with closed.status.reloading():
             waiting = asyncio.ensure_future(enter(pool, session))
             assert (await enter(pool, other)).engine is pool.engines[1]
             assert not waiting.done()
@@ -103,10 +105,10 @@ def test_a_call_waits_at_its_engines_gate_and_others_pass():
 def test_a_call_that_waited_for_an_engine_which_is_taken_out_goes_to_another():
     async def use(pool: EnginePool) -> None:
         lost, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
-        with lost.closed():
+        with lost.status.reloading():
             waiting = asyncio.ensure_future(enter(pool, session))
             await asyncio.sleep(0)
-            lost.healthy = False
+            lost.status.change(EngineState.ABSENT)
         assert (await waiting).engine is not lost
 
     with_pool(use)
@@ -132,11 +134,11 @@ def test_more_calls_than_the_limit_are_told_to_come_back():
 
 def test_whole_weights_under_trial_are_seen_by_the_sessions_of_the_trial_alone():
     def use(pool: EnginePool) -> None:
-        pool.engines[2].take_label("8")
+        pool.engines[2].apply_label("8")
         pool.trial = trial = Trial(8, 0.3, NOW)
         for session in SESSIONS:
             assert (pool.lane(session).version == 8) == trial.takes(session)
-        pool.engines[2].healthy = False
+        pool.engines[2].status.change(EngineState.ABSENT)
         assert {pool.lane(session).version for session in SESSIONS} == {0}
 
     with_pool(use)
@@ -159,14 +161,14 @@ def test_an_adapter_under_trial_is_beside_what_is_served_on_every_engine():
 @pytest.mark.parametrize(
     ("label", "held", "version"), [("7", 7, 7), ("default", UNLABELLED, 0), (None, UNLABELLED, 0), (LOADING, None, 3)]
 )
-def test_a_label_tells_what_the_weights_are(label, held, version):
+def test_the_label_of_the_weights_sets_the_loaded_version(label, held, version):
     """While they are exchanged they are of no version; what was sampled until then was of the one before."""
 
     def use(pool: EnginePool) -> None:
         engine: Engine = pool.engines[0]
-        engine.take_label("3")
-        engine.take_label(label)
-        assert (engine.holds, engine.version) == (held, version)
+        engine.apply_label("3")
+        engine.apply_label(label)
+        assert (engine.loaded_version, engine.version) == (held, version)
 
     with_pool(use)
 
@@ -183,7 +185,7 @@ def test_an_engine_counts_as_one_with_lora_from_its_first_adapter_on():
         engine = pool.engines[0]
         engine.reject_prompt_logprobs({"prompt_logprobs": 1})
         engine.adapters[3] = Lane(engine, 3, adapter_name(3))
-        with pytest.raises(InvalidRequest, match="`prompt_logprobs` would end the engine"):
+        with pytest.raises(InvalidRequest, match="`prompt_logprobs` would crash the engine"):
             engine.reject_prompt_logprobs({"prompt_logprobs": 0})
 
     with_pool(use)

@@ -194,7 +194,7 @@ async def test_a_request_on_a_kept_connection_that_said_a_word_is_not_sent_again
 
 
 async def test_a_connection_that_has_idled_for_too_long_is_not_used(monkeypatch):
-    monkeypatch.setattr("proxy.engines.http_client.KEPT_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.engines.http_client.IDLE_SECONDS", 0.0)
     async with serving(answering(OK, times=2)) as (server, client):
         await asyncio.gather(get(client), get(client))
         assert await get(client) == (200, b"ok")
@@ -217,7 +217,7 @@ async def test_a_server_that_falls_silent_is_given_up():
         await server.wait_for_the_end(reader)
 
     async with serving(script, silence_seconds=0.2) as (server, client):
-        with pytest.raises(Disconnected, match=r"said nothing for 0\.2 s"):
+        with pytest.raises(Disconnected, match=r"sent nothing for 0\.2 s"):
             await get(client)
         await asyncio.wait_for(server.has_lost.wait(), 10)
 
@@ -244,7 +244,7 @@ async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given,
             with await asked as answer:
                 assert await answer.read() == b"ok"
         else:
-            with pytest.raises(Disconnected, match=r"said nothing for 0\.2 s"):
+            with pytest.raises(Disconnected, match=r"sent nothing for 0\.2 s"):
                 await asked
 
 
@@ -339,7 +339,7 @@ async def test_a_redirect_is_named(status):
 )
 async def test_a_server_that_speaks_something_else(said):
     async with serving(answering(said)) as (_, client):
-        with pytest.raises(Disconnected, match="no HTTP"):
+        with pytest.raises(Disconnected, match="not valid HTTP"):
             await get(client)
 
 

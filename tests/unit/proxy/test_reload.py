@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from proxy.engines.pool import LOADING, Engine, EnginePool
+from proxy.engines.engine import LOADING, Engine
+from proxy.engines.pool import EnginePool
+from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from proxy.reload.canary import Canary
-from proxy.reload.reloader import LEASE, LEASE_SECONDS, Reloader
+from proxy.reload.driver_lease import LEASE, LEASE_SECONDS, DriverLease
+from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, LeaseLost, StoreUnavailable
 from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise.processes.stack import free_port
 from turnwise.store import leases, policies
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, Session
 
 
@@ -35,9 +40,9 @@ class Process:
         self.writer = Writer(url, metrics, timeout_seconds=5)
         self.pool = EnginePool(given.engine, metrics, timeout_seconds=5, max_concurrent_calls=10)
         self.unsuitable: str | None = None
-        self.reloader = Reloader(database, self.writer, self.pool, given, metrics, learn=self._learn)
+        self.reloader = Reloader(database, self.writer, self.pool, given, metrics, probe=self._probe)
 
-    async def _learn(self, engine: Engine) -> None:
+    async def _probe(self, engine: Engine) -> None:
         if engine.url == self.unsuitable:
             raise EngineUnsuitable(f"{engine.url} gives raw logprobs")
 
@@ -52,7 +57,7 @@ class Process:
     @property
     def versions(self) -> list[int | None]:
         """What each engine serves, None where it gets no calls."""
-        return [engine.version if engine.healthy else None for engine in self.pool.engines]
+        return [engine.version if engine.is_serving else None for engine in self.pool.engines]
 
 
 @dataclasses.dataclass
@@ -152,7 +157,7 @@ async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(st
         for _ in range(2):
             await process.follow()
             assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
-        assert "version 2 was not taken" in (process.reloader.last_error or "")
+        assert "version 2 was not loaded" in (process.reloader.last_error or "")
         assert stage.loads == [["v1"], ["v1"]]
         stage.pin(None)
         stage.publish(3)
@@ -160,11 +165,33 @@ async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(st
         assert (process.versions, process.reloader.last_error) == ([3, 3], None)
 
 
+@pytest.mark.parametrize(("num_failures", "status"), [(1, "active"), (2, "active"), (3, "failed")])
+async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
+    stage: Stage, monkeypatch, num_failures: int, status: str
+):
+    """Old code marked the version failed for good after one short loss of memory."""
+    monkeypatch.setattr("proxy.reload.reloader.RETRY_LOAD_SECONDS", 0.05)
+    left = [num_failures]
+
+    def has_weights(directory: Path) -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    monkeypatch.setattr("turnwise.fake_engine.control._has_weights", has_weights)
+    async with stage.process() as process, asyncio.timeout(20):
+        stage.publish(1)
+        while stage.statuses() == ["published"]:
+            await process.follow()
+            await asyncio.sleep(0.02)
+        assert stage.statuses() == [status]
+        assert process.versions == ([1, 1] if status == "active" else [0, 0])
+
+
 async def test_while_another_process_drives_this_one_learns_from_the_labels(stage: Stage):
     """It loads nothing itself; what the engines say they hold is what its turns are stored with."""
     async with stage.process() as driver, stage.process() as follower:
         stage.publish(1)
-        async with driver.reloader._driving() as is_driver:
+        async with driver.reloader.lease.held() as is_driver:
             assert is_driver
             await follower.follow()
             assert stage.loads == [[], []]
@@ -175,21 +202,62 @@ async def test_while_another_process_drives_this_one_learns_from_the_labels(stag
         assert stage.loads == [[], []]
 
 
-async def test_who_lost_the_lease_in_the_middle_writes_nothing(stage: Stage):
-    """A process that was frozen for longer than its lease must not overrule the one that took over."""
+def steal_lease(stage: Stage, token: int | None) -> None:
+    """Let another process take the lease over, as it does when this one was frozen for too long."""
+    assert token is not None
+    with stage.database.write() as connection:
+        leases.release_lease(connection, LEASE, token)
+        assert leases.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
+
+
+async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_writes_nothing(stage: Stage):
+    """Old code noticed the loss only when it wrote its result, after it had loaded weights beside the new driver."""
     async with stage.process() as process:
         stage.publish(1)
         with stage.database.read() as connection:
             target = policies.get_policy(connection, 1)
-        async with process.reloader._driving():
-            with stage.database.write() as connection:
-                token = process.reloader._token
-                assert token is not None
-                leases.release_lease(connection, LEASE, token)
-                assert leases.acquire_lease(connection, LEASE, "another", LEASE_SECONDS) == token + 1
-            with pytest.raises(LeaseLost, match="another process has taken over"):
-                await process.reloader._succeed(target, 0.0)
+
+        async def drive() -> None:
+            async with asyncio.timeout(20), process.reloader.lease.held():
+                steal_lease(stage, process.reloader.lease.token)
+                await asyncio.sleep(30)
+
+        with pytest.raises(LeaseLost, match="another process may drive"):
+            await drive()
+        with pytest.raises(LeaseLost, match="no longer holds"):
+            await process.reloader._succeed(target, 0.0)
         assert stage.statuses() == ["published"]
+
+
+async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_before_the_next_renewal(stage: Stage):
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.writer.do(policies.newest_policy)  # the writing process has started
+        async with process.reloader.lease.held():
+            steal_lease(stage, process.reloader.lease.token)
+            with pytest.raises(LeaseLost):
+                await process.reloader.lease.write(policies.fail_policy, 1, "from the deposed driver")
+        assert stage.statuses() == ["published"]
+
+
+async def test_the_lease_is_renewed_while_the_writer_is_busy(stage: Stage, monkeypatch):
+    """A renewal that waited in the queue of commits would come after the lease's end."""
+    lease_seconds = 2.0
+    for name, seconds in (("LEASE", lease_seconds), ("RENEW", 0.3), ("MARGIN", 0.1)):
+        monkeypatch.setattr(f"proxy.reload.driver_lease.{name}_SECONDS", seconds)
+    async with stage.process() as process, asyncio.timeout(30):
+        await process.writer.do(policies.newest_policy)
+        async with process.reloader.lease.held():
+            busy = asyncio.ensure_future(process.writer.do(sleep, 1.5 * lease_seconds))
+            await asyncio.sleep(1.2 * lease_seconds)
+            assert process.reloader.lease.token is not None
+        busy.cancel()
+
+
+def sleep(connection: Connection, seconds: float) -> None:
+    """Keep the writing process busy, without holding the database's lock."""
+    connection.rollback()
+    time.sleep(seconds)
 
 
 async def test_an_engine_that_came_back_with_other_weights_gets_no_call_before_it_is_mended(stage: Stage):
@@ -267,19 +335,19 @@ def versions_sampled(pool: EnginePool) -> set[int]:
 async def test_whole_weights_get_no_call_before_it_is_known_which_sessions_try_them(stage: Stage, monkeypatch):
     """However long it takes from the exchange to the trial, and however often it is begun, nobody falls between."""
     sampled: list[set[int]] = []
-    drifted, do = Canary._drifted, Writer.do
+    drifted, write = Canary._drift_reason, DriverLease.write
 
     async def slowly(canary: Canary, policy: PolicyVersion) -> str | None:
         sampled.append(versions_sampled(process.pool))
         return await drifted(canary, policy)
 
-    async def failing_once(writer: Writer, function: Any, *arguments: Any, **options: Any) -> Any:
+    async def failing_once(lease: DriverLease, function: Any, *arguments: Any) -> Any:
         if function is policies.try_policy and len(sampled) == 1:
             raise StoreUnavailable("the database is away")
-        return await do(writer, function, *arguments, **options)
+        return await write(lease, function, *arguments)
 
-    monkeypatch.setattr(Canary, "_drifted", slowly)
-    monkeypatch.setattr(Writer, "do", failing_once)
+    monkeypatch.setattr(Canary, "_drift_reason", slowly)
+    monkeypatch.setattr(DriverLease, "write", failing_once)
     async with stage.process(canary_share=0.5) as process:
         stage.publish(1)
         await process.follow()
@@ -290,7 +358,7 @@ async def test_whole_weights_get_no_call_before_it_is_known_which_sessions_try_t
         await process.follow()
         assert sampled == [{1}, {1}]
         assert (process.versions, stage.statuses()) == ([1, 2], ["active", "canary"])
-        assert not any(engine.draining for engine in process.pool.engines)
+        assert not any(engine.state is EngineState.DRAINING for engine in process.pool.engines)
 
 
 @pytest.mark.parametrize("pinned", [1, 2])
@@ -300,18 +368,18 @@ async def test_an_engine_that_was_held_back_for_a_trial_gets_calls_again_when_th
     async def failing(canary: Canary, policy: PolicyVersion) -> str | None:
         raise StoreUnavailable("the database is away")
 
-    monkeypatch.setattr(Canary, "_drifted", failing)
+    monkeypatch.setattr(Canary, "_drift_reason", failing)
     async with stage.process(canary_share=0.5) as process:
         stage.publish(1)
         await process.follow()
         stage.publish(2)
         with pytest.raises(StoreUnavailable):
             await process.follow()
-        assert [engine.draining for engine in process.pool.engines] == [False, True]
+        assert [engine.state is EngineState.DRAINING for engine in process.pool.engines] == [False, True]
         stage.pin(pinned)
         await process.follow()
         assert process.versions == [pinned, pinned]
-        assert not any(engine.draining for engine in process.pool.engines)
+        assert not any(engine.state is EngineState.DRAINING for engine in process.pool.engines)
 
 
 async def test_the_first_version_of_all_is_not_tried_but_served(stage: Stage):

@@ -19,10 +19,10 @@ from trainer.loop.off_policy import OffPolicyWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
 from trainer.policy import agent
-from trainer.publish.checkpoint import read_manifest
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import policies, queries
+from turnwise.version_directory import check_digests, read_manifest
 
 
 class Killed(BaseException):
@@ -127,8 +127,8 @@ def test_a_changed_weight_file_is_told_by_its_digest(tmp_path, model, ledger):
     with (directory / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
-    with pytest.raises(BadCheckpoint, match="was changed after version 1"):
-        read_manifest(directory)
+    with pytest.raises(BadCheckpoint, match="was changed after its digest"):
+        check_digests(directory)
 
 
 SMALL_ROWS = {"row_tokens": 16, "buffer_min_groups": 3, "buffer_groups": 5}

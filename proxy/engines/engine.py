@@ -1,0 +1,293 @@
+"""One vLLM process over HTTP: its calls, its control routes, and the lanes that calls sample in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from typing import Any
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+import orjson
+
+from proxy.engines.http_client import Answer, Disconnected, HttpClient, NotConnected
+from proxy.engines.state import SERVING, EngineState, EngineStatus
+from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed
+from turnwise.types import Json
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+"""An engine on loopback or a private network accepts a connection within this time, or it is absent."""
+HEALTH_TIMEOUT_SECONDS = 2.0
+"""How long a health check may take."""
+MAX_FAILED_CHECKS = 3
+"""Health checks in a row that a serving engine may fail before it is taken out."""
+ADAPTER_PREFIX = "policy-v"
+"""Prefix of the name that a version's adapter is served under."""
+UNLABELLED = -1
+"""`loaded_version` of weights without a label: the model that the engine was started with."""
+LOADING = "loading"
+"""Label of weights that are being exchanged: a process that finds it after a crash must load a version again."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Lane:
+    """What a call samples with on an engine: the engine's base weights, which a reload changes, or an adapter."""
+
+    engine: Engine
+    version: int = 0
+    """Policy version that is sampled now; of an adapter always the same."""
+    adapter: str | None = None
+    """Name the adapter is served under; None for the base weights."""
+    num_calls: int = 0
+    """Running calls of this process."""
+
+
+class Engine:
+    """One vLLM process."""
+
+    def __init__(self, url: str, *, timeout_seconds: float, gone_seconds: float = 30.0) -> None:
+        self.url = without_credentials(url)
+        """Its address, without the user and password that the setting may hold."""
+        self.status = EngineStatus(self.url)
+        self.model = ""
+        """Name it serves its model under."""
+        self.model_path = ""
+        """Where it loaded that model from."""
+        self.base_lane = Lane(self)
+        """Samples with its base weights."""
+        self.loaded_version: int | None = UNLABELLED
+        """Version of the base weights, from their label; None during an exchange, or after one that was interrupted."""
+        self.active_lane = self.base_lane
+        """What calls sample with, unless a canary takes them."""
+        self.adapters: dict[int, Lane] = {}
+        """Its LoRA adapters by policy version, in the order of loading."""
+        self.has_lora = False
+        """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+        self._gone_seconds = gone_seconds
+        self._failed_checks = 0
+        self._answered_at = time.monotonic()
+        self._http = HttpClient(url.rstrip("/"), connect_seconds=CONNECT_SECONDS, silence_seconds=timeout_seconds)
+
+    @property
+    def state(self) -> EngineState:
+        """What the proxy may do with it now."""
+        return self.status.current
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether calls are routed to it."""
+        return self.status.current in SERVING
+
+    @property
+    def version(self) -> int:
+        """Policy version that calls sample with now."""
+        return self.active_lane.version
+
+    async def post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        """Send a call; the caller reads the answer in a `with` block.
+
+        Raises:
+            EngineUnavailable: no connection, or one that broke before the answer's head.
+            EngineRefused: an error status, with the engine's own body.
+        """
+        try:
+            answer = await self._http.request("POST", path, body, headers)
+            if answer.status >= 400:
+                with answer:
+                    raise EngineRefused(answer.status, await answer.read())
+        except Disconnected as error:
+            raise self._unavailable(error) from error
+        return answer
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._http.close()
+
+    def _unavailable(self, error: Exception) -> EngineUnavailable:
+        return EngineUnavailable(
+            f"the engine at {self.url} cannot be reached ({str(error) or type(error).__name__}); "
+            "check that it runs, then retry: nothing was sampled"
+        )
+
+    async def check_health(self) -> None:
+        """Check that it answers.
+
+        A serving engine fails after `MAX_FAILED_CHECKS` failed checks in a row, or at once if its port is closed. If it
+        has not answered for `gone_seconds`, the calls on it are ended.
+
+        Raises:
+            EngineUnavailable: it does not answer.
+            EngineRefused: it answers an error.
+        """
+        try:
+            await self.ask("GET", "/health", seconds=HEALTH_TIMEOUT_SECONDS)
+        except (EngineUnavailable, EngineRefused) as error:
+            self._failed_checks += 1
+            is_closed = isinstance(error.__cause__, NotConnected) and error.__cause__.is_refused
+            silent = time.monotonic() - self._answered_at
+            if is_closed or silent >= self._gone_seconds:
+                self._http.abort_requests(f"the engine has not answered for {silent:.0f} s")
+            if self.is_serving and not is_closed and self._failed_checks < MAX_FAILED_CHECKS:
+                log.warning("health check %d of %d failed: %s", self._failed_checks, MAX_FAILED_CHECKS, error)
+                return
+            raise
+        self._failed_checks = 0
+        self._answered_at = time.monotonic()
+
+    async def ask(
+        self, method: str, path: str, body: Json | None = None, *, seconds: float = 10.0, **query: str
+    ) -> Any:
+        """Call a control route and return its decoded answer.
+
+        Raises:
+            EngineUnavailable: no answer within `seconds`.
+            EngineRefused: an error status.
+        """
+        data = b"" if body is None else orjson.dumps(body)
+        if query:
+            path += "?" + urlencode(query)
+        try:
+            async with asyncio.timeout(seconds):
+                headers = {"content-type": "application/json"}
+                with await self._http.request(method, path, data, headers, silence_seconds=seconds) as answer:
+                    raw = await answer.read()
+        except (Disconnected, TimeoutError) as error:
+            raise self._unavailable(error) from error
+        if answer.status >= 400:
+            raise EngineRefused(answer.status, raw)
+        try:
+            return orjson.loads(raw) if raw else None
+        except orjson.JSONDecodeError:
+            return raw.decode(errors="replace")
+
+    def reject_prompt_logprobs(self, body: Json) -> None:
+        """Reject a request that would crash this engine.
+
+        A vLLM with LoRA crashes on logprobs of the prompt's own tokens while another call runs. `echo` asks for them
+        too, in chat even without `logprobs`.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        field = "prompt_logprobs" if body.get("prompt_logprobs") is not None else "echo" if body.get("echo") else None
+        if field is not None and (self.has_lora or self.adapters):
+            raise InvalidRequest(
+                f"`{field}` would crash the engine, because it was started with LoRA; send the request without it, or "
+                "serve from an engine that was started without --lora",
+                param=field,
+                code="engine_has_lora",
+            )
+
+    async def fetch_models(self) -> None:
+        """Read which model and which adapters it serves."""
+        models = (await self.ask("GET", "/v1/models"))["data"]
+        self.model, self.model_path = str(models[0]["id"]), str(models[0].get("root") or models[0]["id"])
+        served = {version for model in models if (version := adapter_version(str(model["id"]))) is not None}
+        known = self.adapters
+        self.adapters = {version: known[version] for version in known if version in served}
+        for version in sorted(served - known.keys()):
+            self.adapters[version] = Lane(self, version, adapter_name(version))
+
+    async def pause(self) -> None:
+        """Stop sampling; running calls are kept, new ones queue."""
+        await self.ask("POST", "/pause", mode="keep", clear_cache="true")
+
+    async def is_paused(self) -> bool:
+        """Return whether sampling is stopped; False from an engine without that route."""
+        try:
+            answer = await self.ask("GET", "/is_paused")
+        except EngineRefused:
+            return False
+        return isinstance(answer, dict) and bool(answer.get("is_paused"))
+
+    async def resume(self) -> None:
+        """Continue sampling."""
+        await self.ask("POST", "/resume")
+
+    async def load_weights(self, path: str, *, seconds: float) -> None:
+        """Replace the base weights with those of a checkpoint directory.
+
+        Raises:
+            ReloadFailed: the engine refused them.
+        """
+        body: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        try:
+            await self.ask("POST", "/collective_rpc", body, seconds=seconds)
+        except EngineRefused as refused:
+            raise ReloadFailed(
+                f"the engine at {self.url} did not load {path!r}: {refused}", is_transient=is_transient(refused.status)
+            ) from refused
+
+    async def label_weights(self, label: int | str) -> None:
+        """Write the label of the base weights into the engine."""
+        await self.ask("POST", "/update_weight_version", {"new_version": str(label)})
+        self.apply_label(str(label))
+
+    def apply_label(self, label: str | None) -> None:
+        """Set `loaded_version` from the label of the base weights."""
+        if label == LOADING:
+            self.loaded_version = None
+            return
+        self.loaded_version = int(label) if label is not None and label.isdigit() else UNLABELLED
+        self.base_lane.version = max(self.loaded_version, 0)
+
+    async def weights_label(self) -> str | None:
+        """Return the label of the base weights, None from an engine that keeps none."""
+        try:
+            answer = await self.ask("GET", "/weight_info")
+        except EngineRefused:
+            return None
+        label = answer.get("weight_version") if isinstance(answer, dict) else None
+        return None if label is None else str(label)
+
+    async def load_adapter(self, version: int, path: str, *, seconds: float) -> Lane:
+        """Load a LoRA adapter under a name of its own beside what is served; a loaded one stays.
+
+        Raises:
+            ReloadFailed: the engine refused it.
+        """
+        await self.fetch_models()
+        if version not in self.adapters:
+            body: Json = {"lora_name": adapter_name(version), "lora_path": path}
+            try:
+                await self.ask("POST", "/v1/load_lora_adapter", body, seconds=seconds)
+            except EngineRefused as refused:
+                raise ReloadFailed(
+                    f"the engine at {self.url} did not load the adapter {path!r}: {refused}; "
+                    "an engine takes adapters if it was started with `turnwise engine --lora`",
+                    is_transient=is_transient(refused.status),
+                ) from refused
+            self.adapters[version] = Lane(self, version, adapter_name(version))
+        return self.adapters[version]
+
+    async def unload_adapter(self, version: int) -> None:
+        """Unload a LoRA adapter; one that is not loaded is no error."""
+        with contextlib.suppress(EngineRefused):
+            await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
+        self.adapters.pop(version, None)
+
+
+def is_transient(status: int) -> bool:
+    """Return whether an engine that answers this status may accept the same request later."""
+    return status == 429 or status >= 500
+
+
+def without_credentials(url: str) -> str:
+    """Return a URL without user and password."""
+    parts = urlsplit(url.rstrip("/"))
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def adapter_name(version: int) -> str:
+    """Return the name that a policy version's adapter is served under."""
+    return f"{ADAPTER_PREFIX}{version}"
+
+
+def adapter_version(name: str) -> int | None:
+    """Return the policy version of an adapter's name, None for any other model."""
+    digits = name.removeprefix(ADAPTER_PREFIX)
+    return int(digits) if digits != name and digits.isdigit() else None

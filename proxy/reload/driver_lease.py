@@ -1,0 +1,113 @@
+"""The lease that lets one proxy process at a time drive reloads.
+
+The lease is renewed over a database connection of its own, so a long queue of commits cannot delay the renewal. A
+driver that can no longer prove that it holds the lease is cancelled before the lease may pass to another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from proxy.writer.client import Writer
+from turnwise.errors import LeaseLost, StoreError
+from turnwise.store import leases
+from turnwise.store.database import Database
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+LEASE = "reload"
+LEASE_SECONDS = 5.0
+"""How long the lease lasts without a renewal: a reload that a crash interrupted is taken over after this time."""
+RENEW_SECONDS = 1.0
+MARGIN_SECONDS = 0.5
+"""The driver stops this long before an unrenewed lease ends."""
+
+
+class DriverLease:
+    """Acquires, renews and releases the lease for one process."""
+
+    def __init__(self, database: Database, writer: Writer) -> None:
+        self._database = database
+        self._writer = writer
+        self._owner = uuid.uuid4().hex
+        self._lock = asyncio.Lock()
+        self.token: int | None = None
+        """Fencing token; None while this process does not hold the lease."""
+
+    async def write(self, change: Callable[..., T], *arguments: object) -> T:
+        """Write a result of driving in one transaction with a check of the lease, and return what `change` returns.
+
+        Raises:
+            LeaseLost: another process holds the lease now; nothing is written.
+        """
+        if self.token is None:
+            raise LeaseLost("this process no longer holds the reload lease")
+        return await self._writer.do(leases.under_lease, LEASE, self.token, LEASE_SECONDS, change, *arguments)
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[bool]:
+        """Hold the lease for the block; yield False while another process holds it.
+
+        Raises:
+            LeaseLost: the lease could not be renewed; the block was cancelled.
+        """
+        async with self._lock:
+            acquired_at = time.monotonic()
+            token = await asyncio.to_thread(self._acquire)
+            if token is None:
+                yield False
+                return
+            self.token = token
+            driver = asyncio.current_task()
+            assert driver is not None
+            renewing = asyncio.create_task(self._renew(token, acquired_at, driver))
+            try:
+                yield True
+            except asyncio.CancelledError:
+                if self.token is not None:  # cancelled by somebody else, such as a shutdown
+                    raise
+                driver.uncancel()
+                raise LeaseLost("the reload lease was lost; another process may drive the reload now") from None
+            finally:
+                renewing.cancel()
+                self.token = None
+                with contextlib.suppress(StoreError):  # it ends by itself then
+                    await asyncio.to_thread(self._release, token)
+
+    async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:
+        """Renew the lease until cancelled; cancel the driver when that is no longer possible."""
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout_at(
+                    asyncio.get_running_loop().time() + held_since + LEASE_SECONDS - MARGIN_SECONDS - started
+                ):
+                    is_held = await asyncio.to_thread(self._extend, token)
+            except (StoreError, TimeoutError) as error:
+                log.warning("the reload lease could not be renewed: %s", str(error) or "no answer in time")
+                is_held = time.monotonic() < held_since + LEASE_SECONDS - MARGIN_SECONDS - RENEW_SECONDS
+            else:
+                held_since = started
+            if not is_held:
+                self.token = None
+                driver.cancel()
+                return
+
+    def _acquire(self) -> int | None:
+        with self._database.write() as connection:
+            return leases.acquire_lease(connection, LEASE, self._owner, LEASE_SECONDS)
+
+    def _extend(self, token: int) -> bool:
+        with self._database.write() as connection:
+            return leases.renew_lease(connection, LEASE, token, LEASE_SECONDS)
+
+    def _release(self, token: int) -> None:
+        with self._database.write() as connection:
+            leases.release_lease(connection, LEASE, token)

@@ -1,0 +1,166 @@
+"""The states of an engine: which transitions are legal, and what a call does in each state."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, without_credentials
+from proxy.engines.pool import EnginePool
+from proxy.engines.state import SERVING, TRANSITIONS, EngineState, EngineStatus
+from proxy.metrics import Metrics
+from turnwise.errors import EngineUnavailable
+from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine
+from turnwise.types import Session
+
+SESSION = Session(session_id="s")
+
+
+def status_in(state: EngineState) -> EngineStatus:
+    """Return a status that reached a state by legal transitions."""
+    status = EngineStatus("http://a")
+    if state is EngineState.UNSUITABLE:
+        status.change(state)
+    elif state is not EngineState.ABSENT:
+        status.change(EngineState.READY)
+        status.change(state)
+    return status
+
+
+@pytest.mark.parametrize("old", EngineState)
+@pytest.mark.parametrize("new", EngineState)
+def test_only_the_transitions_of_the_table_are_possible(old: EngineState, new: EngineState):
+    status = status_in(old)
+    if new in TRANSITIONS[old] or new is old:
+        status.change(new)
+        assert status.current is new
+    else:
+        with pytest.raises(AssertionError, match=f"from {old} to {new}"):
+            status.change(new)
+
+
+@pytest.mark.parametrize("before", [EngineState.READY, EngineState.DRAINING])
+def test_a_reload_restores_the_state_that_it_found_unless_the_engine_was_taken_out(before: EngineState):
+    status = status_in(before)
+    with status.reloading():
+        assert status.current is EngineState.RELOADING
+    assert status.current is before
+    with status.reloading():
+        status.change(EngineState.ABSENT)
+    assert status.current is EngineState.ABSENT
+
+
+def test_each_change_sets_the_metric_of_the_engine():
+    pool, up = make_pool(0.0)
+    states = []
+    for state in (EngineState.READY, EngineState.RELOADING, EngineState.ABSENT):
+        pool.engines[0].status.change(state)
+        states.append(up())
+    assert states == [1, 1, 0]
+    assert {state for state in EngineState if state in SERVING} == {"ready", "draining", "reloading"}
+
+
+def make_pool(wait_seconds: float, url: str = "http://a"):
+    metrics = Metrics()
+    pool = EnginePool([url], metrics, timeout_seconds=5, max_concurrent_calls=10, wait_seconds=wait_seconds)
+    return pool, lambda: metrics.registry.get_sample_value("turnwise_engine_up", {"engine": url})
+
+
+async def test_a_call_waits_for_an_engine_that_is_expected_back_and_keeps_its_place():
+    pool, _ = make_pool(20.0)
+    waiting = asyncio.ensure_future(pool.admit(SESSION))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    pool.engines[0].status.change(EngineState.READY)
+    lane = await asyncio.wait_for(waiting, 5)
+    assert lane.engine is pool.engines[0]
+    pool.release(lane)
+
+
+async def test_a_call_fails_once_no_engine_came_back_in_time():
+    pool, _ = make_pool(0.1)
+    with pytest.raises(EngineUnavailable, match="none of the 1 engines is ready"):
+        await asyncio.wait_for(pool.admit(SESSION), 5)
+
+
+async def test_a_call_does_not_wait_for_an_unsuitable_engine():
+    pool, _ = make_pool(60.0)
+    pool.engines[0].status.change(EngineState.UNSUITABLE)
+    with pytest.raises(EngineUnavailable):
+        await asyncio.wait_for(pool.admit(SESSION), 5)
+
+
+async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_row_do(monkeypatch):
+    """A listener that accepts and never answers stands for an engine whose event loop is busy."""
+    monkeypatch.setattr("proxy.engines.engine.HEALTH_TIMEOUT_SECONDS", 0.05)
+    async with SilentServer() as url:
+        engine = Engine(url, timeout_seconds=5)
+        engine.status.change(EngineState.READY)
+        for _ in range(MAX_FAILED_CHECKS - 1):
+            await engine.check_health()
+        with pytest.raises(EngineUnavailable):
+            await engine.check_health()
+        engine.close()
+
+
+async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
+    async with SilentServer() as url:
+        pass
+    engine = Engine(url, timeout_seconds=5)
+    engine.status.change(EngineState.READY)
+    with pytest.raises(EngineUnavailable):
+        await engine.check_health()
+
+
+async def test_a_running_call_ends_when_its_engine_is_known_to_be_gone(fake_engine: RunningFakeEngine):
+    """Without this it would wait for `engine_timeout_seconds`, 600 s by default."""
+    fake_engine.fail_next(Fault(kind=FaultKind.HANG))
+    engine = Engine(fake_engine.url, timeout_seconds=600, gone_seconds=0.0)
+    call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
+    while not fake_engine.calls:  # noqa: ASYNC110  the engine runs in another thread
+        await asyncio.sleep(0.01)
+    engine._http._port = 1  # from now on nothing answers
+    with pytest.raises(EngineUnavailable):
+        await engine.check_health()
+    with pytest.raises(EngineUnavailable, match="has not answered"):
+        await asyncio.wait_for(call, 5)
+    engine.close()
+
+
+def chat_body() -> bytes:
+    return b'{"model":"fake","messages":[{"role":"user","content":"Hello."}]}'
+
+
+class SilentServer:
+    """Accepts connections on a free port and answers nothing."""
+
+    async def __aenter__(self) -> str:
+        self._writers = []
+        self._server = await asyncio.start_server(lambda _, writer: self._writers.append(writer), "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        for writer in self._writers:
+            writer.close()
+        self._server.close()
+        await self._server.wait_closed()
+
+
+async def test_connections_to_an_engine_have_keep_alive_probes_and_a_limit_for_unacknowledged_data(fake_engine):
+
+    engine = Engine(fake_engine.url, timeout_seconds=5)
+    await engine.ask("GET", "/health")
+    (connection,) = engine._http._open
+    given = connection._transport.get_extra_info("socket")
+    assert given.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert given.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+    assert given.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+    engine.close()
+
+
+def test_user_and_password_of_an_engine_appear_in_no_address():
+    assert without_credentials("http://user:secret@host:8000/base/") == "http://host:8000/base"
+    engine = Engine("http://user:secret@host:8000", timeout_seconds=1)
+    assert "secret" not in engine.url + str(engine._unavailable(OSError("refused")))

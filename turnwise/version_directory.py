@@ -1,0 +1,135 @@
+"""The layout of policy versions on disk, as the trainer writes it and the proxy reads it.
+
+`v000007/` holds the files that engines load, in the Hugging Face layout, with the manifest `turnwise.json`;
+`v000007.trainer/` holds what the trainer resumes from. A directory is written beside its place and renamed, so one with
+a final name is complete. The file `latest` names the newest version; the ledger decides which version is served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import BadCheckpoint
+
+MANIFEST = "turnwise.json"
+"""In each version's directory: version, parent, kind, digests of the weights, probe."""
+LATEST = "latest"
+"""File with the name of the newest version's directory."""
+STATE_FILE = "state.pt"
+"""The trainer's state, in a version's state directory."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+MODEL_CONFIG = "config.json"
+WEIGHT_INDEX = "model.safetensors.index.json"
+WEIGHTS_PATTERN = "*.safetensors"
+SHORTEST_PROBE = 2
+"""Tokens; the first has no logprob."""
+
+_NAME = re.compile(r"v(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A text and the trainer's logprob of each token given the tokens before it."""
+
+    token_ids: list[int]
+    """The text. [N]"""
+    logprobs: list[float]
+    """Of tokens 1 to N - 1 at temperature 1. [N - 1]"""
+
+    def positions(self, count: int) -> list[int]:
+        """Return at most `count` positions that have a logprob, spread over the text, the last one included."""
+        return list(range(len(self.token_ids) - 1, 0, -max(1, -(-(len(self.token_ids) - 1) // count))))
+
+
+def policy_directory(parent: Path, version: int) -> Path:
+    """Return the directory of a version's weights."""
+    return parent / f"v{version:06d}"
+
+
+def state_directory(parent: Path, version: int) -> Path:
+    """Return the directory of the trainer's state at a version."""
+    return parent / f"v{version:06d}.trainer"
+
+
+def find_versions(parent: Path) -> list[int]:
+    """Return the versions in a directory, oldest first."""
+    return sorted({int(match[1]) for path in parent.iterdir() if (match := _NAME.match(path.name))})
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return a version's weight files in the order of their names."""
+    return sorted(directory.glob(WEIGHTS_PATTERN))
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write a version's manifest with the digests of its weights.
+
+    Raises:
+        BadCheckpoint: the directory holds no weights.
+    """
+    digests = {path.name: file_digest(path) for path in weight_files(directory)}
+    if not digests:
+        raise BadCheckpoint(f"{str(directory)!r} holds no {WEIGHTS_PATTERN} file; write the weights first")
+    document = json.dumps({**manifest, "sha256": digests}, indent=2)
+    (directory / MANIFEST).write_text(document + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return a version's manifest; empty for a directory without one.
+
+    Raises:
+        BadCheckpoint: it cannot be read.
+    """
+    path = directory / MANIFEST
+    return read_json(path) if path.exists() else {}
+
+
+def check_digests(directory: Path) -> None:
+    """Check the weights against the digests of the manifest, where there is one.
+
+    Raises:
+        BadCheckpoint: naming the file that is missing or was changed.
+    """
+    for name, digest in read_manifest(directory).get("sha256", {}).items():
+        file = directory / name
+        if not file.is_file() or file_digest(file) != digest:
+            raise BadCheckpoint(f"{file} is missing or was changed after its digest was written; publish it again")
+
+
+def read_probe(directory: Path) -> Probe | None:
+    """Return the probe of a version, None without one."""
+    probe = read_manifest(directory).get("probe")
+    if probe is None or len(probe["token_ids"]) < SHORTEST_PROBE:
+        return None
+    return Probe(list(probe["token_ids"]), list(probe["logprobs"]))
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        BadCheckpoint: it cannot be read, or holds something else.
+    """
+    try:
+        decoded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadCheckpoint(
+            f"{path} cannot be read: {error.strerror}; write it before publishing the version"
+        ) from error
+    except ValueError as error:
+        raise BadCheckpoint(f"{path} is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise BadCheckpoint(f"{path} must hold a JSON object")
+    return decoded
