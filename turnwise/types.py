@@ -184,6 +184,8 @@ class Turn:
     """The same without system messages as well; tells `system_changed`."""
     request_key: str | None = None
     """Idempotency key of the call and choice; a retried call finds its turn by it."""
+    request_digest: bytes | None = None
+    """Digest of the request under the idempotency key: another request under the same key is refused."""
     inferred_by: str | None = None
     """API key whose calls find this turn by the conversation that they repeat; None where they name their session."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from proxy.continuation.conversation import tool_call_ids
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.writer.process import Sampled
@@ -56,6 +57,7 @@ def build_turns(
     *,
     turn_id: str,
     session: Session,
+    request_digest: bytes | None = None,
     inferred_by: str | None = None,
     aborted: str | None = None,
 ) -> list[Sampled]:
@@ -68,6 +70,7 @@ def build_turns(
         timing: its times and policy versions.
         turn_id: the completion's id.
         session: the session that it belongs to.
+        request_digest: the digest of the request, stored under its idempotency key.
         inferred_by: the API key that identified the session; None if the call names its session.
         aborted: what cut the reply off; None for a complete reply.
     """
@@ -95,6 +98,7 @@ def build_turns(
             outcome=outcome,
             reason=reason,
             request_key=request_key(str(call.idempotency_key), index) if keyed else None,
+            request_digest=request_digest if keyed else None,
             inferred_by=inferred_by,
             history_digest=history_digest,
             messages_digest=messages_digest,
@@ -184,5 +188,7 @@ def known_turn(turn: Turn, plan: Plan) -> KnownTurn:
         messages_digest=turn.messages_digest,
         dialogue_digest=turn.dialogue_digest,
         reasoning=turn.response.get("reasoning") or "",
+        call_ids=tool_call_ids(turn.response),
+        is_aborted=turn.outcome is Outcome.ABORTED,
         tokens=b"".join([part.astype(np.int32, copy=False).tobytes() for part in parts]),
     )

@@ -18,6 +18,7 @@ import orjson
 from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
+from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
 from proxy.calls.running import Running
 from proxy.continuation.chat_template import ChatTemplate
 from proxy.continuation.conversation import read_conversation
@@ -31,7 +32,7 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
 from proxy.writer.process import Ending, Sampled
-from turnwise.errors import EngineRefused, EngineUnavailable, ProxyUnavailable, StoreError
+from turnwise.errors import Conflict, EngineRefused, EngineUnavailable, ProxyUnavailable, StoreError
 from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.types import Turn
@@ -66,15 +67,25 @@ class Relay:
         self.template: ChatTemplate | None = None
         """The served model's chat template; None until an engine has reported its model."""
 
-    async def begin(self, call: Call, principal: Principal, call_id: str) -> Running:
-        """Find the call's session and plan its prompt."""
+    @contextlib.asynccontextmanager
+    async def begin(
+        self, call: Call, principal: Principal, identity: RequestIdentity, call_id: str
+    ) -> AsyncIterator[Running]:
+        """Find the call's session and plan its prompt; the turn that it extends is reserved for the block."""
         conversation = read_conversation(call)
         placement = await self._sessions.find(call, conversation, principal)
-        plan = await self._sessions.plan(placement.live, call, conversation, self.template)
-        return Running(call, placement, plan, call_id)
+        try:
+            plan = await self._sessions.plan(placement, call, conversation, self.template)
+            yield Running(call, placement, plan, identity, call_id)
+        finally:
+            self._sessions.release(placement)
 
     async def stored_turns(self, running: Running) -> list[Turn]:
-        """Return the turns, one per choice, that an earlier call with the same `Idempotency-Key` stored."""
+        """Return the turns, one per choice, that an earlier call with the same `Idempotency-Key` stored.
+
+        Raises:
+            Conflict: the key was used with another request.
+        """
         call, session, key = running.call, running.session, running.call.idempotency_key
         if key is None:
             return []
@@ -90,6 +101,8 @@ class Relay:
             return [turn for turn in found if turn is not None and turn.finish_reason is not None]
 
         turns = await asyncio.to_thread(read)
+        for turn in turns:
+            check_same_request(running.identity, turn.request_digest)
         return turns if len(turns) == call.num_choices else []
 
     async def whole(self, running: Running, left: asyncio.Future[None]) -> bytes:
@@ -107,7 +120,9 @@ class Relay:
             running.version_last = lane.version
             with decoding_reply(lane):
                 running.captured, reply = call.dialect.capture_reply(replace_adapter_name(raw, lane), call)
-            await self._commit(running)
+            is_stored = await self._commit(running)
+        if not is_stored:
+            return rebuilt_answer(call, await self.stored_turns(running))
         return call.dialect.encode_reply(reply, call)
 
     async def _read_whole(self, running: Running, lane: Lane) -> bytes:
@@ -124,9 +139,10 @@ class Relay:
 
         Raises:
             ClientLeft: the client closed its connection; what was sampled until then is stored.
+            Conflict: another process has stored its reply under the same `Idempotency-Key`.
             EngineError, StoreError, Overloaded, ProxyUnavailable: as `whole`; events may have been sent by then.
         """
-        held = b""
+        held, has_sent = b"", False
         async with self._recorded(running, left) as lane:
             with cancelled_when_client_leaves(left):
                 async for events in self._events(running, lane):
@@ -134,10 +150,23 @@ class Relay:
                     if running.captured.is_finished(running.call.num_choices):
                         held += encoded
                     elif encoded:
+                        has_sent = True
                         await send(encoded)
                         self._faults.point("mid_stream")
-            await self._commit(running)
+            is_stored = await self._commit(running)
+        if not is_stored:
+            held = await self._stored_stream(running, has_sent=has_sent)
         await send(held)
+
+    async def _stored_stream(self, running: Running, *, has_sent: bool) -> bytes:
+        """Return the stored reply of another process's call under the same key, if no other reply was begun."""
+        if has_sent:
+            raise Conflict(
+                f"another call with the Idempotency-Key {running.call.idempotency_key!r} was stored first; "
+                "discard this stream and retry to get the stored reply",
+                code="idempotency_key_in_use",
+            )
+        return rebuilt_answer(running.call, await self.stored_turns(running))
 
     async def _events(self, running: Running, lane: Lane) -> AsyncIterator[list[bytes]]:
         """Yield the engine's events, grouped by network read, to the end of the stream."""
@@ -240,8 +269,12 @@ class Relay:
         """Wait until no call runs."""
         await self._idle.wait()
 
-    async def _commit(self, running: Running, *, aborted: str | None = None) -> None:
-        """Store the call's turns, then add them to the session in memory."""
+    async def _commit(self, running: Running, *, aborted: str | None = None) -> bool:
+        """Store the call's turns, then add them to the session in memory.
+
+        Returns:
+            Whether they are stored; not if another process has stored a reply under the same key.
+        """
         sampled = capture.build_turns(
             running.call,
             running.plan,
@@ -249,18 +282,23 @@ class Relay:
             running.timing(),
             turn_id=running.turn_id,
             session=running.session,
+            request_digest=running.identity.digest,
             inferred_by=running.placement.inferred_by,
             aborted=aborted,
         )
         self._faults.point("before_commit")
         endings = await self._writer.append(sampled)
         self._faults.point("after_commit_before_reply")
+        if endings[0].turn_id != running.turn_id:
+            self._metrics.coalesced.inc()
+            return False
         self._sessions.remember(
             running.placement.live,
             [capture.known_turn(turn, running.plan) for turn, _ in sampled if len(turn.token_ids)],
             inferred_for=running.placement.inferred_by,
         )
         self._count(running, endings)
+        return True
 
     def _count(self, running: Running, endings: list[Ending]) -> None:
         metrics = self._metrics

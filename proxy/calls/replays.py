@@ -1,9 +1,10 @@
-"""A retried call is one turn: who asks again for the same thing gets the same answer, from one engine call.
+"""Retried calls: a retry gets the answer of the first call, from one engine call.
 
-Two marks make a call a repetition: the same `Idempotency-Key`, or the same body with the OpenAI SDK's
-`x-stainless-retry-count` above 0. An unmarked identical body is a new turn: agents do sample the same prompt twice.
-Answers are kept in memory up to a number of bytes; an answer under an `Idempotency-Key` that is no longer there is
-rebuilt from the store.
+A call is a retry of another one if tenant, caller, session and request are equal, and either both carry the same
+`Idempotency-Key`, or the call has the OpenAI SDK's `x-stainless-retry-count` above 0 and the answer to the first call
+could not be delivered. An answer of the second kind is given to one retry only, because parallel rollouts send equal
+requests. An unmarked call is never a retry: agents sample the same prompt twice. Answers are kept in memory up to a
+number of bytes; an answer under an `Idempotency-Key` that is no longer in memory is rebuilt from the store.
 """
 
 from __future__ import annotations
@@ -12,80 +13,173 @@ import asyncio
 import collections
 import dataclasses
 from hashlib import blake2b
+from typing import NamedTuple
 
 import orjson
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
+from turnwise.errors import Conflict
 from turnwise.types import Json, Turn
 
-Key = tuple[str, ...]
 ATTEMPT_BYTES = 800
-"""What remembering a call takes besides its answer."""
+"""Memory of one attempt without its answer, roughly."""
+DIGEST_BYTES = 16
+FORM_FIELDS = frozenset({"stream", "stream_options"})
+"""Request fields that decide how an answer is sent, not what is sampled."""
 
 
-@dataclasses.dataclass(slots=True)
+class RequestIdentity(NamedTuple):
+    """What a retry and its first call have in common."""
+
+    tenant: str
+    key_id: str
+    session_id: str
+    """The session that the request names; empty without one."""
+    idempotency_key: str | None
+    digest: bytes
+    """Digest of the request; under an `Idempotency-Key` without the fields that decide the answer's form."""
+    form: tuple[str, bool]
+    """Dialect, and whether the answer is streamed."""
+
+    @property
+    def lookup_key(self) -> tuple[object, ...]:
+        """The part of the identity that an attempt is found by."""
+        caller = self[:3]
+        return (
+            (*caller, self.idempotency_key) if self.idempotency_key is not None else (*caller, self.digest, self.form)
+        )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Attempt:
-    """One call that may be asked for again."""
+    """One call that a retry may refer to."""
 
-    key: Key
+    identity: RequestIdentity
     call_id: str
+    left: asyncio.Future[None]
+    """Done once the client has closed its connection."""
     answer: bytes | None = None
     """The whole reply, or all events of a stream; None until the turn is stored."""
     settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Set once the call has ended, well or not."""
+    """Set once the call has ended, whether or not it has an answer."""
 
 
 class Replays:
-    """The calls of late, by what makes a repetition of them."""
+    """Recent calls, keyed by what identifies a retry."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._settled = asyncio.Event()
         self._settled.set()
-        self._attempts: collections.OrderedDict[Key, Attempt] = collections.OrderedDict()
+        self._attempts: collections.OrderedDict[Attempt, None] = collections.OrderedDict()
+        self._by_key: dict[tuple[object, ...], list[Attempt]] = {}
 
-    def find(self, call: Call, key: Key) -> Attempt | None:
-        """Return the call that this one repeats, if it is marked as a repetition."""
-        if call.idempotency_key is None and not call.is_retry:
-            return None
-        return self._attempts.get(key)
+    async def find(self, identity: RequestIdentity, *, is_retry: bool) -> bytes | None:
+        """Return the answer of the call that this one retries; None for a call that must be sampled.
 
-    def begin(self, key: Key, call_id: str) -> Attempt:
-        """Remember a call that starts to sample."""
-        attempt = Attempt(key, call_id)
-        self._drop(self._attempts.pop(key, None))
-        self._attempts[key] = attempt
+        Wait for a first call that is still running.
+
+        Raises:
+            Conflict: the `Idempotency-Key` was used with another request.
+        """
+        if identity.idempotency_key is not None:
+            return await self._find_keyed(identity)
+        return await self._claim_undelivered(identity) if is_retry else None
+
+    def begin(self, identity: RequestIdentity, call_id: str, left: asyncio.Future[None]) -> Attempt:
+        """Add a call that starts to sample."""
+        attempt = Attempt(identity, call_id, left)
+        if identity.idempotency_key is not None:
+            for earlier in self._by_key.get(identity.lookup_key, [])[:]:
+                self._remove(earlier)
+        self._attempts[attempt] = None
+        self._by_key.setdefault(identity.lookup_key, []).append(attempt)
         self._num_bytes += ATTEMPT_BYTES
         return attempt
 
     def settle(self, attempt: Attempt, answer: bytes | None) -> None:
-        """Keep the answer of a call that has ended; without one, the next repetition samples again."""
+        """Record the end of a call, right after its answer was sent.
+
+        Without an answer, the next retry samples again. An answer without an `Idempotency-Key` is kept only if its
+        client was gone before it could be sent.
+        """
         attempt.settled.set()
-        attempt.settled = self._settled  # an event of its own would be the most of what is remembered
-        if answer is not None:
-            # A copy: the encoder's buffer may be many times as long as what it says.
+        attempt.settled = self._settled  # one event for all: an event of its own takes more memory than the rest
+        is_useful = attempt.identity.idempotency_key is not None or attempt.left.done()
+        if answer is None or not is_useful:
+            self._remove(attempt)
+            return
+        if attempt in self._attempts:
+            # A copy: the encoder's buffer may be many times as long as its content.
             attempt.answer = memoryview(answer).tobytes()
-            if self._attempts.get(attempt.key) is attempt:
-                self._num_bytes += len(answer)
+            self._num_bytes += len(answer)
         while self._num_bytes > self._max_bytes and self._attempts:
-            self._drop(self._attempts.popitem(last=False)[1])
+            self._remove(next(iter(self._attempts)))
 
-    def _drop(self, attempt: Attempt | None) -> None:
-        if attempt is not None:
-            self._num_bytes -= ATTEMPT_BYTES + len(attempt.answer or b"")
+    async def _find_keyed(self, identity: RequestIdentity) -> bytes | None:
+        while attempts := self._by_key.get(identity.lookup_key):
+            (attempt,) = attempts
+            check_same_request(identity, attempt.identity.digest)
+            if attempt.settled.is_set():
+                # In another form, the answer is rebuilt from the store.
+                return attempt.answer if attempt.identity.form == identity.form else None
+            await attempt.settled.wait()
+        return None
+
+    async def _claim_undelivered(self, identity: RequestIdentity) -> bytes | None:
+        for attempt in self._by_key.get(identity.lookup_key, [])[:]:
+            if attempt.left.done():
+                await attempt.settled.wait()
+                if attempt.answer is not None and attempt in self._attempts:
+                    self._remove(attempt)
+                    return attempt.answer
+        return None
+
+    def _remove(self, attempt: Attempt) -> None:
+        if attempt not in self._attempts:
+            return
+        del self._attempts[attempt]
+        same = self._by_key[attempt.identity.lookup_key]
+        same.remove(attempt)
+        if not same:
+            del self._by_key[attempt.identity.lookup_key]
+        self._num_bytes -= ATTEMPT_BYTES + len(attempt.answer or b"")
 
 
-def replay_key(call: Call, principal: Principal, raw: bytes) -> Key:
-    """Return what a repetition of the call must have in common with it."""
+def check_same_request(identity: RequestIdentity, first_digest: bytes | None) -> None:
+    """Check that an `Idempotency-Key` comes with the request that it was first used with.
+
+    Raises:
+        Conflict: it comes with another request.
+    """
+    if first_digest is not None and first_digest != identity.digest:
+        raise Conflict(
+            f"the Idempotency-Key {identity.idempotency_key!r} was used with another request; use a new key",
+            param="Idempotency-Key",
+            code="idempotency_key_reused",
+        )
+
+
+def identify_request(call: Call, principal: Principal, raw: bytes) -> RequestIdentity:
+    """Return what a retry of the call must have in common with it."""
+    request = raw
     if call.idempotency_key is not None:
-        return (principal.key_id, call.session_id or "", "key", call.idempotency_key)
-    return (principal.key_id, call.session_id or "", "body", blake2b(raw, digest_size=16).hexdigest())
+        fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
+        request = orjson.dumps([call.dialect.name, call.num_choices, fields], option=orjson.OPT_SORT_KEYS)
+    return RequestIdentity(
+        principal.tenant,
+        principal.key_id,
+        principal.session_id or call.session_id or "",
+        call.idempotency_key,
+        blake2b(request, digest_size=DIGEST_BYTES).digest(),
+        (call.dialect.name, call.stream),
+    )
 
 
 def rebuilt_answer(call: Call, turns: list[Turn]) -> bytes:
-    """Return the answer to a call from its stored turns, one per choice; a stream comes as one chunk per choice."""
+    """Return the answer to a call from its stored turns, one per choice; a stream has one chunk per choice."""
     first = turns[0]
     head: Json = {"id": first.turn_id, "created": int(first.created_at.timestamp()), "model": first.model}
     sampled = sum(len(turn.token_ids) for turn in turns)

@@ -7,8 +7,9 @@ import datetime
 import time
 
 from proxy.calls.capture import Timing
+from proxy.calls.replays import RequestIdentity
+from proxy.continuation.live import Placement
 from proxy.continuation.plan import Plan
-from proxy.continuation.sessions import Placement
 from proxy.dialects.base import Call, Captured
 from proxy.engines.engine import Lane
 from turnwise.types import Session, utc_now
@@ -21,6 +22,7 @@ class Running:
     call: Call
     placement: Placement
     plan: Plan
+    identity: RequestIdentity
     call_id: str
     lane: Lane | None = None
     """The engine and weights that serve the call; None until the call is admitted."""

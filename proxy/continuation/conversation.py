@@ -20,6 +20,13 @@ class Conversation:
     num_replied: int
     """Number of messages up to and including the last assistant message; 0 without one."""
 
+    def call_ids(self) -> frozenset[str]:
+        """Return the ids of all tool calls in the conversation: unique to a run, if the client sends them unchanged."""
+        found: set[str] = set()
+        for message in self.messages[: self.num_replied]:
+            found |= tool_call_ids(message)
+        return frozenset(found)
+
     def replied_digests(self) -> list[bytes]:
         """Return the full digest after each assistant message, the longest prefix first."""
         return [
@@ -27,6 +34,14 @@ class Conversation:
             for end in range(self.num_replied - 1, -1, -1)
             if self.messages[end].get("role") == "assistant"
         ]
+
+
+def tool_call_ids(message: Json) -> frozenset[str]:
+    """Return the ids of a message's tool calls."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return frozenset()
+    return frozenset(call_id for call in calls if isinstance(call, dict) and isinstance(call_id := call.get("id"), str))
 
 
 def read_conversation(call: Call) -> Conversation:

@@ -8,7 +8,7 @@ a new chain. If its conversation contains replies, the plan names the reason.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 
@@ -33,7 +33,12 @@ class KnownTurn:
     dialogue_digest: bytes
     reasoning: str = ""
     """The thinking that was sampled."""
+    call_ids: frozenset[str] = frozenset()
+    """Ids of the tool calls in its reply."""
+    is_aborted: bool = False
+    """Whether its reply was cut off."""
     has_child: bool = False
+    """Whether a turn whose reply was not cut off extends it."""
     tokens: bytes | None = None
     """Prompt and sampled ids as int32 bytes; None when they must be read from the store."""
 
@@ -43,24 +48,45 @@ class Forest:
     """The turns of one session, indexed by id and by conversation digest."""
 
     by_id: dict[str, KnownTurn] = dataclasses.field(default_factory=dict)
-    by_history: dict[bytes, KnownTurn] = dataclasses.field(default_factory=dict)
+    by_history: dict[bytes, list[KnownTurn]] = dataclasses.field(default_factory=dict)
+    """Several turns have the same history where parallel agents got the same reply."""
 
     def add(self, turn: KnownTurn) -> None:
-        """Add a turn; of several turns with the same history, the last one added is extended."""
+        """Add a turn."""
         self.by_id[turn.turn_id] = turn
-        self.by_history[turn.history_digest] = turn
+        self.by_history.setdefault(turn.history_digest, []).append(turn)
         parent = self.by_id.get(turn.parent_turn_id or "")
         if parent is not None:
-            parent.has_child = True
+            parent.has_child = parent.has_child or not turn.is_aborted
             parent.tokens = None
 
-    def deepest(self, conversation: Conversation) -> KnownTurn | None:
-        """Return the turn that covers most of the conversation's messages up to the last reply."""
+    def deepest(self, conversation: Conversation, reserved: Container[str] = ()) -> KnownTurn | None:
+        """Return the turn that covers most of the conversation's messages up to the last reply.
+
+        Of several turns with that history, prefer one whose tool-call ids the conversation repeats, then the newest
+        that nothing extends, then the newest.
+
+        Args:
+            conversation: what the call sends.
+            reserved: ids of turns that running calls extend.
+        """
         for end in range(conversation.num_replied - 1, -1, -1):
-            turn = self.by_history.get(conversation.history.full[end])
-            if turn is not None:
-                return turn
+            turns = self.by_history.get(conversation.history.full[end])
+            if turns:
+                return self._choose(turns, conversation, reserved)
         return None
+
+    def _choose(self, turns: list[KnownTurn], conversation: Conversation, reserved: Container[str]) -> KnownTurn:
+        if len(turns) == 1:
+            return turns[0]
+        call_ids = conversation.call_ids()
+        turns = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
+        free = [turn for turn in turns if is_free(turn, reserved)]
+        return (free or turns)[-1]
+
+    def call_ids(self, turn: KnownTurn) -> frozenset[str]:
+        """Return the ids of the tool calls of a turn and its ancestors."""
+        return frozenset().union(*(each.call_ids for each in self.ancestors(turn)))
 
     def ancestors(self, turn: KnownTurn) -> Iterable[KnownTurn]:
         """Yield the turn itself, then its ancestors, newest first."""
@@ -68,6 +94,11 @@ class Forest:
         while current is not None:
             yield current
             current = self.by_id.get(current.parent_turn_id or "")
+
+
+def is_free(turn: KnownTurn, reserved: Container[str]) -> bool:
+    """Return whether no stored turn and no running call extends the turn."""
+    return not turn.has_child and turn.turn_id not in reserved
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import logging
 import re
 import uuid
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
 from proxy.auth import Principal
+from proxy.continuation.candidates import Candidate, choose_candidate
 from proxy.continuation.chat_template import ChatTemplate
-from proxy.continuation.conversation import Conversation
-from proxy.continuation.plan import Forest, KnownTurn, Plan, plan_call
+from proxy.continuation.conversation import Conversation, tool_call_ids
+from proxy.continuation.live import LiveSession, Placement
+from proxy.continuation.plan import KnownTurn, Plan, plan_call
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
@@ -37,21 +39,15 @@ SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
 _SESSION_ID = re.compile(SESSION_ID)
 
 
-@dataclasses.dataclass(slots=True)
-class LiveSession:
-    """A session in memory."""
-
-    session: Session
-    forest: Forest = dataclasses.field(default_factory=Forest)
+MAX_CANDIDATES = 16
+"""Sessions with the same conversation that are compared, the newest ones."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placement:
-    """The session that a call belongs to, and how it was found."""
+class Caller(NamedTuple):
+    """Whose conversations a call may continue. Key ids are unique only within a tenant."""
 
-    live: LiveSession
-    inferred_by: str | None = None
-    """The API key whose conversations identified the session; None if the call names its session."""
+    tenant: str
+    key_id: str
 
 
 class Sessions:
@@ -71,7 +67,10 @@ class Sessions:
         self._settings = settings
         self._metrics = metrics
         self._live: collections.OrderedDict[tuple[str, str], LiveSession] = collections.OrderedDict()
-        self._inferred: collections.OrderedDict[tuple[str, bytes], str] = collections.OrderedDict()
+        self._inferred: collections.OrderedDict[tuple[Caller, bytes], dict[str, None]] = collections.OrderedDict()
+        """Ids of the sessions that contain a conversation, the oldest first."""
+        self._reserved: collections.Counter[str] = collections.Counter()
+        """Ids of the turns that running calls extend."""
         self._token_cache = TokenCache(settings.token_cache_bytes)
         self._opening: dict[tuple[str, str], asyncio.Task[LiveSession]] = {}
 
@@ -84,7 +83,7 @@ class Sessions:
         """
         session_id = principal.session_id or call.session_id
         if session_id is None:
-            return Placement(await self._infer(call, conversation, principal), principal.key_id)
+            return await self._infer(call, conversation, Caller(principal.tenant, principal.key_id))
         live = await self.open(Session(session_id=check_id(session_id), tenant=principal.tenant))
         if live.session.status is not SessionStatus.OPEN:
             raise Conflict(
@@ -137,6 +136,8 @@ class Sessions:
                     messages_digest=turn.messages_digest,
                     dialogue_digest=turn.dialogue_digest,
                     reasoning=turn.response.get("reasoning") or "",
+                    call_ids=tool_call_ids(turn.response),
+                    is_aborted=turn.outcome is Outcome.ABORTED,
                 )
             )
 
@@ -150,20 +151,36 @@ class Sessions:
         return [view for view in views if view.turn.turn_id not in known and len(view.turn.token_ids)]
 
     async def plan(
-        self, live: LiveSession, call: Call, conversation: Conversation, template: ChatTemplate | None
+        self, placement: Placement, call: Call, conversation: Conversation, template: ChatTemplate | None
     ) -> Plan:
-        """Decide which turn the call extends and with which prompt."""
+        """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
         if not conversation.num_replied:
             return Plan(history=conversation.history)
         if not self._settings.continuation:
             return Plan(history=conversation.history, reason="continuation_off")
-        parent = live.forest.deepest(conversation)
-        if parent is None or parent.num_messages < conversation.num_replied:
-            await self.refresh(live)
-            parent = live.forest.deepest(conversation)
+        live, parent = placement.live, placement.parent
+        if parent is None:
+            parent = live.forest.deepest(conversation, self._reserved)
+            if parent is None or parent.num_messages < conversation.num_replied:
+                await self.refresh(live)
+                parent = live.forest.deepest(conversation, self._reserved)
+            if parent is not None:
+                self._reserve(placement, parent)
         tokens = None if parent is None else await self._tokens(parent)
         keep_thinking = self._settings.thinking == "keep"
         return plan_call(call, conversation, live.forest, template, parent, tokens, keep_thinking=keep_thinking)
+
+    def _reserve(self, placement: Placement, parent: KnownTurn) -> None:
+        placement.parent = parent
+        self._reserved[parent.turn_id] += 1
+
+    def release(self, placement: Placement) -> None:
+        """Release the turn that a call has reserved, after the call has ended."""
+        if placement.parent is not None:
+            turn_id, placement.parent = placement.parent.turn_id, None
+            self._reserved[turn_id] -= 1
+            if not self._reserved[turn_id]:
+                del self._reserved[turn_id]
 
     async def _tokens(self, turn: KnownTurn) -> TokenIds:
         if turn.tokens is not None:
@@ -174,41 +191,62 @@ class Sessions:
         with self._database.read() as connection:
             return queries.full_tokens(connection, turn_id)
 
-    async def _infer(self, call: Call, conversation: Conversation, principal: Principal) -> LiveSession:
-        """Return the open session of this API key that contains what the call extends, or a new session."""
-        found = await self._find_by_conversation(conversation, principal)
-        if found is not None and (live := await self._if_open(found, principal)):
-            return live
+    async def _infer(self, call: Call, conversation: Conversation, caller: Caller) -> Placement:
+        """Return the open session of this caller that contains what the call extends, or a new session."""
+        found = await self._find_by_conversation(conversation, caller)
+        if found is not None:
+            placement = Placement(found.live, caller.key_id)
+            self._reserve(placement, found.turn)
+            return placement
         self._metrics.sessions.labels("inferred").inc()
         if call.idempotency_key is not None:
             # A retry derives the same id, so it finds the session and its turn even after a restart.
-            named = blake2b(f"{principal.key_id}\0{call.idempotency_key}".encode(), digest_size=16).hexdigest()
-            if live := await self._if_open(f"auto-{named}", principal):
-                return live
-        return await self.open(Session(session_id=f"auto-{uuid.uuid4().hex}", tenant=principal.tenant))
+            derived = blake2b("\0".join((*caller, call.idempotency_key)).encode(), digest_size=16).hexdigest()
+            if live := await self._if_open(f"auto-{derived}", caller):
+                return Placement(live, caller.key_id)
+        session = Session(session_id=f"auto-{uuid.uuid4().hex}", tenant=caller.tenant)
+        return Placement(await self.open(session), caller.key_id)
 
-    async def _if_open(self, session_id: str, principal: Principal) -> LiveSession | None:
+    async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""
-        live = await self.open(Session(session_id=session_id, tenant=principal.tenant))
+        live = await self.open(Session(session_id=session_id, tenant=caller.tenant))
         return live if live.session.status is SessionStatus.OPEN else None
 
-    async def _find_by_conversation(self, conversation: Conversation, principal: Principal) -> str | None:
-        """Return the session that contains the longest part of the conversation.
+    async def _find_by_conversation(self, conversation: Conversation, caller: Caller) -> Candidate | None:
+        """Return the session that contains the longest part of the conversation, where that is decidable.
 
-        A match in memory up to the last reply is used at once; for a shorter match the store may have a longer one.
+        A match in memory up to the last reply is used at once; otherwise the store may have a better one.
         """
         digests = conversation.replied_digests()
         if not digests:
             return None
-        cached = self._inferred.get((principal.key_id, digests[0]))
-        if cached is not None:
-            return cached
+        call_ids = conversation.call_ids()
+        cached = list(self._inferred.get((caller, digests[0]), ()))
+        candidates = await self._candidates(cached, digests[0], caller)
+        chosen = choose_candidate(candidates, call_ids, self._reserved, is_complete=False)
+        if chosen is not None:
+            return chosen
+        digest, stored = await asyncio.to_thread(self._read_candidates, caller, digests)
+        candidates = await self._candidates(stored, digest, caller, refresh=True)
+        return choose_candidate(candidates, call_ids, self._reserved, is_complete=True)
 
-        def read() -> str | None:
-            with self._database.read() as connection:
-                return queries.session_of_conversation(connection, principal.tenant, principal.key_id, digests)
+    async def _candidates(
+        self, session_ids: list[str], digest: bytes, caller: Caller, *, refresh: bool = False
+    ) -> list[Candidate]:
+        """Return the open sessions of these that contain the conversation."""
+        found = []
+        for session_id in session_ids:
+            live = await self._if_open(session_id, caller)
+            if live is None:
+                continue
+            if refresh:
+                await self.refresh(live)
+            found += [Candidate(live, turn) for turn in live.forest.by_history.get(digest, ())]
+        return found
 
-        return await asyncio.to_thread(read)
+    def _read_candidates(self, caller: Caller, digests: list[bytes]) -> tuple[bytes, list[str]]:
+        with self._database.read() as connection:
+            return queries.sessions_of_conversation(connection, *caller, digests, limit=MAX_CANDIDATES)
 
     def remember(self, live: LiveSession, turns: list[KnownTurn], *, inferred_for: str | None) -> None:
         """Add committed turns, so that the next call can extend them.
@@ -222,7 +260,8 @@ class Sessions:
             live.forest.add(turn)
             self._token_cache.add(turn)
             if inferred_for is not None:
-                self._inferred[inferred_for, turn.history_digest] = live.session.session_id
+                caller = Caller(live.session.tenant, inferred_for)
+                self._inferred.setdefault((caller, turn.history_digest), {})[live.session.session_id] = None
         while len(self._inferred) > self._settings.cache_sessions:
             self._inferred.popitem(last=False)
 

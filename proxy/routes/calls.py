@@ -16,7 +16,8 @@ from urllib.parse import parse_qsl
 from proxy.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.auth import Principal
 from proxy.calls.client_left import ClientLeft
-from proxy.calls.replays import Key, rebuilt_answer, replay_key
+from proxy.calls.replays import RequestIdentity, identify_request, rebuilt_answer
+from proxy.calls.running import Running
 from proxy.connections import LEFT
 from proxy.continuation.sessions import check_id
 from proxy.dialects.base import Call, Dialect, WireRoute
@@ -80,7 +81,7 @@ class Sample:
             await self._resume(call, principal.tenant)
         if call.session_id is not None:
             principal.require_session(call.session_id)
-        await self._answer(call, principal, replay_key(call, principal, raw), reply, scope["extensions"][LEFT])
+        await self._answer(call, principal, identify_request(call, principal, raw), reply, scope["extensions"][LEFT])
 
     def _report_dropped(self, call: Call, reply: Reply) -> None:
         """Count the tools that were removed from the request, and name them in a header of the reply."""
@@ -91,29 +92,36 @@ class Sample:
             self._services.metrics.dropped_tools.labels(known).inc()
 
     async def _answer(
-        self, call: Call, principal: Principal, key: Key, reply: Reply, left: asyncio.Future[None]
+        self, call: Call, principal: Principal, identity: RequestIdentity, reply: Reply, left: asyncio.Future[None]
     ) -> None:
         """Answer a retry with the first call's answer, and any other call from the engine."""
         services = self._services
-        earlier = services.replays.find(call, key)
+        earlier = await services.replays.find(identity, is_retry=call.is_retry)
         if earlier is not None:
-            await earlier.settled.wait()
-            if earlier.answer is not None:
-                services.metrics.coalesced.inc()
-                await reply.again(earlier.answer, stream=call.stream)
-                return
-        attempt = services.replays.begin(key, os.urandom(16).hex())
+            services.metrics.coalesced.inc()
+            await reply.again(earlier, stream=call.stream)
+            return
+        attempt = services.replays.begin(identity, os.urandom(16).hex(), left)
         answer = None
         try:
-            answer = await self._sample(call, principal, attempt.call_id, reply, left)
+            answer = await self._sample(call, principal, identity, attempt.call_id, reply, left)
         finally:
             services.replays.settle(attempt, answer)
 
     async def _sample(
-        self, call: Call, principal: Principal, call_id: str, reply: Reply, left: asyncio.Future[None]
+        self,
+        call: Call,
+        principal: Principal,
+        identity: RequestIdentity,
+        call_id: str,
+        reply: Reply,
+        left: asyncio.Future[None],
     ) -> bytes:
-        relay = self._services.relay
-        running = await relay.begin(call, principal, call_id)
+        async with self._services.relay.begin(call, principal, identity, call_id) as running:
+            return await self._reply_to(running, reply, left)
+
+    async def _reply_to(self, running: Running, reply: Reply, left: asyncio.Future[None]) -> bytes:
+        call, relay = running.call, self._services.relay
         stored = await relay.stored_turns(running)
         if stored:
             self._services.metrics.coalesced.inc()

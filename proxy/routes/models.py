@@ -58,6 +58,7 @@ HIDDEN: dict[type, frozenset[str]] = {
             "messages_digest",
             "dialogue_digest",
             "request_key",
+            "request_digest",
             "inferred_by",
         }
     ),

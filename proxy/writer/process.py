@@ -85,6 +85,8 @@ class Job(NamedTuple):
 class Ending(NamedTuple):
     """How a turn is stored."""
 
+    turn_id: str
+    """Another id than the turn's own if a turn with the same request key was stored first."""
     outcome: Outcome
     reason: str | None
 
@@ -197,7 +199,9 @@ class Committer:
             for job in batch:
                 if isinstance(job.work, Work):
                     results[job.number] = _attempt(connection, job.work)
-            endings = [Ending(turn.outcome, turn.reason) for turn in ledger.append_turns(connection, turns)]
+            endings = [
+                Ending(turn.turn_id, turn.outcome, turn.reason) for turn in ledger.append_turns(connection, turns)
+            ]
             if turns:
                 self._faults.point("in_transaction")
             self._exit_with_proxy()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -10,16 +12,20 @@ import pytest
 from support.proxies import RunningProxy, StartProxy
 
 from turnwise.fake_engine import RunningFakeEngine
+from turnwise.fake_engine.script import Reply, Rule, ToolCall
 from turnwise.store import keys
 from turnwise.store.database import Database
 
 DEADLINE_SECONDS = 30.0
 Message = dict[str, Any]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 
 
-def call(proxy: RunningProxy, messages: list[Message], **headers: str) -> Message:
+def call(proxy: RunningProxy, messages: list[Message], tools: Sequence[Message] = (), **headers: str) -> Message:
     """Make a call without any session identity and return the reply."""
-    body = {"model": "fake", "messages": messages}
+    body: Message = {"model": "fake", "messages": messages}
+    if tools:
+        body |= {"tools": list(tools)}
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     return httpx2.post(f"{proxy.v1}/chat/completions", json=body, headers=given).raise_for_status().json()
 
@@ -28,10 +34,12 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def played(proxy: RunningProxy, messages: list[Message], text: str, **headers: str) -> list[Message]:
-    """Say one thing more, and return the conversation with the reply to it."""
+def played(
+    proxy: RunningProxy, messages: list[Message], text: str, tools: Sequence[Message] = (), **headers: str
+) -> list[Message]:
+    """Send one more user message; return the conversation with the reply."""
     asked = [*messages, user(text)]
-    return [*asked, call(proxy, asked, **headers)["choices"][0]["message"]]
+    return [*asked, call(proxy, asked, tools, **headers)["choices"][0]["message"]]
 
 
 def sessions_of(proxy: RunningProxy) -> dict[str, list[str]]:
@@ -157,3 +165,34 @@ def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEng
     assert (named.status_code, named.json()["error"]["code"]) == (409, "session_not_open")
     played(proxy, said, "two")
     assert sorted(sessions_of(proxy).values()) == [["one"], ["two"]]
+
+
+def test_parallel_rollouts_with_equal_replies_stay_in_sessions_of_their_own(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """Their second calls come at once. A further call with the same conversation could be anybody's: a new session."""
+    proxy = start_proxy(fake_engine.url)
+    conversations = [played(proxy, [], "same") for _ in range(6)]
+    with ThreadPoolExecutor(6) as agents:
+        list(agents.map(lambda said: played(proxy, said, "on"), conversations))
+    assert list(sessions_of(proxy).values()) == [["same", "on"]] * 6
+    played(proxy, conversations[0], "again")
+    assert sorted(sessions_of(proxy).values()) == [["again"], *[["same", "on"]] * 6]
+    assert {view.turn.outcome.value for view in proxy.turns()} == {"exact"}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_tool_call_ids_tell_equal_runs_apart(fake_engine: RunningFakeEngine, start_proxy: StartProxy, restarts: bool):
+    """Each run goes on in its own session, also where another run has an equal turn that nothing extends."""
+    fake_engine.answer(Rule(contains="look", reply=Reply(tool_calls=[ToolCall(name="look_up", arguments={})])))
+    proxy = start_proxy(fake_engine.url)
+    runs = [played(proxy, [], "look", TOOLS) for _ in range(2)]
+    for said in runs:
+        (asked,) = said[-1]["tool_calls"]
+        said.append({"role": "tool", "tool_call_id": asked["id"], "content": "42"})
+    for text in ("a", "b"):
+        if restarts:
+            proxy = restarted(start_proxy, proxy, fake_engine)
+        played(proxy, runs[0], text, TOOLS)
+    played(proxy, runs[1], "c", TOOLS)
+    assert sorted(sessions_of(proxy).values()) == [["look", "a", "b"], ["look", "c"]]

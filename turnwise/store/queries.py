@@ -172,17 +172,25 @@ def _select_sessions_of_turns(dialect: str) -> sa.Select[*tuple[Any, ...]]:
     )
 
 
-def session_of_conversation(conn: sa.Connection, tenant: str, key_id: str, digests: Sequence[bytes]) -> str | None:
-    """Return the open session in which calls of this API key, naming none, had the longest of these conversations.
+def sessions_of_conversation(
+    conn: sa.Connection, tenant: str, key_id: str, digests: Sequence[bytes], *, limit: int
+) -> tuple[bytes, list[str]]:
+    """Return the open sessions in which calls of this API key that named none had the longest of these conversations.
 
     Args:
         conn: A transaction.
         tenant: The key's tenant.
         key_id: The API key.
-        digests: `history_digest` of what the turn may have been, the longest first.
+        digests: `history_digest` of each conversation, the longest first.
+        limit: How many sessions at most, the newest ones.
+
+    Returns:
+        The digest that was found, and the ids of the sessions, the oldest first.
     """
     found = conn.execute(
-        sa.select(tables.turns.c.history_digest, sa.func.max(tables.turns.c.session_pk).label("session_pk"))
+        sa.select(tables.turns.c.history_digest, tables.sessions.c.session_id)
+        .distinct()
+        .add_columns(tables.sessions.c.session_pk)
         .join_from(tables.turns, tables.sessions)
         .where(
             tables.turns.c.inferred_by == key_id,
@@ -190,14 +198,13 @@ def session_of_conversation(conn: sa.Connection, tenant: str, key_id: str, diges
             tables.sessions.c.tenant == tenant,
             tables.sessions.c.status == SessionStatus.OPEN.value,
         )
-        .group_by(tables.turns.c.history_digest)
-    )
-    newest = {row.history_digest: row.session_pk for row in found}
-    if not newest:
-        return None
-    session_pk = next(newest[digest] for digest in digests if digest in newest)
-    found_id = sa.select(tables.sessions.c.session_id).where(tables.sessions.c.session_pk == session_pk)
-    return str(conn.execute(found_id).scalar_one())
+        .order_by(tables.sessions.c.session_pk)
+    ).all()
+    for digest in digests:
+        session_ids = [str(row.session_id) for row in found if row.history_digest == digest]
+        if session_ids:
+            return digest, session_ids[-limit:]
+    return b"", []
 
 
 def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_key: str) -> Turn | None:

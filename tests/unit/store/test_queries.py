@@ -222,7 +222,7 @@ def test_counts_say_what_the_store_holds(forest: Database) -> None:
 
 
 def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -> None:
-    """Of sessions that hold the same part, the newest; of nothing that holds it, none."""
+    """All sessions that contain it are returned, the oldest first, up to a limit."""
     for session_id, digests in {"a": (b"1", b"2"), "b": (b"1",), "c": (b"1", b"3")}.items():
         add_session(database, session_id, turns=0)
         with database.write() as connection:
@@ -231,10 +231,10 @@ def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -
                 ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}{number}")])
     with database.read() as connection:
         found = [
-            queries.session_of_conversation(connection, "default", "key", digests)
-            for digests in ([b"2", b"1"], [b"9", b"1"], [b"9"], [b"1", b"2"], [])
+            queries.sessions_of_conversation(connection, "default", "key", digests, limit=2)
+            for digests in ([b"2", b"1"], [b"9", b"1"], [b"9"], [])
         ]
-    assert found == ["a", "c", None, "c", None]
+    assert found == [(b"2", ["a"]), (b"1", ["b", "c"]), (b"", []), (b"", [])]
 
 
 def test_a_conversation_is_found_by_its_own_key_and_tenant_in_an_open_session_alone(database: Database) -> None:
@@ -249,12 +249,12 @@ def test_a_conversation_is_found_by_its_own_key_and_tenant_in_an_open_session_al
     finish(database, "over")
     with database.read() as connection:
         found = {
-            session_id: queries.session_of_conversation(connection, "default", "key", [session_id.encode()])
+            session_id: queries.sessions_of_conversation(connection, "default", "key", [session_id.encode()], limit=9)
             for session_id in sessions
         }
-        other_key = queries.session_of_conversation(connection, "default", "key2", [b"mine"])
-    assert found == {"mine": "mine", "over": None, "named": None, "theirs": None}
-    assert other_key is None
+        other_key = queries.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
+    assert found == {"mine": (b"mine", ["mine"]), "over": (b"", []), "named": (b"", []), "theirs": (b"", [])}
+    assert other_key == (b"", [])
 
 
 def test_a_conversation_is_looked_up_in_its_index(sqlite_template: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_conversation_is_looked_up_in_its_index(sqlite_template: Path) -> None
     asked: list[tuple[str, tuple[object, ...]]] = []
     with database.read() as connection:
         sa.event.listen(connection, "before_cursor_execute", lambda *said: asked.append((said[2], said[3])))
-        queries.session_of_conversation(connection, "default", "key", [b"1", b"2"])
+        queries.sessions_of_conversation(connection, "default", "key", [b"1", b"2"], limit=9)
         statement, parameters = next(each for each in asked if each[0].startswith("SELECT"))
         plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
     database.close()

@@ -1,0 +1,134 @@
+"""Retried calls through a running proxy: nobody gets the answer of somebody else's call."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from typing import Any
+
+import httpx2
+import pytest
+from openai import AsyncOpenAI
+from support.proxies import RunningProxy, StartProxy
+
+from turnwise.fake_engine import RunningFakeEngine
+from turnwise.fake_engine.script import Reply, Rule
+from turnwise.store import keys
+from turnwise.store.database import Database
+
+DEADLINE_SECONDS = 60.0
+CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+def post(
+    proxy: RunningProxy, body: dict[str, Any] = CHAT, *, url: str | None = None, **headers: str
+) -> httpx2.Response:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    address = f"{url or proxy.v1}/chat/completions"
+    return httpx2.post(address, json=body, headers=given, timeout=DEADLINE_SECONDS)
+
+
+def test_a_retry_never_crosses_tenants(database_url: str, fake_engine: RunningFakeEngine, start_proxy: StartProxy):
+    """Session keys of equally named sessions: neither a key nor a marked body gets the other tenant's reply."""
+    database = Database(database_url)
+    with database.write() as connection:
+        made = [keys.create_key(connection, tenant, keys.Role.AGENT, tenant)[1] for tenant in ("a", "b")]
+    database.close()
+    proxy = start_proxy(fake_engine.url, database_url=database_url)
+    ids = []
+    for key in made:
+        headers = {"authorization": f"Bearer {key}"}
+        session = httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "kim"}, headers=headers).json()
+        authorization = f"Bearer {session['api_key']}"
+        for marks in ({"idempotency_key": "k"}, RETRY):
+            reply = post(proxy, authorization=authorization, **{name.replace("-", "_"): v for name, v in marks.items()})
+            ids.append(reply.raise_for_status().json()["id"])
+    assert len(set(ids)) == 4
+
+
+def test_parallel_rollouts_that_are_retried_each_get_a_sample_of_their_own(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """Eight equal calls of the stock SDK, of which two at a time are admitted: the others are retried after 429."""
+    proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "2")
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi.", pace_seconds=0.05)))
+
+    async def play() -> list[str]:
+        async with AsyncOpenAI(base_url=proxy.v1, api_key="none", max_retries=50) as client:
+            calls = [client.chat.completions.create(**CHAT) for _ in range(8)]
+            return [completion.id for completion in await asyncio.gather(*calls)]
+
+    ids = asyncio.run(play())
+    assert len(set(ids)) == 8
+    assert sorted(view.turn.turn_id for view in proxy.turns()) == sorted(ids)
+
+
+def test_a_retry_gets_the_answer_that_could_not_be_delivered_once(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """The client gives up while its turn waits for a locked database; two retries are two samples."""
+    proxy = start_proxy(fake_engine.url)
+    post(proxy, url=proxy.session_v1("s")).raise_for_status()
+    fake_engine.calls.clear()
+    lock = sqlite3.connect(proxy.database_url.removeprefix("sqlite:///"), isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    with pytest.raises(httpx2.TimeoutException):
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=CHAT, timeout=1.0)
+    lock.execute("ROLLBACK")
+    lock.close()
+    ids = [post(proxy, url=proxy.session_v1("s"), x_stainless_retry_count="1").json()["id"] for _ in range(2)]
+    assert len(set(ids)) == 2
+    assert [call.reply_id for call in fake_engine.calls] == ids
+    assert {view.turn.turn_id for view in proxy.turns("s")} > set(ids)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_used_key_answers_its_own_request_alone_and_in_the_form_that_is_asked_for(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, restarts: bool
+):
+    proxy = start_proxy(fake_engine.url)
+    first = post(proxy, idempotency_key="k").json()
+    if restarts:
+        proxy.kill()
+        proxy = start_proxy(fake_engine.url, database_url=proxy.database_url)
+    fake_engine.calls.clear()
+    other = post(proxy, {**CHAT, "messages": [{"role": "user", "content": "Bye."}]}, idempotency_key="k")
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
+    stream = post(proxy, {**CHAT, "stream": True}, idempotency_key="k")
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    assert first["id"] in stream.text
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert post(proxy, idempotency_key="k").json()["id"] == first["id"]
+    assert fake_engine.calls == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_key_at_two_proxies_at_once_is_one_turn(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
+):
+    """The reply that is stored second is replaced by the stored one; a stream that has begun ends with an error."""
+    one = start_proxy(fake_engine.url)
+    other = start_proxy(fake_engine.url, database_url=one.database_url)
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi, this takes a while.", pace_seconds=0.05)))
+    replies: list[httpx2.Response] = []
+
+    def call(proxy: RunningProxy) -> None:
+        replies.append(post(proxy, {**CHAT, "stream": stream}, idempotency_key="k"))
+
+    clients = [threading.Thread(target=call, args=(proxy,)) for proxy in (one, other)]
+    for client in clients:
+        client.start()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    for client in clients:
+        client.join(deadline - time.monotonic())
+    (view,) = one.turns()
+    if stream:
+        assert sorted("idempotency_key_in_use" in reply.text for reply in replies) == [False, True]
+        return
+    assert [reply.json()["id"] for reply in replies] == [view.turn.turn_id] * 2
+    said = [*CHAT["messages"], replies[0].json()["choices"][0]["message"], {"role": "user", "content": "on"}]
+    assert post(other, {**CHAT, "messages": said}).status_code == 200
+    assert one.turns()[-1].turn.parent_turn_id == view.turn.turn_id

@@ -1,0 +1,114 @@
+"""Which call is a retry of which, and whose answer it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from proxy.auth import Principal
+from proxy.calls.replays import Replays, RequestIdentity, identify_request
+from proxy.dialects.chat import ChatCompletions
+from turnwise.errors import Conflict
+
+AGENT = Principal(tenant="a", role="agent", key_id="key")
+
+
+def identity(
+    text: str = "Hello.", *, key: str | None = None, principal: Principal = AGENT, **fields: Any
+) -> RequestIdentity:
+    call = ChatCompletions().parse(
+        {"messages": [{"role": "user", "content": text}], **fields}, max_choices=1, max_messages=9
+    )
+    call.idempotency_key = key
+    return identify_request(call, principal, repr((text, fields)).encode())
+
+
+def answered(replays: Replays, request: RequestIdentity, answer: bytes | None, *, delivered: bool = True) -> None:
+    """Let a call end."""
+    left = asyncio.get_running_loop().create_future()
+    attempt = replays.begin(request, "id", left)
+    if not delivered:
+        left.set_result(None)
+    replays.settle(attempt, answer)
+
+
+async def test_a_retry_by_its_body_gets_an_answer_that_was_not_delivered_and_no_other_retry_does():
+    replays = Replays(10_000)
+    answered(replays, identity(), b"delivered")
+    assert await replays.find(identity(), is_retry=True) is None
+    answered(replays, identity(), b"first", delivered=False)
+    answered(replays, identity(), b"second", delivered=False)
+    assert await replays.find(identity(), is_retry=False) is None
+    assert [await replays.find(identity(), is_retry=True) for _ in range(3)] == [b"first", b"second", None]
+
+
+async def test_a_retry_by_its_body_does_not_wait_for_a_call_whose_client_is_there():
+    """It is another rollout of the same prompt."""
+    replays = Replays(10_000)
+    replays.begin(identity(), "id", asyncio.get_running_loop().create_future())
+    assert await asyncio.wait_for(replays.find(identity(), is_retry=True), 5) is None
+
+
+async def test_a_retry_waits_for_a_first_call_whose_client_has_gone():
+    replays = Replays(10_000)
+    left = asyncio.get_running_loop().create_future()
+    left.set_result(None)
+    attempt = replays.begin(identity(), "id", left)
+    retry = asyncio.create_task(replays.find(identity(), is_retry=True))
+    await asyncio.sleep(0)
+    assert not retry.done()
+    replays.settle(attempt, b"answer")
+    assert await retry == b"answer"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        identity(principal=Principal(tenant="b", role="agent", key_id="key")),
+        identity(principal=Principal(tenant="a", role="agent", key_id="other")),
+        identity(principal=Principal(tenant="a", role="session", key_id="key", session_id="s")),
+        identity("Bye."),
+        identity(stream=True),
+    ],
+)
+async def test_another_tenant_caller_session_request_or_form_is_no_retry(other: RequestIdentity):
+    replays = Replays(10_000)
+    answered(replays, identity(), b"answer", delivered=False)
+    assert await replays.find(other, is_retry=True) is None
+
+
+async def test_an_idempotency_key_gets_the_same_answer_each_time():
+    """Delivered or not; a call that failed is sampled again."""
+    replays = Replays(10_000)
+    answered(replays, identity(key="k"), None)
+    assert await replays.find(identity(key="k"), is_retry=False) is None
+    answered(replays, identity(key="k"), b"answer")
+    assert [await replays.find(identity(key="k"), is_retry=False) for _ in range(2)] == [b"answer", b"answer"]
+
+
+async def test_an_idempotency_key_with_another_request_is_refused():
+    """Also while the first call is still running."""
+    replays = Replays(10_000)
+    attempt = replays.begin(identity(key="k"), "id", asyncio.get_running_loop().create_future())
+    for _ in range(2):
+        with pytest.raises(Conflict, match="'k' was used with another request"):
+            await replays.find(identity("Bye.", key="k"), is_retry=False)
+        replays.settle(attempt, b"answer")
+
+
+async def test_an_idempotency_key_in_another_form_is_left_to_the_store():
+    """A stream is no whole reply, though it is the same request."""
+    replays = Replays(10_000)
+    answered(replays, identity(key="k"), b"answer")
+    assert await replays.find(identity(key="k", stream=True), is_retry=False) is None
+
+
+async def test_the_oldest_answers_are_forgotten_first():
+    """Each takes 800 bytes and its length: 2,000 bytes hold two."""
+    replays = Replays(2_000)
+    for key in "abc":
+        answered(replays, identity(key=key), b"answer")
+    found = [await replays.find(identity(key=key), is_retry=False) for key in "abc"]
+    assert found == [None, b"answer", b"answer"]
