@@ -17,7 +17,7 @@ from turnwise.commands import run as run_agents
 from turnwise.commands import start
 from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.output import print_error
-from turnwise.commands.records import db, export, keys, replay, sessions
+from turnwise.commands.records import db, export, keys, replay, sessions, verify
 from turnwise.commands.setup import doctor, init
 from turnwise.commands.versions import policies, updates
 from turnwise.errors import BadCheckpoint, ClientError, SchemaMismatch, SettingsError, TurnwiseError

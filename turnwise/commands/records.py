@@ -1,4 +1,4 @@
-"""Commands that read and write the store: `db`, `keys`, `sessions`, `export`, `replay`."""
+"""Commands that read and write the store: `db`, `keys`, `sessions`, `export`, `replay`, `verify`."""
 
 from __future__ import annotations
 
@@ -150,3 +150,41 @@ def replay(recording: Path, base_url: str, api_key: str, speed: float, model: st
     print_records(report, as_json=as_json)
     if report["failed"]:
         sys.exit(1)
+
+
+@click.command("verify")
+@_filter_options
+@click.option("--engine", metavar="URL", help="Engine that recomputes logprobs [default: logprobs are not checked].")
+@click.option("--tolerance", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="In nats.")
+@click.option("--share", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Of turns to recompute.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Chooses the share.")
+@database_option
+@json_option
+def verify(database: str | None, *, as_json: bool, **given: Any) -> None:
+    """Check stored turns, their logprobs and the weights' files; exit 1 and name the place on a mismatch."""
+    command = import_module("turnwise.commands.verify")
+    is_shown = sys.stderr.isatty() and not as_json
+
+    def show_progress(report: Any) -> None:
+        if is_shown:
+            line = f"\r{report.checked['sessions']} sessions, {report.checked['turns']} turns"
+            click.echo(line, nl=False, err=True)
+
+    wanted = _filter_of(given)
+    report = command.verify(database_url(database), wanted, progress=show_progress, **given)
+    _print_verification(report.as_json(), as_json=as_json)
+    if report.num_mismatches:
+        sys.exit(1)
+
+
+def _print_verification(found: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for mismatch in found["mismatches"]:
+        click.echo(f"{click.style('mismatch', fg='red')}  {mismatch['place']}: {mismatch['problem']}")
+    for what, number in found["checked"].items():
+        click.echo(f"{click.style('checked', fg='green')}   {number} {what}")
+    for reason, number in found["not_checked"].items():
+        click.echo(f"{click.style('left out', fg='yellow')}  {number}: {reason}")
+    click.echo(f"{found['num_mismatches']} mismatches")

@@ -31,7 +31,7 @@ class Conversation:
 
 def conversations(record: SessionRecord) -> Iterator[Conversation]:
     """Yield the conversations of a session in the order of their last turns; turns without a reply are left out."""
-    answered = [view for view in record.turns if view.turn.response]
+    answered = [view for view in record.views() if view.turn.response]
     by_id = {view.turn.turn_id: view for view in answered}
     parents = {view.turn.parent_turn_id for view in answered}
     for view in answered:

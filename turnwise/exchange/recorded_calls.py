@@ -10,7 +10,7 @@ from turnwise.types import Json
 
 def lines(record: SessionRecord) -> Iterator[Json]:
     """Yield a call per turn of the session, in order; choices beyond the first of one call are left out."""
-    for view in record.turns:
+    for view in record.views():
         turn = view.turn
         if "#" in turn.turn_id:  # a further choice of a call with n > 1
             continue

@@ -15,7 +15,7 @@ from turnwise import credit
 from turnwise.store import lineage, rows
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.tables import sessions
-from turnwise.types import Credit, Session
+from turnwise.types import Credit, Reward, Session, Turn
 
 _SESSIONS_AT_ONCE = 32
 
@@ -25,8 +25,14 @@ class SessionRecord:
     """A session with everything that was stored of it."""
 
     session: Session
-    turns: list[lineage.TurnView]
-    """In order of `seq`, each with its whole prompt."""
+    turns: list[Turn]
+    """As they are stored, in order of `seq`."""
+    rewards: list[Reward]
+    """Every reward line, in order of arrival."""
+
+    def views(self) -> list[lineage.TurnView]:
+        """Return the turns with their whole prompts."""
+        return lineage.turn_views(self.turns, self.rewards)
 
 
 def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[SessionRecord]:
@@ -52,4 +58,4 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
         for row in found:
             judged = lines.get(row.session_pk, [])
             session = rows.session_from_row(row, credit.session_reward(judged, Credit(row.credit)))
-            yield SessionRecord(session, lineage.turn_views(turns.get(row.session_pk, []), judged))
+            yield SessionRecord(session, turns.get(row.session_pk, []), judged)

@@ -1,0 +1,82 @@
+"""`turnwise verify` against a real vLLM: captured logprobs are reproduced, and one changed value is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from click.testing import CliRunner
+from openai import OpenAI
+from support.engines import RunningEngine
+from support.proxies import running_proxy
+
+from turnwise.commands.cli import main
+from turnwise.store.database import Database
+from turnwise.store.tables import turns
+
+pytestmark = pytest.mark.engine
+SAMPLINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.2, "extra_body": {"top_k": 20}},
+]
+
+
+@pytest.fixture(scope="module")
+def captured(engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with a conversation of three turns for each way of sampling."""
+    place = tmp_path_factory.mktemp("captured") / "turnwise.db"
+    with running_proxy(engine.url, f"sqlite:///{place}", place.parent) as proxy:
+        for number, sampling in enumerate(SAMPLINGS):
+            client = OpenAI(base_url=f"{proxy.url}/sessions/s{number}/v1", api_key="none")
+            messages: list = [{"role": "user", "content": "Follow each boss from Kim."}]
+            for _ in range(3):
+                reply = client.chat.completions.create(
+                    model="small", messages=messages, max_completion_tokens=8, **sampling
+                )
+                messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "On."}]
+    return place
+
+
+def verify(database: Path, engine: RunningEngine) -> tuple[int, dict]:
+    command = ["verify", "--database", f"sqlite:///{database}", "--engine", engine.url, "--json"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_captured_logprobs_are_reproduced(captured: Path, engine: RunningEngine) -> None:
+    status, report = verify(captured, engine)
+    assert status == 0, report
+    assert report["checked"]["turns with logprobs recomputed"] == 9
+    assert report["largest_logprob_gap"] < 1e-3
+
+
+@pytest.mark.parametrize("fault", ["token", "logprob"])
+def test_one_changed_value_is_named(fault: str, captured: Path, engine: RunningEngine, tmp_path: Path) -> None:
+    changed = tmp_path / "turnwise.db"
+    shutil.copy(captured, changed)
+    database = Database(f"sqlite:///{changed}")
+    with database.write() as connection:
+        row = connection.execute(sa.select(turns).where(turns.c.seq == 1).limit(1)).one()
+        token_ids = np.frombuffer(row.token_ids, np.int32).copy()
+        logprobs = np.frombuffer(row.logprobs, np.float32).copy()
+        if fault == "token":
+            token_ids[0] = (token_ids[0] + 1) % 700
+        else:
+            logprobs[0] -= 0.01
+        connection.execute(
+            sa.update(turns)
+            .where(turns.c.turn_id == row.turn_id)
+            .values(token_ids=token_ids.tobytes(), logprobs=logprobs.tobytes())
+        )
+    database.close()
+    status, report = verify(changed, engine)
+    assert status == 1
+    assert any(
+        row.turn_id in mismatch["place"] and "logprobs[0]" in mismatch["place"] for mismatch in report["mismatches"]
+    )

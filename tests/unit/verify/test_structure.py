@@ -1,0 +1,114 @@
+"""`turnwise verify` on a sound database and on one with each fault: every fault is named with its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from click.testing import CliRunner
+from support.ledger_samples import add_session
+
+from turnwise.commands.cli import main
+from turnwise.store.database import Database
+from turnwise.store.policies import publish_policy
+from turnwise.store.tables import sessions, turns
+from turnwise.types import PolicyVersion
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    """Two sessions of three turns each, and a policy version with its files."""
+    database = Database(f"sqlite:///{tmp_path}/turnwise.db")
+    database.upgrade()
+    for name in ("s", "other"):
+        add_session(database, name, turns=3)
+    directory = tmp_path / "v000001"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights")
+    digest = hashlib.sha256(b"weights").hexdigest()
+    (directory / "turnwise.json").write_text(json.dumps({"version": 1, "sha256": {"model.safetensors": digest}}))
+    with database.write() as connection:
+        publish_policy(connection, PolicyVersion(version=1, path=str(directory)))
+    yield database
+    database.close()
+
+
+def verify(tmp_path: Path, *arguments: str) -> tuple[int, dict]:
+    command = ["verify", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--json", *arguments]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_a_sound_database_has_no_mismatch(database: Database, tmp_path: Path) -> None:
+    status, report = verify(tmp_path)
+    assert (status, report["num_mismatches"]) == (0, 0)
+    assert report["checked"] == {"weights files": 1, "sessions": 2, "turns": 6, "sampled tokens": 12}
+
+
+FAULTS = {
+    "a prompt token is lost": ({"prompt_delta": np.array([20], np.int32).tobytes()}, "prompt_length", "is 6"),
+    "a sampled token is lost": ({"token_ids": np.array([22], np.int32).tobytes()}, "logprobs", "2 logprobs of 1"),
+    "a logprob is positive": ({"logprobs": np.array([-1, 0.5], np.float32).tobytes()}, "logprobs[1]", "0.5"),
+    "a logprob is no number": ({"logprobs": np.array([np.nan, 0], np.float32).tobytes()}, "logprobs[0]", "nan"),
+    "a token id is negative": ({"token_ids": np.array([22, -23], np.int32).tobytes()}, "token_ids", "negative"),
+    "the parent is another session's": ({"parent_turn_id": "other-t1"}, "parent_turn_id", "no earlier turn"),
+    "the versions run backwards": ({"policy_version_first": 2}, "policy_version_first", "2 > last"),
+}
+
+
+@pytest.mark.parametrize(("values", "field", "problem"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_changed_turn_is_named(values: dict, field: str, problem: str, database: Database, tmp_path: Path) -> None:
+    with database.write() as connection:
+        connection.execute(sa.update(turns).where(turns.c.turn_id == "s-t2").values(**values))
+    status, report = verify(tmp_path)
+    assert status == 1
+    first = report["mismatches"][0]
+    assert first["place"] == f"session 's' turn 's-t2' {field}"
+    assert problem in first["problem"]
+
+
+def test_a_missing_turn_is_named(database: Database, tmp_path: Path) -> None:
+    with database.write() as connection:
+        connection.execute(sa.delete(turns).where(turns.c.turn_id == "s-t3"))
+    status, report = verify(tmp_path)
+    assert status == 1
+    assert report["mismatches"] == [
+        {"check": "structure", "place": "session 's' num_turns", "problem": "3 recorded, 2 turns stored"}
+    ]
+
+
+def test_a_changed_weights_file_is_named(database: Database, tmp_path: Path) -> None:
+    file = tmp_path / "v000001" / "model.safetensors"
+    file.write_bytes(b"Weights")
+    status, report = verify(tmp_path)
+    assert status == 1
+    assert [mismatch["place"] for mismatch in report["mismatches"]] == [str(file)]
+
+
+def test_a_pruned_version_is_reported_as_not_checked(database: Database, tmp_path: Path) -> None:
+    with database.write() as connection:
+        publish_policy(connection, PolicyVersion(version=2, path=str(tmp_path / "v000002")))
+    status, report = verify(tmp_path)
+    assert status == 0
+    assert report["not_checked"] == {"policy versions whose files are gone": 1}
+
+
+def test_a_filter_narrows_what_is_checked(database: Database, tmp_path: Path) -> None:
+    with database.write() as connection:
+        connection.execute(sa.update(sessions).where(sessions.c.session_id == "other").values(num_turns=9))
+    assert verify(tmp_path, "--session-id", "s")[0] == 0
+    assert verify(tmp_path, "--session-id", "other")[0] == 1
+
+
+def test_an_engine_that_is_not_there_is_one_sentence(database: Database, tmp_path: Path) -> None:
+    command = ["verify", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--engine", "http://127.0.0.1:1"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "cannot be reached" in result.stderr
+    assert "Traceback" not in result.stderr

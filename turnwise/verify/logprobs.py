@@ -1,0 +1,132 @@
+"""Stored logprobs against those that an engine gives now for the same tokens under the same weights.
+
+Each sampled token is sampled again from its own prompt for one step, with the turn's sampling parameters, and the
+engine is asked for the logprob of the token that is stored there (`logprob_token_ids`). So temperature, top-p and top-k
+count as they did; a prompt's prefix is computed once, by the engine's prefix cache.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import httpx2
+
+from turnwise.errors import EngineUnavailable
+from turnwise.store.lineage import TurnView
+from turnwise.types import Json
+from turnwise.verify.report import Report
+
+POSITIONS_AT_ONCE = 64
+"""Prompts in one call to the engine."""
+TIMEOUT_SECONDS = 300.0
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters that the recomputed distribution depends on."""
+NOT_REPEATABLE = (
+    "logit_bias",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Sampling parameters whose effect on a token depends on the tokens sampled before it."""
+
+
+class LogprobChecker:
+    """Recomputes the logprobs of turns on one engine."""
+
+    def __init__(self, engine_url: str, *, tolerance: float) -> None:
+        self._http = httpx2.Client(base_url=engine_url.rstrip("/"), timeout=TIMEOUT_SECONDS)
+        self._url = engine_url
+        self._tolerance = tolerance
+        self.model = str(self._ask("GET", "/v1/models")["data"][0]["id"])
+        """The name under which the engine serves its own weights."""
+        self.version = self._served_version()
+        """Policy version of the engine's own weights; 0 for those that it was started with."""
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def check(self, view: TurnView, place: str, report: Report) -> None:
+        """Compare a trainable turn's logprobs with those that the engine gives now.
+
+        Raises:
+            EngineUnavailable: the engine does not answer, or refuses the request.
+        """
+        turn = view.turn
+        if reason := self._why_not(view):
+            report.not_checked[reason] += 1
+            return
+        tokens = [*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()]
+        for start in range(turn.prompt_length, len(tokens), POSITIONS_AT_ONCE):
+            positions = range(start, min(start + POSITIONS_AT_ONCE, len(tokens)))
+            now = self._logprobs(tokens, positions, turn.sampling)
+            for position, logprob in zip(positions, now, strict=True):
+                index = position - turn.prompt_length
+                self._compare(float(turn.logprobs[index]), logprob, f"{place} logprobs[{index}]", report)
+        report.checked["turns with logprobs recomputed"] += 1
+
+    def _compare(self, stored: float, now: float, place: str, report: Report) -> None:
+        report.checked["logprobs"] += 1
+        gap = abs(stored - now)
+        if math.isnan(gap) or gap > self._tolerance:
+            report.add("logprobs", place, f"{stored:.6g} is stored, the engine gives {now:.6g}")
+        else:
+            report.largest_gap = max(report.largest_gap, gap)
+
+    def _why_not(self, view: TurnView) -> str | None:
+        turn = view.turn
+        if turn.policy_version_first != turn.policy_version_last:
+            return "sampled under two versions"
+        if turn.policy_version_first != self.version:
+            return f"sampled under version {turn.policy_version_first}, the engine serves {self.version}"
+        if any(turn.sampling.get(field) for field in NOT_REPEATABLE):
+            return "sampled with a constraint that depends on earlier tokens"
+        return None
+
+    def _logprobs(self, tokens: list[int], positions: range, sampling: Json) -> list[float]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": [tokens[:position] for position in positions],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            **{field: sampling[field] for field in SAMPLING_FIELDS if sampling.get(field) is not None},
+            "logprobs": 1,
+            "logprob_token_ids": sorted({tokens[position] for position in positions}),
+            "return_tokens_as_token_ids": True,
+        }
+        reply = self._ask("POST", "/v1/completions", body)
+        found = {choice["index"]: choice["logprobs"]["top_logprobs"][0] for choice in reply["choices"]}
+        return [
+            float(found[index].get(f"token_id:{tokens[position]}", math.nan))
+            for index, position in enumerate(positions)
+        ]
+
+    def _served_version(self) -> int:
+        try:
+            label = str(self._ask("GET", "/weight_info").get("weight_version"))
+        except EngineUnavailable:
+            return 0
+        return int(label) if label.isdigit() else 0
+
+    def _ask(self, method: str, path: str, body: Json | None = None) -> Any:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx2.HTTPError as error:
+            raise EngineUnavailable(
+                f"the engine at {self._url} cannot be reached ({type(error).__name__}: {error}); check the URL"
+            ) from error
+        if response.status_code != 200:
+            raise EngineUnavailable(
+                f"the engine at {self._url} answered {response.status_code} to {method} {path}: {response.text:.300}"
+            )
+        return response.json()

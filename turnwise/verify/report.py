@@ -1,0 +1,51 @@
+"""What a verification found: how much was checked, what could not be, and every mismatch with its exact place."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from turnwise.types import Json
+
+MISMATCHES_KEPT = 1000
+"""Mismatches that are listed one by one; all are counted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One value that is not what it must be."""
+
+    check: str
+    place: str
+    """Where: a session and turn with the field, or a file."""
+    problem: str
+
+
+@dataclasses.dataclass(slots=True)
+class Report:
+    """The result of a verification."""
+
+    checked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """How many sessions, turns, tokens, logprobs and files were checked."""
+    not_checked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """How many turns or files could not be checked, by reason."""
+    num_mismatches: int = 0
+    mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
+    largest_gap: float = 0.0
+    """Largest difference between a stored and a recomputed logprob, in nats."""
+
+    def add(self, check: str, place: str, problem: str) -> None:
+        """Record a mismatch."""
+        self.num_mismatches += 1
+        if len(self.mismatches) < MISMATCHES_KEPT:
+            self.mismatches.append(Mismatch(check, place, problem))
+
+    def as_json(self) -> Json:
+        """Return the report as JSON values."""
+        return {
+            "checked": dict(self.checked),
+            "not_checked": dict(self.not_checked),
+            "num_mismatches": self.num_mismatches,
+            "mismatches": [dataclasses.asdict(mismatch) for mismatch in self.mismatches],
+            "largest_logprob_gap": self.largest_gap,
+        }

@@ -1,0 +1,65 @@
+"""Every chain's tokens against its parent's, and every turn against the rules that its record must follow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from turnwise.chains import is_trainable
+from turnwise.store.session_records import SessionRecord
+from turnwise.types import Turn
+from turnwise.verify.report import Report
+
+
+def check_structure(record: SessionRecord, report: Report) -> bool:
+    """Check the turns of a session: order, parents, lengths, logprobs and versions; return whether all is sound."""
+    before = report.num_mismatches
+    known: dict[str, Turn] = {}
+    report.checked["sessions"] += 1
+    for seq, turn in enumerate(record.turns):
+        report.checked["turns"] += 1
+        report.checked["sampled tokens"] += int(turn.token_ids.size)
+        place = f"session {record.session.session_id!r} turn {turn.turn_id!r}"
+        for field, problem in _problems(turn, seq, known):
+            report.add("structure", f"{place} {field}", problem)
+        known[turn.turn_id] = turn
+    if record.session.num_turns != len(record.turns):
+        report.add(
+            "structure",
+            f"session {record.session.session_id!r} num_turns",
+            f"{record.session.num_turns} recorded, {len(record.turns)} turns stored",
+        )
+    return report.num_mismatches == before
+
+
+def _problems(turn: Turn, seq: int, known: dict[str, Turn]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if turn.seq != seq:
+        found.append(("seq", f"is {turn.seq}, {seq} turns were stored before it"))
+    found += _prompt_problems(turn, known)
+    if turn.policy_version_first > turn.policy_version_last:
+        found.append(("policy_version_first", f"{turn.policy_version_first} > last, {turn.policy_version_last}"))
+    if is_trainable(turn):
+        found += _sample_problems(turn)
+    if min((*turn.prompt_delta[turn.prompt_delta < 0], *turn.token_ids[turn.token_ids < 0]), default=0) < 0:
+        found.append(("token_ids", "a token id is negative"))
+    return found
+
+
+def _prompt_problems(turn: Turn, known: dict[str, Turn]) -> list[tuple[str, str]]:
+    before = 0
+    if turn.parent_turn_id is not None:
+        parent = known.get(turn.parent_turn_id)
+        if parent is None:
+            return [("parent_turn_id", f"{turn.parent_turn_id!r} is no earlier turn of the session")]
+        before = parent.prompt_length + int(parent.token_ids.size)
+    length = before + int(turn.prompt_delta.size)
+    if turn.prompt_length == length:
+        return []
+    return [("prompt_length", f"is {turn.prompt_length}; its parent's tokens and its own are {length}")]
+
+
+def _sample_problems(turn: Turn) -> list[tuple[str, str]]:
+    if turn.logprobs.size != turn.token_ids.size:
+        return [("logprobs", f"{turn.logprobs.size} logprobs of {turn.token_ids.size} sampled tokens")]
+    wrong = np.flatnonzero(~np.isfinite(turn.logprobs) | (turn.logprobs > 0))
+    return [(f"logprobs[{index}]", f"{turn.logprobs[index]} is no logarithm of a probability") for index in wrong[:1]]
