@@ -148,7 +148,7 @@ def fake_engine(
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port") from error
 
 
-for _command in (init, doctor, db, keys, sessions, policies, updates, export, replay):
+for _command in (init, doctor, db, keys, sessions, policies, updates, export, replay, verify):
     main.add_command(_command)
 
 
