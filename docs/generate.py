@@ -58,6 +58,8 @@ def commands(group: click.Group, before: str = "") -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, each in sorted(group.commands.items()):
         if isinstance(each, click.Group):
+            if each.invoke_without_command:
+                found.append((before + name, first_sentence(each.help or "")))
             found += commands(each, f"{before}{name} ")
         else:
             found.append((before + name, first_sentence(each.help or "")))

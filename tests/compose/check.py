@@ -1,18 +1,17 @@
-"""Brings docker-compose.yml up for real: first completion, reward, update, reload, and down again with nothing left.
+"""Bring docker-compose.yml up for real: first completion, reward, update, reload, and down again with nothing left.
 
     cd tests && python -m compose.check [--install] [--directory DIR]
 
-One decision: with a Docker engine the file runs on the images that it names; without one, on podman and on stand-ins
-that are built here, because a compose file that nothing runs is broken. It ends with the mean reward, the versions
-before and after, and the state of each container; the exit status is 0 only if all of it held.
+The file is brought up twice, each time from an empty state: with nothing filled in, on the demo's model that a service
+builds, and with MODEL_DIR. With a Docker engine it runs on the images that it names; without one, on podman and on
+stand-ins that are built here. The check prints the mean reward, the versions before and after, and the state of each
+container; the exit status is 0 only if everything held.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import secrets
 import socket
 import sys
 from pathlib import Path
@@ -27,11 +26,7 @@ TRAIN_CONFIG = Path(__file__).parent / "train.toml"
 PROFILE = "cpu"
 OUR_IMAGE = "localhost/turnwise-check"
 BUILD_SECONDS = 1800.0
-BUILD_MODEL = """
-from pathlib import Path
-from turnwise.demo.small_model import build_small_model
-build_small_model(Path("/build/model"))
-"""
+ADMIN_KEY_FILE = "/operator/admin-key"
 
 
 def main() -> int:
@@ -41,21 +36,24 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="images, model and settings [%(default)s]")
     arguments = parser.parse_args()
     directory: Path = arguments.directory.resolve()
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        engine = _prepared_engine(directory, install=arguments.install)
-    except CheckError as failure:
-        print(f"compose-check: {failure}", file=sys.stderr)
-        return 1
-    return _checked(engine)
+    (directory / "model").mkdir(parents=True, exist_ok=True)
+    for model in (None, directory / "model"):
+        print("with nothing filled in" if model is None else f"with MODEL_DIR={model}", flush=True)
+        try:
+            engine = _prepared_engine(directory, model, install=arguments.install)
+        except CheckError as failure:
+            print(f"compose-check: {failure}", file=sys.stderr)
+            return 1
+        if _checked(engine):
+            return 1
+    return 0
 
 
-def _prepared_engine(directory: Path, *, install: bool) -> ContainerEngine:
-    """Return Docker or podman with images, a model and the file's variables in place."""
+def _prepared_engine(directory: Path, model: Path | None, *, install: bool) -> ContainerEngine:
+    """Return Docker or podman with images and the file's variables in place; without a model nothing names one."""
     variables = {
         "COMPOSE_PROFILES": PROFILE,
-        "POSTGRES_PASSWORD": secrets.token_hex(16),
-        "MODEL_DIR": str(directory / "model"),
+        **({} if model is None else {"MODEL_DIR": str(model)}),
         "TRAIN_CONFIG": str(TRAIN_CONFIG),
         "PROXY_PORT": str(_free_port()),
         "TURNWISE_IMAGE": OUR_IMAGE,
@@ -72,7 +70,8 @@ def _prepared_engine(directory: Path, *, install: bool) -> ContainerEngine:
         podman = Podman(services, environment_file, directory)
         _write(environment_file, variables | stand_ins.build_images(podman, directory, OUR_IMAGE))
         engine = podman
-    _build_model(engine, directory)
+    if model is not None:
+        _build_model(engine, model)
     return engine
 
 
@@ -90,8 +89,8 @@ def _check_podman_can_run(*, install: bool) -> None:
         raise CheckError("no Docker engine with compose answers, and building base images for podman needs root")
 
 
-def _build_model(engine: ContainerEngine, directory: Path) -> None:
-    """Make the small model with our own image, so that this script needs no torch; nothing if it stands already."""
+def _build_model(engine: ContainerEngine, model: Path) -> None:
+    """Build the small model with our own image, so that this script needs no torch; keep an existing one."""
     owner = f"{os.getuid()}:{os.getgid()}"
     options = [
         "--rm",
@@ -100,12 +99,13 @@ def _build_model(engine: ContainerEngine, directory: Path) -> None:
         "--env",
         "HOME=/tmp",
         "--volume",
-        f"{directory}:/build",
+        f"{model}:/models/policy",
         "--entrypoint",
         "python3",
     ]
-    engine.run("run", *options, OUR_IMAGE, "-c", BUILD_MODEL, seconds=BUILD_SECONDS)
-    model = directory / "model"
+    engine.run(
+        "run", *options, OUR_IMAGE, "-m", "turnwise.demo.model_directory", "/models/policy", seconds=BUILD_SECONDS
+    )
     for path in (model, *model.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
@@ -139,14 +139,12 @@ def _clear(engine: ContainerEngine) -> None:
 
 def _play(engine: ContainerEngine) -> Played:
     """Start the services, play, and return what came of it."""
-    names = list(engine.services)
-    tables = names[: names.index("migrate") + 1]
-    engine.start(tables)
-    engine.wait_for("migrate", "service_completed_successfully")
-    made = json.loads(engine.run_once("migrate", "keys", "create", "--role", "admin", "--name", "check", "--json"))
-    engine.start(names[len(tables) :])
+    engine.start(list(engine.services))
     print("all services are up", flush=True)
-    return play(Proxy(f"http://127.0.0.1:{engine.published_port()}", made["key"]), engine.check_running)
+    key = engine.read_file("migrate", ADMIN_KEY_FILE)
+    if key not in engine.log("migrate"):
+        raise CheckError("the first admin key is not in the log of migrate", "migrate")
+    return play(Proxy(f"http://127.0.0.1:{engine.published_port()}", key), engine.check_running)
 
 
 def _volumes_alone_are_left(engine: ContainerEngine) -> list[str]:
@@ -154,10 +152,11 @@ def _volumes_alone_are_left(engine: ContainerEngine) -> list[str]:
     volumes = leftovers.pop("volumes")
     if any(leftovers.values()):
         raise CheckError(f"`down` left {leftovers} behind")
-    wanted = sorted(f"{containers.PROJECT}_{name}" for name in ("database", "policies"))
-    if sorted(volumes) != wanted:
+    names = ("database", "demo-model", "operator", "policies", "secrets")
+    wanted = sorted(f"{containers.PROJECT}_{name}" for name in names)
+    if not set(wanted) - {f"{containers.PROJECT}_demo-model"} <= set(volumes) <= set(wanted):
         raise CheckError(f"`down` was to leave the volumes {wanted}, there are {sorted(volumes)}")
-    return wanted
+    return sorted(volumes)
 
 
 def _explain(engine: ContainerEngine, failure: CheckError) -> None:

@@ -98,9 +98,9 @@ class ContainerEngine(abc.ABC):
         options = ["--file", str(COMPOSE_FILE), "--project-name", PROJECT, "--env-file", str(self._environment_file)]
         return self._execute([*self._compose_program, *options, "--profile", "cpu", *arguments], seconds)
 
-    def run_once(self, service: str, *command: str) -> str:
-        """Run a command in a container of a service that is removed after it; return what it printed."""
-        return self.compose("run", "--rm", "--no-deps", "-T", service, *command)
+    def read_file(self, service: str, path: str) -> str:
+        """Return a file of a service, read by a container that is removed afterwards."""
+        return self.compose("run", "--rm", "--no-deps", "-T", "--entrypoint", "cat", service, path).strip()
 
     def container(self, service: str) -> str | None:
         """Return the name of a service's container; None before it is made."""

@@ -6,7 +6,6 @@ is misspelt or a wrong order is found here.
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -48,6 +47,7 @@ class Processes:
             "/models/policy --served-model-name policy --host 0.0.0.0": f"{model_dir} --served-model-name policy",
             "/models/policy": str(model_dir),
             "/policies": str(directory / "policies"),
+            "/operator": str(directory / "operator"),
             "/etc/turnwise/train.toml": str(TRAIN_CONFIG),
         }
 
@@ -91,16 +91,16 @@ def test_the_services_commands_learn_in_the_files_own_start_order(
     small_model_dir: Path, database_url: str, tmp_path: Path
 ) -> None:
     """Migrated, served, rewarded, trained and reloaded, by what the compose file says and nothing else."""
-    variables = {"POSTGRES_PASSWORD": "none", "MODEL_DIR": str(small_model_dir)}
-    services = compose_file.services("cpu", variables)
+    services = compose_file.services("cpu", {"MODEL_DIR": str(small_model_dir)})
     processes = Processes(small_model_dir, tmp_path, database_url)
-    children = [processes.child(name, service) for name, service in services.items() if name != "postgres"]
-    # Beyond loopback the proxy wants a key, which the operator makes between the migration and the start.
-    key_command = {**services["migrate"], "command": "keys create --role admin --name check --json"}
-    children.insert(1, processes.child("key", key_command))
+    # The server is the test's own, with its own password, and the model exists.
+    elsewhere = {"secrets", "postgres", "model"}
+    children = [processes.child(name, service) for name, service in services.items() if name not in elsewhere]
+    (tmp_path / "operator").mkdir()
 
     with Supervisor(children, log_directory=tmp_path) as running:
-        key = json.loads((tmp_path / "key.log").read_text())["key"]
+        key = (tmp_path / "operator" / "admin-key").read_text().strip()
+        assert key in (tmp_path / "migrate.log").read_text()
         played = play(Proxy(f"http://127.0.0.1:{processes.proxy_port}", key), running.check)
         assert running.state("trainer-cpu") is State.READY
 

@@ -17,7 +17,7 @@ from turnwise.commands.cli import main
 from turnwise.processes.engine_command import EngineSettings, build_command
 from turnwise.settings import ENVIRONMENT_PREFIX, SECTIONS
 
-FILLED_IN = {"POSTGRES_PASSWORD": "swordfish", "MODEL_DIR": "/srv/model"}
+FILLED_IN = {"MODEL_DIR": "/srv/model"}
 DOCUMENT = yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
 PROFILES = ("gpu", "cpu")
 ALL_SERVICES = [(profile, name) for profile in PROFILES for name in compose_file.services(profile, FILLED_IN)]
@@ -37,11 +37,11 @@ def networks_of(service: Service) -> set[str]:
 @pytest.mark.parametrize(
     ("profile", "order"),
     [
-        ("gpu", ["postgres", "migrate", "engine", "proxy", "trainer"]),
-        ("cpu", ["postgres", "migrate", "engine-cpu", "proxy", "trainer-cpu"]),
+        ("gpu", ["secrets", "postgres", "migrate", "model", "engine", "proxy", "trainer"]),
+        ("cpu", ["secrets", "postgres", "migrate", "model", "engine-cpu", "proxy", "trainer-cpu"]),
     ],
 )
-def test_each_profile_starts_the_five_services_one_after_the_other(profile: str, order: list[str]) -> None:
+def test_each_profile_starts_its_services_one_after_the_other(profile: str, order: list[str]) -> None:
     """Each service waits for exactly the one before it, so the start has one order."""
     services = compose_file.services(profile, FILLED_IN)
     assert list(services) == order
@@ -120,7 +120,7 @@ def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
     settings = EngineSettings(model="/models/policy", served_model_name="policy", host="0.0.0.0", allow_remote=True)
     wanted = build_command(settings, gpu=profile == "gpu")
     flags = list(wanted.argv[wanted.argv.index("/models/policy") + 1 :])
-    share = ["--gpu-memory-utilization", "0.45"] if profile == "gpu" else []
+    share = ["--gpu-memory-utilization", "0.4", "--tensor-parallel-size", "1"] if profile == "gpu" else []
     assert shlex.split(service["command"]) == ["/models/policy", *flags, *share]
     assert wanted.environment.items() <= service["environment"].items() | {("HF_HUB_OFFLINE", "1")}
 
@@ -144,7 +144,7 @@ def test_policies_are_written_by_the_trainer_and_read_by_the_others_under_one_ui
         if volume.startswith("policies:")
     }
     engine, trainer = ("engine", "trainer") if profile == "gpu" else ("engine-cpu", "trainer-cpu")
-    # The migration writes nothing there: it is the first to mount the volume, which gives it its owner.
+    # The migration writes nothing there: it mounts the volume first, which gives the volume its owner.
     writable = {"migrate", trainer}
     assert {name: mount.endswith(":ro") for name, mount in mounts.items()} == {
         "migrate": False,
@@ -162,27 +162,43 @@ def test_the_model_is_mounted_read_only_at_one_place_everywhere(profile: str) ->
     services = compose_file.services(profile, FILLED_IN)
     assert [
         name for name, service in services.items() if "/srv/model:/models/policy:ro" in service.get("volumes", [])
-    ] == [name for name in services if name not in {"postgres", "migrate"}]
+    ] == [name for name in services if name not in {"secrets", "postgres", "migrate", "model"}]
+    assert "/srv/model:/models/policy" in services["model"]["volumes"]
 
 
-def test_data_outlives_the_containers_in_two_named_volumes() -> None:
-    """Nothing else is kept: the database, and the policies."""
-    assert set(DOCUMENT["volumes"]) == {"database", "policies"}
+@each_profile
+def test_nothing_has_to_be_filled_in(profile: str) -> None:
+    """A fresh clone comes up: every variable has a default, and the model's is the volume of the demo's model."""
+    assert None not in compose_file.variables().values()
+    services = compose_file.services(profile, {})
+    assert "demo-model:/models/policy" in services["model"]["volumes"]
+    assert (ROOT / ".env").read_text(encoding="utf-8").count("\nCOMPOSE_PROFILES=cpu\n") == 1
 
 
-@pytest.mark.parametrize("variable", ["POSTGRES_PASSWORD", "MODEL_DIR"])
-def test_what_only_the_operator_knows_has_no_default_and_says_what_is_missing(variable: str) -> None:
-    """Compose stops with a sentence instead of starting with an empty password."""
-    assert compose_file.variables()[variable] is None
-    messages = re.findall(r"\$\{" + variable + r":\?([^}]+)\}", COMPOSE_FILE.read_text(encoding="utf-8"))
-    assert messages
-    assert all(len(message.split()) > 3 for message in messages)
+@each_profile
+def test_the_databases_password_is_in_files_that_few_services_mount(profile: str) -> None:
+    """It is made by `secrets`, read by the server from its file, and by clients from libpq's."""
+    services = compose_file.services(profile, FILLED_IN)
+    mounts = {
+        name: [v for v in service.get("volumes", []) if v.startswith("secrets:")] for name, service in services.items()
+    }
+    trainer = "trainer" if profile == "gpu" else "trainer-cpu"
+    assert {name for name, found in mounts.items() if found} == {"secrets", "postgres", "migrate", "proxy", trainer}
+    assert [name for name, found in mounts.items() if found == ["secrets:/secrets"]] == ["secrets"]
+    assert services["postgres"]["environment"]["POSTGRES_PASSWORD_FILE"] == "/secrets/database-password"
+    for name in ("migrate", "proxy", trainer):
+        assert services[name]["environment"]["PGPASSFILE"] == "/secrets/pgpass"
+    assert [name for name, s in services.items() if any("operator:" in v for v in s.get("volumes", []))] == ["migrate"]
 
 
-def test_no_secret_is_on_a_command_line() -> None:
-    """A command line is for everyone on the machine to see."""
-    for profile, name in ALL_SERVICES:
-        assert "swordfish" not in str(service_of(profile, name).get("command"))
+def test_data_outlives_the_containers_in_named_volumes() -> None:
+    """The database, its password, the first admin key, the policies, and the demo's model; nothing else is kept."""
+    assert set(DOCUMENT["volumes"]) == {"database", "demo-model", "operator", "policies", "secrets"}
+
+
+def test_no_secret_is_a_variable_of_the_file() -> None:
+    """A variable would be on a command line, in an environment, or in a file of the clone."""
+    assert not [name for name in compose_file.variables() if "PASSWORD" in name or "KEY" in name]
 
 
 def test_no_variable_of_the_file_is_taken_for_a_setting() -> None:
@@ -191,9 +207,9 @@ def test_no_variable_of_the_file_is_taken_for_a_setting() -> None:
     assert not [name for name in compose_file.variables() if name.startswith(prefixes)]
 
 
-def test_the_example_of_the_environment_file_names_every_variable_with_its_default() -> None:
+def test_the_environment_file_names_every_variable_with_its_default() -> None:
     """What can be set is found in one place, and what it says about defaults is true."""
-    text = (ROOT / ".env.example").read_text(encoding="utf-8")
+    text = (ROOT / ".env").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^#? ?([A-Z0-9_]+)=(.*)$", text, flags=re.MULTILINE))
     shown.pop("COMPOSE_PROFILES")
     assert shown == {name: default or "" for name, default in compose_file.variables().items()}
@@ -203,15 +219,15 @@ def test_the_example_of_the_environment_file_names_every_variable_with_its_defau
 def test_the_commands_are_commands_of_this_release(profile: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every flag is known and every setting fits: the command resolves its settings as it would when it starts."""
     service = service_of(profile, name)
-    if "TURNWISE_IMAGE" not in DOCUMENT["services"][name]["image"]:
+    if "TURNWISE_IMAGE" not in DOCUMENT["services"][name]["image"] or name == "model":
         return
-    for variable, value in service["environment"].items():
+    for variable, value in service.get("environment", {}).items():
         monkeypatch.setenv(variable, value)
     mounted = {place: source for source, place, *_ in (volume.split(":") for volume in service["volumes"])}
     arguments = [
         str(ROOT / mounted[word]) if word.endswith(".toml") else word for word in shlex.split(service["command"])
     ]
-    rehearsal = "--help" if name == "migrate" else "--dry-run"
+    rehearsal = "--help" if name in {"secrets", "migrate"} else "--dry-run"
     result = CliRunner().invoke(main, [*arguments, rehearsal])
     assert result.exit_code == 0, result.output
 
@@ -221,7 +237,7 @@ def test_nothing_that_is_shipped_names_a_registry() -> None:
     shipped = [
         COMPOSE_FILE,
         ROOT / "Dockerfile",
-        ROOT / ".env.example",
+        ROOT / ".env",
         *Path(ROOT / "tests/compose/recipes").iterdir(),
     ]
     for path in shipped:

@@ -10,10 +10,12 @@ import dataclasses
 import datetime as dt
 import enum
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from turnwise.commands.secrets_files import OWNER_MODE, write_once
 from turnwise.store import keys, queries
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
@@ -54,8 +56,19 @@ def prepare(url: str) -> None:
         pass
 
 
+def create_first_key(url: str, file: Path) -> str | None:
+    """Create an admin key where there is no key yet, and write it to a file; return it, None where there are keys."""
+    with opened(url) as database, database.write() as conn:
+        if keys.any_keys(conn):
+            return None
+        _, key = keys.create_key(conn, "default", keys.Role("admin"), "first admin key")
+        file.unlink(missing_ok=True)  # of an earlier database, or of a start that was killed before its commit
+        write_once(file, f"{key}\n", OWNER_MODE)
+    return key
+
+
 def has_keys(url: str) -> bool:
-    """Return whether the store has a key that is not revoked."""
+    """Return whether a key was ever created, revoked or not."""
     with opened(url) as database, database.read() as conn:
         return keys.any_keys(conn)
 

@@ -20,12 +20,33 @@ def db() -> None:
 
 
 @db.command("upgrade")
+@click.option(
+    "--admin-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Create an admin key where there is no key yet; print it once and write it to this file, for its owner alone.",
+)
 @database_option
 @json_option
-def db_upgrade(database: str | None, *, as_json: bool) -> None:
+def db_upgrade(database: str | None, admin_key_file: Path | None, *, as_json: bool) -> None:
     """Bring the tables to this release; safe to repeat, and to run from several machines at once."""
-    import_module("turnwise.commands.operate").upgrade(database_url(database))
+    operate, url = import_module("turnwise.commands.operate"), database_url(database)
+    operate.upgrade(url)
     click.echo(json.dumps({"upgraded": True}) if as_json else "Database is up to date.")
+    if admin_key_file is not None and (key := operate.create_first_key(url, admin_key_file)) is not None:
+        click.echo(f"First admin key, shown once and kept in {admin_key_file}: {key}")
+
+
+@db.command("make-password")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--host", default="postgres", show_default=True, help="Host of the database.")
+@click.option("--port", type=click.IntRange(1, 65535), default=5432, show_default=True, help="Port of the database.")
+@click.option("--name", default="turnwise", show_default=True, help="Name of the database.")
+@click.option("--user", default="turnwise", show_default=True, help="User of the database.")
+def db_make_password(directory: Path, host: str, port: int, name: str, user: str) -> None:
+    """Write a random database password into a directory, for the server and for clients; keep an existing one."""
+    files = import_module("turnwise.commands.secrets_files")
+    is_new = files.make_database_password(directory, host=host, port=port, database=name, user=user)
+    click.echo(f"wrote a new password to {directory}" if is_new else f"{directory} has a password already")
 
 
 @click.group("keys")

@@ -1,6 +1,7 @@
 #!/bin/sh
 # First start: make the cluster, its superuser and its database from POSTGRES_*. Every start: serve all addresses.
 set -eu
+[ -z "${POSTGRES_PASSWORD_FILE:-}" ] || POSTGRES_PASSWORD="$(cat "$POSTGRES_PASSWORD_FILE")"
 : "${POSTGRES_PASSWORD:?a database without a password would be open to its whole network}"
 user="${POSTGRES_USER:-postgres}"
 if [ ! -s "$PGDATA/PG_VERSION" ]; then

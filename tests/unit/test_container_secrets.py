@@ -1,0 +1,75 @@
+"""What the one-shot services of docker-compose.yml leave behind: a password, a key and a model, each made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from turnwise.commands.cli import main
+from turnwise.demo import model_directory
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def _mode(file: Path) -> int:
+    return file.stat().st_mode & 0o777
+
+
+def test_the_databases_password_is_made_once_for_server_and_clients(tmp_path: Path) -> None:
+    assert _run("db", "make-password", str(tmp_path)).exit_code == 0
+    password = (tmp_path / "database-password").read_text()
+    assert len(password) == 64
+    assert (tmp_path / "pgpass").read_text() == f"postgres:5432:turnwise:turnwise:{password}\n"
+    assert (_mode(tmp_path / "database-password"), _mode(tmp_path / "pgpass")) == (0o640, 0o600)
+    again = _run("db", "make-password", str(tmp_path))
+    assert "has a password already" in again.output
+    assert (tmp_path / "database-password").read_text() == password
+    assert password not in again.output
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_start_that_was_killed_between_the_two_files_is_finished_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "database-password").write_text("kept")
+    _run("db", "make-password", str(tmp_path), "--host", "db", "--user", "me", "--name", "mine", "--port", "1")
+    assert (tmp_path / "pgpass").read_text() == "db:1:mine:me:kept\n"
+
+
+def test_the_first_admin_key_is_made_once_printed_once_and_kept_for_its_owner(tmp_path: Path) -> None:
+    file = tmp_path / "admin-key"
+    upgrade = ["db", "upgrade", "--database", f"sqlite:///{tmp_path}/x.db", "--admin-key-file", str(file)]
+    first = _run(*upgrade)
+    key = file.read_text().strip()
+    assert key.startswith("tw-")
+    assert first.output.count(key) == 1
+    assert _mode(file) == 0o600
+    second = _run(*upgrade)
+    assert (second.exit_code, "tw-" in second.output) == (0, False)
+    assert file.read_text().strip() == key
+
+
+def test_the_key_file_of_a_removed_database_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "admin-key"
+    file.write_text("tw-of-an-earlier-database")
+    _run("db", "upgrade", "--database", f"sqlite:///{tmp_path}/x.db", "--admin-key-file", str(file))
+    assert file.read_text() != "tw-of-an-earlier-database"
+
+
+def test_a_directory_with_a_model_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+
+    def build(directory: Path) -> Path:
+        directory.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (directory / name).write_text("{}")
+        built.append(directory)
+        return directory
+
+    monkeypatch.setattr(model_directory, "build_small_model", build)
+    assert model_directory.fill(tmp_path)
+    assert {file.name: _mode(file) for file in tmp_path.iterdir()} == {"config.json": 0o644, "model.safetensors": 0o644}
+    assert not model_directory.fill(tmp_path)
+    assert len(built) == 1
