@@ -17,6 +17,7 @@ from proxy.auth import Authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
+from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_template, has_lora
@@ -51,6 +52,7 @@ class Services:
     """For answers that are streamed from an open transaction, so that slow clients do not block other readers."""
     writer: Writer
     pool: EnginePool
+    model_names: ModelNames
     sessions: Sessions
     relay: Relay
     reloader: Reloader
@@ -106,6 +108,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         exports=exports,
         writer=writer,
         pool=pool,
+        model_names=ModelNames(settings.model_names),
         sessions=sessions,
         relay=relay,
         reloader=reloader,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -34,6 +35,10 @@ class ProxySettings(Settings):
     """Extend stored tokens from the second turn on. If off, every turn is tokenised again: for measuring the drift."""
     thinking: Literal["template", "keep"] = "template"
     """Thinking that a chat template drops later: follow the template into a new chain, or keep it and stay on one."""
+
+    model_names: dict[str, Literal["policy", "refuse"]] = Field(default_factory=lambda: {"*": "policy"})
+    """Names of models that clients may ask for: pattern → `policy`, the served policy, or `refuse`. The first pattern
+    that matches decides; a name that none matches is refused. `strict` serves the engine's own name only."""
 
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     max_header_bytes: int = Field(default=64 * 2**10, gt=0)
@@ -92,6 +97,18 @@ class ProxySettings(Settings):
     """JSON Lines of every call; off by default."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
+
+    @field_validator("model_names", mode="before")
+    @classmethod
+    def _parse_model_names(cls, value: object) -> object:
+        if value == "strict":
+            return {}
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f'{value!r} is not JSON; write {{"gpt-*": "policy"}} or strict') from error
 
     @field_validator("engine")
     @classmethod

@@ -119,7 +119,7 @@ class Relay:
                 raw = await self._read_whole(running, lane)
             running.version_last = lane.version
             with decoding_reply(lane):
-                running.captured, reply = call.dialect.capture_reply(replace_adapter_name(raw, lane), call)
+                running.captured, reply = call.dialect.capture_reply(restore_model_name(raw, lane, call), call)
             is_stored = await self._commit(running)
         if not is_stored:
             return rebuilt_answer(call, await self.stored_turns(running))
@@ -197,8 +197,7 @@ class Relay:
         if failures:
             chunks = [event for event in chunks if CHOICES in event]
         with decoding_reply(lane):
-            if lane.adapter is not None:
-                chunks = [replace_adapter_name(chunk, lane) for chunk in chunks]
+            chunks = [restore_model_name(chunk, lane, call) for chunk in chunks]
             shown = call.dialect.capture_chunks(chunks, captured, call)
         if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
             running.first_token_at = time.perf_counter()
@@ -211,8 +210,7 @@ class Relay:
         self._faults.point("before_engine")
         call = running.call
         body = call.dialect.engine_body(call, running.plan.prompt_token_ids, running.session.sampling)
-        if lane.adapter is not None and call.model in ("", lane.engine.model):
-            body["model"] = lane.adapter
+        body["model"] = lane.adapter or lane.engine.model
         lane.engine.reject_prompt_logprobs(body)
         encoded = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         return encoded, {"content-type": "application/json", "x-request-id": running.call_id}
@@ -327,11 +325,12 @@ class Relay:
         self._metrics.turns_of("error", reason).inc()
 
 
-def replace_adapter_name(reply: bytes, lane: Lane) -> bytes:
-    """Return a reply or chunk that names the served model in place of the adapter that sampled it."""
-    if lane.adapter is None:
+def restore_model_name(reply: bytes, lane: Lane, call: Call) -> bytes:
+    """Return a reply or chunk that names the model that the client asked for, not the name inside the engine."""
+    inside, requested = lane.adapter or lane.engine.model, call.model or lane.engine.model
+    if inside == requested:
         return reply
-    return reply.replace(f'"model":"{lane.adapter}"'.encode(), b'"model":' + orjson.dumps(lane.engine.model), 1)
+    return reply.replace(b'"model":' + orjson.dumps(inside), b'"model":' + orjson.dumps(requested), 1)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,7 @@ class Sample:
         )
         call = self._read_call(raw, scope, headers, query)
         reply.encoder = call.encoder
+        services.model_names.check(call.model, services.pool.engines)
         if call.dropped_tools:
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None:

@@ -15,7 +15,7 @@ from proxy.dialects import registry
 from proxy.dialects.base import Action, Dialect, WireRoute
 from proxy.routes.calls import Sample, query_of
 from proxy.routes.reply import Reply
-from turnwise.errors import NotFound, TurnwiseError
+from turnwise.errors import TurnwiseError
 from turnwise.types import Json
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from proxy.services import Services
 
 COUNTED_FIELDS = (
-    "model",
     "messages",
     "tools",
     "chat_template_kwargs",
@@ -73,8 +72,10 @@ class Query:
         body = parse_object(raw, max_depth=settings.max_json_depth)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
         request = self._dialect.count_request(body)
-        rendered = {field: request[field] for field in COUNTED_FIELDS if field in request}
-        answer = await services.pool.route(principal.key_id).ask("POST", "/tokenize", rendered)
+        services.model_names.check(str(request.get("model") or ""), services.pool.engines)
+        engine = services.pool.route(principal.key_id)
+        rendered = {field: request[field] for field in COUNTED_FIELDS if field in request} | {"model": engine.model}
+        answer = await engine.ask("POST", "/tokenize", rendered)
         return self._dialect.encode_count(int(answer["count"]))
 
     async def _list_models(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
@@ -82,15 +83,15 @@ class Query:
 
     async def _get_model(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
         name = scope["path_params"]["model"]
-        for model in await self._models(principal):
-            if model["id"] == name:
-                return dialect.encode_model(model)
-        raise NotFound(f"model {name!r} is not served; GET /v1/models lists the served models", code="model_not_found")
+        self._services.model_names.check(name, self._services.pool.engines)
+        models = await self._models(principal)
+        listed = next((model for model in models if model["id"] == name), models[0])
+        return dialect.encode_model({**listed, "id": name})
 
     async def _models(self, principal: Principal) -> list[Json]:
+        """Return the models to list, as OpenAI describes them."""
         answer = await self._services.pool.route(principal.key_id).ask("GET", "/v1/models")
-        models: list[Json] = answer["data"]
-        return models
+        return self._services.model_names.listed(answer["data"])
 
 
 class Endpoints:

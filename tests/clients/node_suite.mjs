@@ -81,7 +81,7 @@ const checks = {
     assert.ok(data.id.startsWith("chatcmpl-"));
   },
   async errors() {
-    await assert.rejects(client.chat.completions.create({ model: "no", messages: [user] }), OpenAI.NotFoundError);
+    await assert.rejects(client.chat.completions.create({ model: "policy-v0", messages: [user] }), OpenAI.NotFoundError);
     await assert.rejects(
       client.chat.completions.create({ model, messages: [user], temperature: -1 }),
       OpenAI.BadRequestError,

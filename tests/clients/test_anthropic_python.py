@@ -75,7 +75,7 @@ def test_the_tool_runner_runs_a_tool_to_the_end(client: anthropic.Anthropic, pro
 def test_count_tokens_and_errors(client: anthropic.Anthropic) -> None:
     assert client.messages.count_tokens(model="fake", messages=[USER]).input_tokens > 10
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(model="nothing", max_tokens=9, messages=[USER])
+        client.messages.create(model="policy-v0", max_tokens=9, messages=[USER])
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(model="fake", max_tokens=0, messages=[USER])
 

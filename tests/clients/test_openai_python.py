@@ -129,11 +129,11 @@ def test_responses_go_on_from_a_previous_one_with_a_tool(client: openai.OpenAI, 
 
 def test_errors_are_the_client_s_own_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="nothing", messages=[USER])
+        client.chat.completions.create(model="policy-v0", messages=[USER])
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="fake", messages=[USER], temperature=-1)
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="nothing", input="x")
+        client.responses.create(model="policy-v0", input="x")
 
 
 def test_a_retry_after_an_error_is_a_turn_of_its_own_beside_the_failed_one(

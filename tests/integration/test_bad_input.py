@@ -44,10 +44,10 @@ def post_raw(http: httpx2.Client, path: str, body: bytes) -> httpx2.Response:
     return http.post(path, content=body, headers={"content-type": "application/json"})
 
 
-def test_an_unknown_model_is_refused_in_the_engines_own_words(shared):
+def test_the_name_of_a_policy_version_is_refused(shared):
     _, http = shared
-    said = refusal(http.post("/v1/chat/completions", json={**CHAT, "model": "gpt-9"}), 404, 404)
-    assert "`gpt-9`" in said
+    said = refusal(http.post("/v1/chat/completions", json={**CHAT, "model": "policy-v0"}), 404, "model_not_found")
+    assert "'policy-v0'" in said
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b'"text"', b'{"messages": NaN}', b"\xff", b'{"a": "\\ud800"}'])

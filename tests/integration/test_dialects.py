@@ -217,9 +217,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "no messages": ("messages", {"max_tokens": 1}, 400, "messages"),
     "unknown model": (
         "messages",
-        {"model": "no", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
+        {"model": "policy-v0", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
         404,
-        "does not exist",
+        "is not served",
     ),
     "a role of none": ("messages", {"max_tokens": 1, "messages": [{"role": "x", "content": "x"}]}, 400, "'x'"),
     "a server's tool": (

@@ -1,0 +1,62 @@
+"""Names of models: agents ask for the names they know, and every accepted name is the served policy."""
+
+from __future__ import annotations
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from support.proxies import ProxyAndEngine, StartProxy, assert_served_is_stored
+
+from turnwise.fake_engine import RunningFakeEngine
+
+HELLO = {"messages": [{"role": "user", "content": "Hello there"}]}
+
+
+def test_by_default_every_name_is_the_served_policy_and_the_reply_repeats_it(shared_proxy: ProxyAndEngine) -> None:
+    proxy, engine = shared_proxy.proxy, shared_proxy.engine
+    client = openai.OpenAI(base_url=proxy.session_v1("names"), api_key="any", max_retries=0)
+    claude = anthropic.Anthropic(base_url=f"{proxy.url}/sessions/names", api_key="any", max_retries=0)
+    asked: list = HELLO["messages"]
+    assert client.chat.completions.create(model="gpt-4.1-mini", messages=asked).model == "gpt-4.1-mini"
+    chunks = client.chat.completions.create(model="org/Títle-9", messages=asked, stream=True)
+    assert {chunk.model for chunk in chunks} == {"org/Títle-9"}
+    assert claude.messages.create(model="claude-opus", max_tokens=9, messages=asked).model == "claude-opus"
+    assert client.responses.create(model="o9", input="Hello there").model == "o9"
+    assert httpx2.post(f"{proxy.v1}/chat/completions", json=HELLO).json()["model"] == "fake"
+    assert {call.body["model"] for call in engine.calls} == {"fake"}
+    assert [view.turn.model for view in proxy.turns("names")] == ["gpt-4.1-mini", "org/Títle-9", "claude-opus", "o9"]
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("org/gpt-5").id == "org/gpt-5"
+    assert [model.id for model in claude.models.list()] == ["fake"]
+    assert claude.messages.count_tokens(model="claude-opus", messages=asked).input_tokens > 3
+    with pytest.raises(openai.NotFoundError, match="policy version"):
+        client.chat.completions.create(model="policy-v0", messages=asked)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("policy-v0")
+    assert_served_is_stored(proxy, engine)
+
+
+def test_a_setting_maps_names_and_patterns(start_proxy: StartProxy, fake_engine: RunningFakeEngine) -> None:
+    """The first pattern that matches decides; a name that none matches is refused."""
+    rules = '{"gpt-secret": "refuse", "gpt-*": "policy", "house-model": "policy"}'
+    proxy = start_proxy(fake_engine.url, "--model-names", rules)
+    statuses = {
+        name: httpx2.post(f"{proxy.v1}/chat/completions", json={**HELLO, "model": name}).status_code
+        for name in ("fake", "gpt-4", "house-model", "gpt-secret", "other", "policy-v1", "gpt-" + "x" * 300)
+    }
+    assert statuses == {
+        **dict.fromkeys(("fake", "gpt-4", "house-model"), 200),
+        **dict.fromkeys(("gpt-secret", "other", "policy-v1", "gpt-" + "x" * 300), 404),
+    }
+    listed = httpx2.get(f"{proxy.v1}/models").json()["data"]
+    assert [model["id"] for model in listed] == ["fake", "house-model"]
+
+
+def test_a_strict_proxy_serves_the_engine_s_own_name_only(
+    start_proxy: StartProxy, fake_engine: RunningFakeEngine
+) -> None:
+    proxy = start_proxy(fake_engine.url, "--model-names", "strict")
+    refused = httpx2.post(f"{proxy.v1}/chat/completions", json={**HELLO, "model": "gpt-4"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert "'fake'" in refused.json()["error"]["message"]
