@@ -36,7 +36,7 @@ class ProxySettings(Settings):
     thinking: Literal["template", "keep"] = "template"
     """Thinking that a chat template drops later: follow the template into a new chain, or keep it and stay on one."""
 
-    model_names: dict[str, Literal["policy", "refuse"]] = Field(default_factory=lambda: {"*": "policy"})
+    model_names: dict[str, Literal["policy", "refuse"]] = Field(default={"*": "policy"})
     """Names of models that clients may ask for: pattern → `policy`, the served policy, or `refuse`. The first pattern
     that matches decides; a name that none matches is refused. `strict` serves the engine's own name only."""
 
