@@ -98,7 +98,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         pool,
         settings,
         metrics,
-        probe=lambda engine: _probe_engine(engine, relay, settings),
+        probe=lambda engine: _probe_engine(engine, sessions, settings),
         faults=faults,
     )
     services = Services(
@@ -153,7 +153,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def _probe_engine(engine: Engine, relay: Relay, settings: ProxySettings) -> None:
+async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySettings) -> None:
     """Check what an engine can do, and reject it if capture would not be exact.
 
     Raises:
@@ -168,8 +168,8 @@ async def _probe_engine(engine: Engine, relay: Relay, settings: ProxySettings) -
         if settings.engine_check == "strict":
             raise
         log.warning("%s", unsuitable)
-    if relay.template is None:
-        relay.template = await find_template(engine, settings.tokenizer)
+    if sessions.template is None:
+        sessions.template = await find_template(engine, settings.tokenizer)
 
 
 async def _sweep(services: Services) -> None:

@@ -80,7 +80,7 @@ def build_turns(
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
         prompt = as_token_ids(choice.prompt_token_ids) if choice.prompt_token_ids else echo
-        outcome, reason = _outcome(prompt, choice, echoed=echoed, reason=plan.reason, aborted=aborted)
+        outcome, reason = _outcome(prompt, choice, plan, echoed=echoed, aborted=aborted)
         # A retry of a call that was cut off samples again: only a complete reply is stored under the key.
         keyed = call.idempotency_key is not None and aborted is None
         history_digest, messages_digest, dialogue_digest = plan.history.extended(choice.message)
@@ -155,7 +155,7 @@ def request_key(idempotency_key: str, index: int) -> str:
 
 
 def _outcome(
-    prompt: TokenIds, choice: Choice, *, echoed: bool, reason: str | None, aborted: str | None
+    prompt: TokenIds, choice: Choice, plan: Plan, *, echoed: bool, aborted: str | None
 ) -> tuple[Outcome, str | None]:
     """Return the outcome of a choice, its logprobs not considered, and the reason: the first problem found."""
     if aborted is not None:
@@ -166,9 +166,7 @@ def _outcome(
         return Outcome.UNTRAINABLE, "no_token_ids"
     if not echoed:
         return Outcome.RETOKENISED, "echo_differs"
-    if reason is not None:
-        return Outcome.RETOKENISED, reason
-    return Outcome.EXACT, None
+    return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason
 
 
 def known_turn(turn: Turn, plan: Plan) -> KnownTurn:
@@ -187,6 +185,7 @@ def known_turn(turn: Turn, plan: Plan) -> KnownTurn:
         history_digest=turn.history_digest,
         messages_digest=turn.messages_digest,
         dialogue_digest=turn.dialogue_digest,
+        prompt_digest=plan.history.messages[-1] if plan.history.messages else b"",
         reasoning=turn.response.get("reasoning") or "",
         call_ids=tool_call_ids(turn.response),
         is_aborted=turn.outcome is Outcome.ABORTED,

@@ -20,8 +20,6 @@ from proxy.calls import capture
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
 from proxy.calls.running import Running
-from proxy.continuation.chat_template import ChatTemplate
-from proxy.continuation.conversation import read_conversation
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
@@ -64,18 +62,16 @@ class Relay:
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.template: ChatTemplate | None = None
-        """The served model's chat template; None until an engine has reported its model."""
 
     @contextlib.asynccontextmanager
     async def begin(
         self, call: Call, principal: Principal, identity: RequestIdentity, call_id: str
     ) -> AsyncIterator[Running]:
         """Find the call's session and plan its prompt; the turn that it extends is reserved for the block."""
-        conversation = read_conversation(call)
+        conversation = self._sessions.read_conversation(call)
         placement = await self._sessions.find(call, conversation, principal)
         try:
-            plan = await self._sessions.plan(placement, call, conversation, self.template)
+            plan = await self._sessions.plan(placement, call, conversation)
             yield Running(call, placement, plan, identity, call_id)
         finally:
             self._sessions.release(placement)

@@ -1,26 +1,29 @@
-"""What the served model's chat template puts after a sampled reply, for any template, without code per model family.
+"""What the served model's chat template renders after a sampled reply, for any template, without code per model family.
 
-One decision: nothing about a template is assumed. Each continuation renders the conversation with the engine's own
-template and tokenizer and reads the answer off the text: a marker in place of the reply's content shows where the
-reply ends, and the text before the reply must be the text that was sent before. Where that cannot be shown, the
-answer is a named reason and the call opens a new chain.
+Nothing about a template is assumed. Each continuation renders the conversation with the engine's own template and
+tokenizer and finds the answer in the text: a marker in place of the reply's content shows where the reply ends, and
+the text before the reply must be the text that was sent before. If that does not hold, the answer is a named reason
+and the call starts a new chain.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import os.path
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from proxy.continuation.digests import CALL_IDS, NAME
 from turnwise.types import Json, TokenIds
 
 MARKER = "TurnwiseMarkQ7Z"
-"""Stands for a reply's content; letters and a digit, so that no JSON or HTML escaping changes it."""
+"""Replaces a reply's content; letters and a digit, so that JSON or HTML escaping does not change it."""
+PROBE_VALUE, OTHER_PROBE_VALUE = "probe0001", "probe0002"
 
 Reason = Literal["template_unsafe", "thinking_stripped", "tokenizer_differs"]
 
@@ -46,7 +49,7 @@ class ChatTokenizer(Protocol):
         """Tokenise text."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        """Spell tokens out."""
+        """Return the text of tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Reply:
 
 
 class ChatTemplate:
-    """Rendering as the engine does it."""
+    """Renders conversations as the engine does."""
 
     def __init__(
         self, tokenizer: ChatTokenizer, end_tokens: Sequence[int], content_format: Literal["string", "openai"]
@@ -76,6 +79,29 @@ class ChatTemplate:
     def end_tokens(self) -> frozenset[int]:
         """Ids that end a turn."""
         return frozenset(self._ends)
+
+    @functools.cached_property
+    def fields_read(self) -> frozenset[str]:
+        """What the template prints besides role, content and tool calls: `NAME`, `CALL_IDS`.
+
+        Found by rendering: the same conversation with other names or ids gives another text. Both values are nine
+        letters and digits, because some templates refuse other ids.
+        """
+        return frozenset(field for field in (NAME, CALL_IDS) if self._prints(field))
+
+    def _prints(self, field: str) -> bool:
+        for probe in PROBES:
+            values = {NAME: PROBE_VALUE, CALL_IDS: PROBE_VALUE}
+            try:
+                texts = {
+                    self.render(probe({**values, field: value}), None, {}, generate=False)
+                    for value in (PROBE_VALUE, OTHER_PROBE_VALUE)
+                }
+            except Unsafe:
+                continue  # the template refuses this kind of conversation, so no such conversation is ever extended
+            if len(texts) > 1:
+                return True
+        return False
 
     def render(self, messages: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
         """Return the prompt's text.
@@ -112,7 +138,7 @@ class ChatTemplate:
             keep_thinking: stay on the chain although the template drops earlier thinking.
 
         Raises:
-            Unsafe: when the template does not put the same text before, or nothing recognisable after the reply.
+            Unsafe: when the template does not put the same text before, or no recognisable text after the reply.
         """
         if keep_thinking:
             messages = [_without_thinking(message) for message in messages]
@@ -185,14 +211,14 @@ class ChatTemplate:
             raise Unsafe("thinking_stripped")
 
     def _tokenise_after(self, token: int, spelled: str, text: str) -> TokenIds:
-        """Tokenise text as it stands after a special token: some tokenizers treat the start of a text differently."""
+        """Tokenise text that follows a special token: some tokenizers treat the start of a text differently."""
         ids = self.tokenise(spelled + text)
         if not ids or ids[0] != token:
             raise Unsafe("tokenizer_differs")
         return np.asarray(ids[1:], np.int32)
 
     def _as_engine(self, message: Json) -> Json:
-        """Return the message as vLLM hands it to the template."""
+        """Return the message as vLLM passes it to the template: fields that it drops are dropped."""
         content = message.get("content")
         if not isinstance(content, str | list | None):
             raise Unsafe("template_unsafe")
@@ -210,8 +236,38 @@ class ChatTemplate:
         return shaped
 
 
+def _named_probe(values: dict[str, str]) -> list[Json]:
+    """Return a conversation with names."""
+    name = values[NAME]
+    return [
+        {"role": "user", "content": "a", "name": name},
+        {"role": "assistant", "content": "b", "name": name},
+        {"role": "user", "content": "c", "name": name},
+    ]
+
+
+def _system_probe(values: dict[str, str]) -> list[Json]:
+    """Return a conversation with a named system message."""
+    return [{"role": "system", "content": "a", "name": values[NAME]}, {"role": "user", "content": "b"}]
+
+
+def _tool_probe(values: dict[str, str]) -> list[Json]:
+    """Return a conversation with a tool call."""
+    call = {"id": values[CALL_IDS], "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": values[CALL_IDS], "name": values[NAME], "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+PROBES: Sequence[Callable[[dict[str, str]], list[Json]]] = (_named_probe, _system_probe, _tool_probe)
+"""Kinds of conversations; a template may refuse some of them."""
+
+
 def _last_common(closing: str, rest: str, end: str) -> int | None:
-    """Return where `end` last stands in the part that both texts start with; None where it does not."""
+    """Return the last position of `end` in the common prefix of both texts; None without one."""
     shared = os.path.commonprefix([closing, rest])  # noqa: RUF071  of texts, one character at a time, as it does
     at = shared.rfind(end)
     return None if at < 0 else at
@@ -244,7 +300,7 @@ def _call_with_parsed_arguments(call: Json) -> Json:
 
 
 def _marked(reply: Json) -> Json:
-    """Return the reply with the marker as the last thing that a template prints of it."""
+    """Return the reply with the marker as the last part that a template prints."""
     if not reply.get("tool_calls"):
         return {**_without_thinking(reply), "content": MARKER}
     marked = copy.deepcopy(reply)
@@ -275,7 +331,7 @@ def load_chat_template(path: str, content_format: Literal["string", "openai"]) -
     """Load a tokenizer and its template from a directory, or by its id from the local Hugging Face cache.
 
     Raises:
-        OSError, ValueError: when there is no such tokenizer, as transformers says it.
+        OSError, ValueError: there is no such tokenizer, as transformers raises it.
     """
     from transformers import AutoTokenizer, GenerationConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from proxy.continuation.digests import History, context_digest, digest_history
+from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history
 from proxy.dialects.base import Call
 from turnwise.types import Json
 
@@ -44,10 +44,11 @@ def tool_call_ids(message: Json) -> frozenset[str]:
     return frozenset(call_id for call in calls if isinstance(call, dict) and isinstance(call_id := call.get("id"), str))
 
 
-def read_conversation(call: Call) -> Conversation:
-    """Compute the digests of a call's conversation."""
+def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:
+    """Compute the digests of a call's conversation; `fields` are what the template prints beside the text."""
     context = context_digest(call.tools, call.template_arguments)
-    return Conversation(call.messages, digest_history(call.messages, context), reply_position(call.messages))
+    history = digest_history(call.messages, context, fields)
+    return Conversation(call.messages, history, reply_position(call.messages))
 
 
 def reply_position(messages: Sequence[Json]) -> int:

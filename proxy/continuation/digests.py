@@ -1,22 +1,22 @@
-"""Digests of conversations: one after every message, independent of how a client writes the messages.
+"""Digests of conversations: one after every message, over what the chat template reads and nothing else.
 
-A request extends a turn when the digest of its first messages equals the digest of the turn's messages and reply. The
-digest ignores what clients are known to change when they send a reply back: tool-call ids, spaces and key order in
-tool arguments, `null` instead of an absent field, text parts instead of plain text, and thinking, which most clients
-drop. It ignores nothing else.
+A request extends a turn when the digest of its first messages equals the digest of the turn's messages and reply. A
+digest covers role, text and tool calls with their arguments as values. It covers names and the ids of tool calls only
+where the served template prints them. It ignores all other fields, such as `provider_specific_fields`, `cache_control`
+or thinking: no template reads them, and clients add, change and drop them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 
-from turnwise.types import Json
+from turnwise.types import Json, Turn
 
 DIGEST_BYTES = 8
 """Digests are compared within one session, or one API key's sessions, so 64 bits are plenty."""
@@ -26,8 +26,9 @@ SYSTEM_ROLES = ("system", "developer")
 """A tuple, not a set, because a client may send an unhashable value as a role or a type."""
 TEXT_PARTS = ("text", "refusal", None)
 """Types of content parts that are text."""
-HANDLED_FIELDS = frozenset({"content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "role"})
-"""Message fields that `message_digest` reads by name or ignores."""
+NAME, CALL_IDS = "name", "call_ids"
+"""What a template may print besides role, content and tool calls: the sender's name, the ids of tool calls."""
+NO_FIELDS: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,22 +43,30 @@ class History:
     """Without system messages as well."""
     states: tuple[Any, Any, Any]
     """The three running hashes after the last message."""
+    fields: frozenset[str] = NO_FIELDS
+    """What the template prints of `NAME` and `CALL_IDS`."""
 
     def extended(self, message: Json) -> tuple[bytes, bytes, bytes]:
         """Return the three digests after one more message, the reply."""
-        digest = message_digest(message)
+        digest = message_digest(message, self.fields)
         states = [state.copy() for state in self.states]
         for state in states:
             state.update(digest)
         return states[0].digest(), states[1].digest(), states[2].digest()
 
 
-def digest_history(messages: Sequence[Json], context: bytes) -> History:
-    """Digest every prefix of `messages`; `context` is the digest of tools and template arguments."""
+def digest_history(messages: Sequence[Json], context: bytes, fields: frozenset[str] = NO_FIELDS) -> History:
+    """Digest every prefix of `messages`.
+
+    Args:
+        messages: the conversation.
+        context: the digest of tools and template arguments.
+        fields: what the template prints of `NAME` and `CALL_IDS`.
+    """
     full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
-    history = History([], [], [], (full, plain, dialogue))
+    history = History([], [], [], (full, plain, dialogue), fields)
     for message in messages:
-        digest = message_digest(message)
+        digest = message_digest(message, fields)
         full.update(digest)
         plain.update(digest)
         if message.get("role") not in SYSTEM_ROLES:
@@ -79,32 +88,38 @@ def context_digest(tools: Any, template: Json) -> bytes:
     return blake2b(orjson.dumps([tools, template], option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES).digest()
 
 
-def message_digest(message: Json) -> bytes:
+def message_digest(message: Json, fields: frozenset[str] = NO_FIELDS) -> bytes:
     """Return the digest of one message."""
-    canonical: Json = {"r": message.get("role"), "c": canonical_content(message.get("content"))}
+    content = canonical_content(message.get("content"))
+    canonical: Json = {"r": message.get("role"), "c": content}
     if calls := message.get("tool_calls"):
-        canonical["t"] = [_canonical_call(call) for call in calls] if isinstance(calls, list) else calls
-    if others := {
-        key: value for key, value in message.items() if key not in HANDLED_FIELDS and value not in (None, [], "")
-    }:
-        canonical["o"] = others
+        canonical["t"] = [_canonical_call(call, fields) for call in calls] if isinstance(calls, list) else calls
+        if isinstance(content, str) and not content.strip():
+            canonical["c"] = ""  # whitespace beside a tool call, which clients drop
+    if NAME in fields and message.get("name"):
+        canonical["n"] = message["name"]
+    if CALL_IDS in fields and message.get("tool_call_id"):
+        canonical["i"] = message["tool_call_id"]
     return blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=MESSAGE_BYTES).digest()
 
 
 def canonical_content(content: Any) -> Any:
-    """Return content that is only text as one string; return other content unchanged."""
+    """Return content that is only text as one string; return other content without `cache_control`."""
     if content is None:
         return ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "\n".join(str(part.get("text", "")) for part in content)
-    return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    if all(part.get("type") in TEXT_PARTS for part in content):
+        return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in content)
+    return [{field: value for field, value in part.items() if field != "cache_control"} for part in content]
 
 
-def _canonical_call(call: Any) -> Any:
+def _canonical_call(call: Any, fields: frozenset[str]) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    return [function.get("name"), canonical_arguments(function.get("arguments"))]
+    canonical = [function.get("name"), canonical_arguments(function.get("arguments"))]
+    return [*canonical, call.get("id")] if CALL_IDS in fields else canonical
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,3 +145,22 @@ def has_media(messages: Sequence[Json]) -> bool:
         if isinstance(content := message.get("content"), list)
         for part in content
     )
+
+
+def prompt_digests(turns: Iterable[Turn], fields: frozenset[str]) -> dict[str, bytes]:
+    """Return the digest of each turn's prompt messages, as `History.messages` has it after the last message.
+
+    Args:
+        turns: the turns of a session in the order of their commits.
+        fields: what the template prints of `NAME` and `CALL_IDS`.
+    """
+    found: dict[str, bytes] = {}
+    states: dict[str | None, Any] = {}
+    for turn in turns:
+        state = states[turn.parent_turn_id].copy() if turn.parent_turn_id in states else _empty()
+        for message in turn.messages:
+            state.update(message_digest(message, fields))
+        found[turn.turn_id] = state.digest()
+        state.update(message_digest(turn.response, fields))
+        states[turn.turn_id] = state
+    return found

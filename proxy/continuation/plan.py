@@ -19,7 +19,7 @@ from proxy.dialects.base import Call
 from turnwise.types import Json, TokenIds
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class KnownTurn:
     """The part of a stored turn that is needed to extend it."""
 
@@ -31,6 +31,8 @@ class KnownTurn:
     history_digest: bytes
     messages_digest: bytes
     dialogue_digest: bytes
+    prompt_digest: bytes = b""
+    """Digest of the prompt's messages alone."""
     reasoning: str = ""
     """The thinking that was sampled."""
     call_ids: frozenset[str] = frozenset()
@@ -50,11 +52,19 @@ class Forest:
     by_id: dict[str, KnownTurn] = dataclasses.field(default_factory=dict)
     by_history: dict[bytes, list[KnownTurn]] = dataclasses.field(default_factory=dict)
     """Several turns have the same history where parallel agents got the same reply."""
+    children: dict[str | None, list[KnownTurn]] = dataclasses.field(default_factory=dict)
+    """The turns that extend each turn; under None the roots."""
 
     def add(self, turn: KnownTurn) -> None:
-        """Add a turn."""
+        """Add a turn; one that is added again, with its tokens, replaces itself."""
+        earlier = self.by_id.get(turn.turn_id)
+        if earlier is not None:
+            turn.has_child = earlier.has_child
+            self.by_history[turn.history_digest].remove(earlier)
+            self.children[turn.parent_turn_id].remove(earlier)
         self.by_id[turn.turn_id] = turn
         self.by_history.setdefault(turn.history_digest, []).append(turn)
+        self.children.setdefault(turn.parent_turn_id, []).append(turn)
         parent = self.by_id.get(turn.parent_turn_id or "")
         if parent is not None:
             parent.has_child = parent.has_child or not turn.is_aborted
@@ -113,7 +123,9 @@ class Plan:
     parent_length: int = 0
     """Number of the parent's tokens, prompt and sampled; the prompt tokens after them belong to this turn."""
     reason: str | None = None
-    """Why a conversation with replies starts a new chain."""
+    """Why a conversation with replies starts a new chain, or branches from an earlier turn than its last reply's."""
+    is_retokenised: bool = False
+    """Whether the conversation contains replies and no stored tokens are used for them."""
 
     def new_messages(self, messages: list[Json]) -> list[Json]:
         """Return the messages that this turn must store."""
@@ -133,10 +145,10 @@ def plan_call(
     """Plan a call that may extend `parent`, whose prompt and sampled ids are `parent_tokens`."""
     history = conversation.history
     if parent is None or parent_tokens is None:
-        return Plan(history=history, reason=break_reason(conversation, forest))
+        return new_chain(conversation, break_reason(conversation, forest))
     reason = _reason_not_to_extend(call, template)
     if reason is not None or template is None:
-        return Plan(history=history, reason=reason)
+        return new_chain(conversation, reason)
     last_token = int(parent_tokens[-1])
     try:
         between = template.continuation(
@@ -148,13 +160,20 @@ def plan_call(
             keep_thinking=keep_thinking,
         )
     except Unsafe as unsafe:
-        return Plan(history=history, reason=unsafe.reason)
+        return new_chain(conversation, unsafe.reason)
     return Plan(
         history=history,
         parent=parent,
         prompt_token_ids=np.concatenate([parent_tokens, between]),
         parent_length=len(parent_tokens),
+        reason=break_reason(conversation, forest, parent),
     )
+
+
+def new_chain(conversation: Conversation, reason: str | None) -> Plan:
+    """Return the plan of a call that extends no turn."""
+    is_retokenised = reason is not None and conversation.num_replied > 0
+    return Plan(history=conversation.history, reason=reason, is_retokenised=is_retokenised)
 
 
 def _reason_not_to_extend(call: Call, template: ChatTemplate | None) -> str | None:
@@ -170,23 +189,37 @@ def _reason_not_to_extend(call: Call, template: ChatTemplate | None) -> str | No
     return None
 
 
-def break_reason(conversation: Conversation, forest: Forest) -> str | None:
-    """Return why a conversation with replies extends no turn; None if the session or the replies are empty."""
+def break_reason(conversation: Conversation, forest: Forest, parent: KnownTurn | None = None) -> str | None:
+    """Return why a conversation extends no turn, or an earlier turn than its last reply's; None if it breaks nothing.
+
+    Args:
+        conversation: what the call sends.
+        forest: the turns of its session.
+        parent: the turn that it extends; None without one.
+    """
     num_replied, history = conversation.num_replied, conversation.history
-    if num_replied == 0 or not forest.by_id:
-        return None
+    first = 0 if parent is None else parent.num_messages
+    if not forest.by_id or num_replied <= first:
+        return "edited_history" if _drops_reply(conversation, forest, parent) else None
     turns = forest.by_id.values()
     messages_digests = {turn.messages_digest for turn in turns}
-    if any(digest in messages_digests for digest in history.messages[:num_replied]):
+    if any(digest in messages_digests for digest in history.messages[first:num_replied]):
         return "tools_changed"
     dialogue_digests = {turn.dialogue_digest for turn in turns}
     if any(
-        digest in dialogue_digests
-        for message, digest in zip(conversation.messages[:num_replied], history.dialogue, strict=False)
-        if message.get("role") == "assistant"
+        history.dialogue[index] in dialogue_digests
+        for index in range(first, num_replied)
+        if conversation.messages[index].get("role") == "assistant"
     ):
         return "system_changed"
     return "edited_history"
+
+
+def _drops_reply(conversation: Conversation, forest: Forest, parent: KnownTurn | None) -> bool:
+    """Return whether the conversation repeats the prompt of a turn after `parent`, and then leaves its reply out."""
+    siblings = forest.children.get(None if parent is None else parent.turn_id, ())
+    continued = set(conversation.history.messages[0 if parent is None else parent.num_messages : -1])
+    return any(turn.prompt_digest in continued for turn in siblings if not turn.is_aborted)
 
 
 def with_thinking(messages: list[Json], forest: Forest, parent: KnownTurn) -> list[Json]:

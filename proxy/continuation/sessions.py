@@ -19,9 +19,10 @@ import numpy as np
 from proxy.auth import Principal
 from proxy.continuation.candidates import Candidate, choose_candidate
 from proxy.continuation.chat_template import ChatTemplate
-from proxy.continuation.conversation import Conversation, tool_call_ids
+from proxy.continuation.conversation import Conversation, read_conversation, tool_call_ids
+from proxy.continuation.digests import NO_FIELDS, prompt_digests
 from proxy.continuation.live import LiveSession, Placement
-from proxy.continuation.plan import KnownTurn, Plan, plan_call
+from proxy.continuation.plan import KnownTurn, Plan, break_reason, new_chain, plan_call
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
@@ -61,6 +62,8 @@ class Sessions:
         metrics: Metrics,
         faults: FaultPoints | None = None,
     ) -> None:
+        self.template: ChatTemplate | None = None
+        """The served model's chat template; None until an engine has reported its model."""
         self._faults = faults or FaultPoints()
         self._database = database
         self._writer = writer
@@ -124,7 +127,8 @@ class Sessions:
 
     async def refresh(self, live: LiveSession) -> None:
         """Add the turns that other processes have committed, or this process before a restart."""
-        for view in await asyncio.to_thread(self._read_unknown, live):
+        views, digests = await asyncio.to_thread(self._read_unknown, live)
+        for view in views:
             turn = view.turn
             live.forest.add(
                 KnownTurn(
@@ -135,30 +139,39 @@ class Sessions:
                     history_digest=turn.history_digest,
                     messages_digest=turn.messages_digest,
                     dialogue_digest=turn.dialogue_digest,
+                    prompt_digest=digests[turn.turn_id],
                     reasoning=turn.response.get("reasoning") or "",
                     call_ids=tool_call_ids(turn.response),
                     is_aborted=turn.outcome is Outcome.ABORTED,
                 )
             )
 
-    def _read_unknown(self, live: LiveSession) -> list[lineage.TurnView]:
+    def _read_unknown(self, live: LiveSession) -> tuple[list[lineage.TurnView], dict[str, bytes]]:
+        """Return the stored turns that are not in memory, and the digests of their prompts."""
         session, known = live.session, set(live.forest.by_id)
         with self._database.read() as connection:
             index = queries.history_index(connection, session.tenant, session.session_id)
             if all(entry.turn_id in known or entry.outcome is Outcome.ERROR for entry in index):
-                return []
+                return [], {}
             views, _ = queries.turns(connection, session.tenant, session.session_id, limit=len(index))
-        return [view for view in views if view.turn.turn_id not in known and len(view.turn.token_ids)]
+        digests = prompt_digests((view.turn for view in views), self._fields_read)
+        return [view for view in views if view.turn.turn_id not in known and len(view.turn.token_ids)], digests
 
-    async def plan(
-        self, placement: Placement, call: Call, conversation: Conversation, template: ChatTemplate | None
-    ) -> Plan:
+    @property
+    def _fields_read(self) -> frozenset[str]:
+        return NO_FIELDS if self.template is None else self.template.fields_read
+
+    def read_conversation(self, call: Call) -> Conversation:
+        """Compute the digests of a call's conversation, over what the served template reads."""
+        return read_conversation(call, self._fields_read)
+
+    async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
-        if not conversation.num_replied:
-            return Plan(history=conversation.history)
-        if not self._settings.continuation:
-            return Plan(history=conversation.history, reason="continuation_off")
         live, parent = placement.live, placement.parent
+        if not conversation.num_replied:
+            return new_chain(conversation, break_reason(conversation, live.forest))
+        if not self._settings.continuation:
+            return new_chain(conversation, "continuation_off")
         if parent is None:
             parent = live.forest.deepest(conversation, self._reserved)
             if parent is None or parent.num_messages < conversation.num_replied:
@@ -168,7 +181,7 @@ class Sessions:
                 self._reserve(placement, parent)
         tokens = None if parent is None else await self._tokens(parent)
         keep_thinking = self._settings.thinking == "keep"
-        return plan_call(call, conversation, live.forest, template, parent, tokens, keep_thinking=keep_thinking)
+        return plan_call(call, conversation, live.forest, self.template, parent, tokens, keep_thinking=keep_thinking)
 
     def _reserve(self, placement: Placement, parent: KnownTurn) -> None:
         placement.parent = parent

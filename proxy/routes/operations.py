@@ -77,7 +77,7 @@ async def readyz(services: Annotated[Services, Depends(services_of)]) -> Respons
         "engines": engines,
         "store": store_error or "ok",
         "policy_version": max((engine.version for engine in services.pool.serving), default=None),
-        "exact_continuation": services.relay.template is not None and services.settings.continuation,
+        "exact_continuation": services.sessions.template is not None and services.settings.continuation,
         "reload_error": services.reloader.last_error,
     }
     return JSONResponse(report, status_code=200 if ready else 503)

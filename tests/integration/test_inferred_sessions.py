@@ -196,3 +196,38 @@ def test_tool_call_ids_tell_equal_runs_apart(fake_engine: RunningFakeEngine, sta
         played(proxy, runs[0], text, TOOLS)
     played(proxy, runs[1], "c", TOOLS)
     assert sorted(sessions_of(proxy).values()) == [["look", "a", "b"], ["look", "c"]]
+
+
+def litellm_dump(reply: Message) -> Message:
+    """Return a reply as LiteLLM's `model_dump` writes it, and as agents on LiteLLM send it back."""
+    return {
+        "content": reply.get("content"),
+        "role": "assistant",
+        "tool_calls": reply.get("tool_calls") or None,
+        "function_call": None,
+        "provider_specific_fields": {"refusal": None, "reasoning": reply.get("reasoning")},
+        "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": ""}],
+        "reasoning_details": [{"type": "reasoning.text", "text": "hm"}],
+        "annotations": [],
+        "id": "msg_1",
+        "name": "agent",
+    }
+
+
+def test_an_agent_that_sends_back_litellms_dump_stays_on_its_chain(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """As mini-swe-agent does; the cache control that LiteLLM adds to messages does not count either."""
+    fake_engine.answer(Rule(contains="look", reply=Reply(text="\n", tool_calls=[ToolCall(name="look_up")])))
+    proxy = start_proxy(fake_engine.url)
+    said = played(proxy, [], "look", TOOLS)
+    (asked,) = said[-1]["tool_calls"]
+    said[-1] = {**litellm_dump(said[-1]), "content": None}
+    said.append({"role": "tool", "tool_call_id": asked["id"], "name": "look_up", "content": "42"})
+    for text in ("on", "and on"):
+        said = played(proxy, said, text, TOOLS)
+        said[-1] = litellm_dump(said[-1])
+        said[-2]["content"] = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+    views = proxy.turns()
+    assert [(view.turn.outcome.value, view.turn.reason) for view in views] == [("exact", None)] * 3
+    assert len({view.turn.chain_id for view in views}) == 1

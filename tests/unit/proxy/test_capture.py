@@ -104,7 +104,7 @@ def test_what_cannot_be_trained_on_is_stored_and_says_why(captured: Captured, re
 def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
     """A cut weighs most: what came of it is kept, whole or not."""
     call = call_of(USER)
-    plan = plan_of(call, reason="edited_history")
+    plan = plan_of(call, reason="edited_history", is_retokenised=True)
     turn = only(built(call, plan, Captured(PROMPT, {0: choice(7)})))
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "edited_history")
     turn = only(built(call, plan, Captured(PROMPT, {0: choice(7, logprobs=[])}), aborted="client_left"))

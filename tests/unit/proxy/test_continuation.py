@@ -33,9 +33,8 @@ def stored(
 ):
     """Store a turn as the proxy would."""
     reasoning = str(fields.pop("reasoning", ""))
-    full, plain, dialogue = read_conversation(call(messages, **fields)).history.extended(
-        {"role": "assistant", "content": text}
-    )
+    history = read_conversation(call(messages, **fields)).history
+    full, plain, dialogue = history.extended({"role": "assistant", "content": text})
     turn = KnownTurn(
         turn_id=turn_id,
         parent_turn_id=parent,
@@ -44,6 +43,7 @@ def stored(
         history_digest=full,
         messages_digest=plain,
         dialogue_digest=dialogue,
+        prompt_digest=history.messages[-1],
         reasoning=reasoning,
         tokens=np.arange(3, dtype=np.int32).tobytes(),
     )
@@ -93,6 +93,44 @@ def test_a_history_that_extends_nothing_says_why(messages, fields, reason):
     conversation = read_conversation(call(messages, **fields))
     assert forest.deepest(conversation) is None
     assert break_reason(conversation, forest) == reason
+
+
+S2 = {"role": "system", "content": "Now hurry."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([USER, said("A"), S2, NEXT, said("B"), USER], None),
+        ([USER, said("A"), S2, NEXT, said("edited"), USER], "edited_history"),
+        ([USER, said("A"), {**S2, "content": "Take your time."}, NEXT, said("B"), USER], "system_changed"),
+        ([USER, said("A"), S2, NEXT, USER], "edited_history"),
+        ([USER, said("A"), S2, NEXT], None),
+        ([USER, said("A"), NEXT], None),
+    ],
+    ids=["grows", "edits the reply", "changes the system message", "drops the reply", "asks again", "branches"],
+)
+def test_a_branch_that_loses_a_later_reply_says_why(messages, reason):
+    """It extends stored tokens all the same, so it is exact; sampling again and branching lose nothing."""
+    forest = Forest()
+    first = stored(forest, "t1", [USER], "A")
+    stored(forest, "t2", [USER, said("A"), S2, NEXT], "B", parent="t1")
+    wanted = call(messages)
+    conversation = read_conversation(wanted)
+    parent = forest.deepest(conversation)
+    tokens = np.arange(3, dtype=np.int32)
+    plan = plan_call(wanted, conversation, forest, Canned(), parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
+    assert (plan.reason, plan.is_retokenised) == (reason, False)
+    assert plan.parent is (forest.by_id["t2"] if messages[-2:-1] == [said("B")] and reason is None else first)
+
+
+def test_a_prompt_that_leaves_out_its_first_reply_says_so():
+    """Nothing of it was tokenised again: it is the root of a chain, with a reason."""
+    forest = Forest()
+    stored(forest, "t1", [USER], "A")
+    assert break_reason(read_conversation(call([USER, NEXT])), forest) == "edited_history"
+    assert break_reason(read_conversation(call([USER])), forest) is None
+    assert break_reason(read_conversation(call([NEXT, USER])), forest) is None
 
 
 def test_a_first_call_with_somebody_elses_history_is_no_break():

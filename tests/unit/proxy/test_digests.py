@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from proxy.continuation.digests import canonical_arguments, context_digest, digest_history, has_media, message_digest
+from proxy.continuation.digests import (
+    CALL_IDS,
+    NAME,
+    canonical_arguments,
+    context_digest,
+    digest_history,
+    has_media,
+    message_digest,
+)
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"name": "Kim", "n": 1}'}}
 
@@ -29,11 +39,58 @@ def assistant(**fields: object) -> dict:
             {"role": "tool", "tool_call_id": "a", "content": "42"},
             {"role": "tool", "tool_call_id": "b", "content": "42"},
         ),
+        (assistant(content="\n\n", tool_calls=[CALL]), assistant(tool_calls=[CALL])),
+        (assistant(content="Hi."), assistant(content="Hi.", name="ada")),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "Hi.", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "user", "content": "Hi."},
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}, "cache_control": {}}]},
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        ),
     ],
 )
-def test_spelling_does_not_count(one, other):
-    """Ids, spacing, key order, null, parts and dropped thinking are forgotten."""
+def test_what_no_template_reads_does_not_count(one, other):
+    """Ids, spacing, key order, null, parts, dropped thinking, whitespace beside a tool call, cache control."""
     assert message_digest(one) == message_digest(other)
+
+
+UNREAD = ["provider_specific_fields", "thinking_blocks", "reasoning_details", "id", "refusal", "annotations", "x"]
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is slow
+@given(
+    st.dictionaries(st.sampled_from(UNREAD), st.one_of(st.none(), st.text(), st.lists(st.text()), st.integers())),
+    st.sampled_from(
+        [
+            {"role": "user", "content": "Hi."},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "42"},
+        ]
+    ),
+    st.sets(st.sampled_from([NAME, CALL_IDS])),
+)
+def test_other_fields_never_count(others: dict, message: dict, fields: set[str]):
+    """Whatever they hold, and whatever the template prints."""
+    assert message_digest({**others, **message}, frozenset(fields)) == message_digest(message, frozenset(fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "one", "other"),
+    [
+        (NAME, {"role": "user", "content": "Hi.", "name": "ada"}, {"role": "user", "content": "Hi."}),
+        (CALL_IDS, assistant(tool_calls=[CALL]), assistant(tool_calls=[{**CALL, "id": "another"}])),
+        (
+            CALL_IDS,
+            {"role": "tool", "tool_call_id": "a", "content": "42"},
+            {"role": "tool", "tool_call_id": "b", "content": "42"},
+        ),
+    ],
+)
+def test_names_and_ids_count_where_the_template_prints_them(field, one, other):
+    assert message_digest(one) == message_digest(other)
+    assert message_digest(one, frozenset({field})) != message_digest(other, frozenset({field}))
 
 
 @pytest.mark.parametrize(
@@ -46,15 +103,14 @@ def test_spelling_does_not_count(one, other):
             assistant(tool_calls=[{**CALL, "function": {"name": "look_up", "arguments": "{}"}}]),
         ),
         (assistant(tool_calls=[CALL]), assistant(tool_calls=[CALL, CALL])),
-        (assistant(content="Hi."), assistant(content="Hi.", name="ada")),
         (
             assistant(tool_calls=[{"function": {"name": "f", "arguments": "not json"}}]),
             assistant(tool_calls=[{"function": {"name": "f", "arguments": "not json!"}}]),
         ),
     ],
 )
-def test_meaning_counts(one, other):
-    """Text, role, arguments, number of calls and names are kept, unparsable arguments as they are."""
+def test_what_templates_read_counts(one, other):
+    """Text, role, arguments and the number of calls; arguments that are no JSON count as text."""
     assert message_digest(one) != message_digest(other)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from proxy.continuation.chat_template import ChatTemplate, Reply, Unsafe
+from proxy.continuation.digests import CALL_IDS, NAME
 from turnwise.demo.small_model import SmallModelSpec, train_tokenizer
 
 TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"
@@ -208,3 +209,28 @@ def test_table_of_verdicts_over_at_least_14_families():
     assert verdict("qwen3", "thinking", keep_thinking=False) == "thinking_stripped"
     assert verdict("qwen3", "thinking", keep_thinking=True) == "exact, thinking kept"
     assert verdict("qwen3", "think+tool", keep_thinking=False) == "exact"
+
+
+PRINTS_NAMES = "{% for m in messages %}<{{ m.name if m.name else m.role }}>{{ m.content }}{% endfor %}"
+PRINTS_IDS = """{% for m in messages %}{% if m.role == "system" %}{{ raise_exception("no system") }}{% endif %}
+{%- for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception("bad id") }}{% endif %}{{ c.id }}
+{%- endfor %}{{ m.content }}{{ m.tool_call_id if m.role == "tool" }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}", set()),
+        (PRINTS_NAMES, {NAME}),
+        (PRINTS_IDS, {CALL_IDS}),
+    ],
+)
+def test_what_a_template_prints_beside_the_text_is_found_by_rendering(source, read):
+    """Also where the template refuses some conversations, or ids that are not nine characters long."""
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = source
+    assert ChatTemplate(tokenizer, [tokenizer.eos_token_id or 0], "string").fields_read == read
+
+
+def test_no_public_template_prints_names_or_ids():
+    assert {family: template_of(family).fields_read for family in FAMILIES} == dict.fromkeys(FAMILIES, frozenset())
