@@ -53,6 +53,9 @@ class TrainerSettings(SourceRule, OptimizerRule, AdvantageRule, AgentRule, Polic
     """Command that plays held-out tasks through the proxy, in sessions of split `eval`. Empty: only read the eval
     sessions that others played."""
     evaluation_seconds: float = Field(default=600.0, gt=0)
+    """Time limit of the evaluation command."""
+    proxy_url: str = "http://127.0.0.1:8100"
+    """Address of the proxy, which evaluation commands get with a key and the version in their environment."""
 
     log_path: Path | None = None
     """JSON Lines, one line a batch and one an optimizer step; None: `trainer.jsonl` in `policies_dir`."""

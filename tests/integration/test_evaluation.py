@@ -11,7 +11,7 @@ from support.proxies import RunningProxy
 from support.tiny_checkpoints import write_weights
 
 from trainer.loop.evaluator import LedgerEvaluator
-from turnwise.store import policies, queries
+from turnwise.store import keys, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
@@ -98,3 +98,34 @@ def test_a_command_that_fails_is_reported_and_evaluates_nothing(proxy, database,
     version = publish(proxy, write_weights(tmp_path / "v1"))
     assert LedgerEvaluator(database, [sys.executable, "-c", "raise SystemExit(3)"]).evaluate(version) == {}
     assert "exited with status 3" in caplog.text
+
+
+PRINTS_ENVIRONMENT = """
+import json, os, sys, urllib.request
+shown = {name: os.environ[name] for name in os.environ if name.startswith(("TURNWISE_", "OPENAI_"))}
+request = urllib.request.Request(shown["TURNWISE_BASE_URL"] + "/models")
+request.add_header("authorization", f"Bearer {shown['TURNWISE_API_KEY']}")
+shown["model"] = json.load(urllib.request.urlopen(request))["data"][0]["id"]
+json.dump(shown, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_the_command_gets_the_proxys_address_a_key_of_its_own_and_the_version(proxy, database, tmp_path, with_keys):
+    """The key works while the command runs and is revoked afterwards; without any key the proxy stays open."""
+    version = publish(proxy, write_weights(tmp_path / "v1"))
+    if with_keys:
+        with database.write() as conn:
+            keys.create_key(conn, "default", keys.Role.ADMIN, "operator")
+    output = tmp_path / "environment.json"
+    command = [sys.executable, "-c", PRINTS_ENVIRONMENT, str(output)]
+    LedgerEvaluator(database, command, proxy_url=proxy.url).evaluate(version)
+    shown = json.loads(output.read_text())
+    assert shown["model"] == "fake"
+    assert (shown["TURNWISE_POLICY_VERSION"], shown["TURNWISE_RUN_PROXY"]) == (str(version), proxy.url)
+    assert shown["OPENAI_BASE_URL"] == shown["TURNWISE_BASE_URL"] == f"{proxy.url}/v1"
+    assert shown["OPENAI_API_KEY"] == shown["TURNWISE_RUN_API_KEY"] == shown["TURNWISE_API_KEY"]
+    assert (shown["TURNWISE_API_KEY"] == "none") == (not with_keys)
+    with database.read() as conn:
+        made = [key for key in keys.list_keys(conn) if key.name == "evaluation"]
+    assert [key.revoked_at is not None for key in made] == ([True] if with_keys else [])

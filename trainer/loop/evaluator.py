@@ -1,18 +1,21 @@
-"""The held-out runner: lets an agent play eval-split sessions through the proxy and reads how it went.
+"""Evaluation: an agent plays held-out sessions through the proxy, and the ledger has their rewards.
 
-The trainer never plays itself. It starts a command, the same agent that a user runs, and takes the result
-from the ledger, so what is measured is what is served, over the same road; and it is said which version that was.
+The trainer does not generate itself. It starts a command, the same agent that a user runs, and reads the result from
+the ledger, so the served model is measured through the proxy. The result names the version that sampled the sessions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from turnwise.store import evaluations, experiences, policies, queries
+from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.settings import child_environment, variable_name
+from turnwise.store import evaluations, experiences, keys, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyStatus, Session, SessionKey, SessionStatus, Split
 
@@ -37,8 +40,15 @@ class Evaluator(Protocol):
 class LedgerEvaluator:
     """Starts the command, if there is one, and sums up the eval sessions that ended meanwhile."""
 
-    def __init__(self, db: Database, command: Sequence[str] = (), timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        db: Database,
+        command: Sequence[str] = (),
+        timeout_seconds: float = 600.0,
+        proxy_url: str = DEFAULT_BASE_URL,
+    ) -> None:
         self._db = db
+        self._proxy_url = proxy_url.rstrip("/")
         self._command = list(command)
         self._timeout_seconds = timeout_seconds
         self._counted: set[SessionKey] | None = None
@@ -52,7 +62,7 @@ class LedgerEvaluator:
         if self._command:
             self._counted = self._counted if self._counted is not None else {_key(one) for one in self._over()}
             self._wait_until_served(policy_version)
-            self._play()
+            self._play(policy_version)
         over = self._over()
         ended = [one for one in over if _key(one) not in (self._counted or ())]
         self._counted = {_key(one) for one in over}
@@ -90,14 +100,49 @@ class LedgerEvaluator:
             time.sleep(POLL_SECONDS)
         log.warning("policy version %d is not served yet; what is served is evaluated instead", version)
 
-    def _play(self) -> None:
+    def _play(self, version: int) -> None:
         try:
-            done = subprocess.run(self._command, timeout=self._timeout_seconds, check=False)  # noqa: S603  the operator's
+            with self._temporary_key() as key:
+                done = subprocess.run(  # noqa: S603  the operator's command
+                    self._command,
+                    timeout=self._timeout_seconds,
+                    check=False,
+                    env=child_environment(evaluation_environment(self._proxy_url, key, version)),
+                )
         except (OSError, subprocess.TimeoutExpired) as error:
             log.error("the evaluation command %r did not run to its end: %s", self._command, error)  # noqa: TRY400
             return
         if done.returncode:
             log.error("the evaluation command %r exited with status %d", self._command, done.returncode)
+
+    @contextlib.contextmanager
+    def _temporary_key(self) -> Iterator[str]:
+        """Create an agent key for one evaluation and revoke it afterwards; `none` where the proxy asks for no key."""
+        with self._db.write() as conn:
+            made = keys.create_key(conn, "default", keys.Role.AGENT, "evaluation") if keys.any_keys(conn) else None
+        if made is None:
+            yield "none"
+            return
+        key_id, key = made
+        try:
+            yield key
+        finally:
+            with self._db.write() as conn:
+                keys.revoke_key(conn, key_id)
+
+
+def evaluation_environment(proxy_url: str, key: str, version: int) -> dict[str, str]:
+    """Return address, key and version for an evaluation command, also under the names of OpenAI and `turnwise run`."""
+    base_url = f"{proxy_url}/v1"
+    return {
+        "TURNWISE_BASE_URL": base_url,
+        "TURNWISE_API_KEY": key,
+        "TURNWISE_POLICY_VERSION": str(version),
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+        variable_name("run", "proxy"): proxy_url,
+        variable_name("run", "api_key"): key,
+    }
 
 
 def _key(session: Session) -> SessionKey:

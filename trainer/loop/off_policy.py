@@ -140,7 +140,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             LedgerSource(db, settings),
             make_agent(settings),
             optimizer_factory(settings),
-            LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds),
+            LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url),
             buffer,
             settings,
         )

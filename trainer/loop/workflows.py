@@ -37,7 +37,7 @@ class OnPolicyWorkflow(RLWorkflow):
     @classmethod
     def _build(cls, settings: TrainerSettings) -> Self:
         db = Database(settings.database.get_secret_value())
-        evaluator = LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds)
+        evaluator = LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url)
         return cls(
             LedgerSource(db, settings),
             make_agent(settings),

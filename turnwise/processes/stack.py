@@ -144,6 +144,7 @@ class Stack:
         config = self._settings.trainer_config
         flags = ["--config", str(config)] if config is not None else list(self._config)
         flags += ["--model", self._model, "--policies-dir", str(self._settings.policies_directory())]
+        flags += ["--proxy-url", self.proxy_url]
         if self._settings.kind is not None:
             flags += ["--kind", self._settings.kind]
         return [*flags, "--multi-devices"] if len(self._gpus.trainer) > 1 else flags
