@@ -1,7 +1,8 @@
-"""Who is calling: from the presented key to a principal, and what its role may do.
+"""Who is calling, and what they may do: from the presented key to a principal, and one table of routes and roles.
 
-Three kinds of key: API keys of the store, session keys that the proxy signs itself (so that a million sessions need no
-million rows), and, until the store's first API key was made, anything: then the proxy serves loopback only.
+There are three kinds of key: API keys of the store, session keys that the proxy signs itself (so that a million
+sessions need no million rows), and, until the store's first API key is created, anything: then the proxy serves
+loopback only.
 """
 
 from __future__ import annotations
@@ -11,24 +12,69 @@ import base64
 import dataclasses
 import hashlib
 import hmac
+import logging
 import time
 from collections.abc import Mapping
 
-from turnwise.errors import Forbidden, Unauthorized
+from turnwise.errors import Forbidden, StoreError, Unauthorized
 from turnwise.store import keys
 from turnwise.store.database import Database
 
+log = logging.getLogger(__name__)
+
 SESSION_KEY_PREFIX = "tws-"
 CACHE_SECONDS = 5.0
-"""How long a verified key is believed without asking the store again; a revoked one works for no longer than that."""
+"""How long a verified key is accepted without asking the store again. A key that another process creates or revokes
+takes effect within this time; one that this process creates or revokes, at once."""
+MAX_CACHED_KEYS = 10_000
 MAC_BYTES = 16
+SESSION, SESSION_REWARD = "session", "session_reward"
 MAY: dict[str, frozenset[str]] = {
-    "session": frozenset({"call", "reward", "end"}),
-    "agent": frozenset({"call", "reward", "end", "create", "read"}),
-    "trainer": frozenset({"reward", "read", "experiences", "policies"}),
-    "admin": frozenset({"call", "reward", "end", "create", "read", "experiences", "policies", "activate"}),
+    SESSION: frozenset({"call"}),
+    SESSION_REWARD: frozenset({"call", "reward", "end"}),
+    "agent": frozenset({"call", "reward", "end", "create", "read", "describe", "metrics"}),
+    "trainer": frozenset({"reward", "read", "experiences", "publish", "describe", "metrics"}),
+    "admin": frozenset(
+        {"call", "reward", "end", "create", "read", "experiences", "publish", "activate", "keys", "delete"}
+        | {"describe", "metrics"}
+    ),
 }
-"""What each role may do."""
+"""What each role may do. The first two are those of session keys, which reach one session."""
+PHRASES = {
+    "call": "call the model",
+    "reward": "post rewards",
+    "end": "end sessions",
+    "create": "create sessions",
+    "read": "read sessions, turns, updates and policies",
+    "experiences": "read experiences",
+    "publish": "publish policy versions",
+    "activate": "activate policy versions",
+    "keys": "manage keys",
+    "delete": "delete sessions and tenants",
+    "describe": "read the OpenAPI document",
+    "metrics": "read metrics",
+}
+"""What an action is, in a sentence."""
+ACTION_OF_ROUTE = {
+    "POST /v1/sessions": "create",
+    "GET /v1/sessions": "read",
+    "GET /v1/sessions/{session_id}": "read",
+    "GET /v1/sessions/{session_id}/turns": "read",
+    "POST /v1/sessions/{session_id}/end": "end",
+    "GET /v1/turns/{turn_id}": "read",
+    "POST /v1/rewards": "reward",
+    "GET /v1/experiences": "experiences",
+    "GET /v1/policies": "read",
+    "POST /v1/policies": "publish",
+    "POST /v1/policies/{version}/activate": "activate",
+    "GET /v1/counts": "read",
+    "GET /v1/keys": "keys",
+    "POST /v1/keys": "keys",
+    "POST /v1/keys/{key_id}/revoke": "keys",
+    "GET /openapi.json": "describe",
+    "GET /metrics": "metrics",
+}
+"""What each route of the control plane does. All model calls are `call`; `/healthz`, `/readyz` and `/` need no key."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +95,11 @@ class Principal:
             Forbidden: otherwise.
         """
         if action not in MAY[self.role]:
+            able = [role for role in ("agent", "trainer", "admin") if action in MAY[role]]
+            article = "An" if self.role[0] in "aeiou" else "A"
             raise Forbidden(
-                f"a key of role {self.role!r} may not {action!r}; use one whose role may, see `turnwise keys list`"
+                f"{article} {self.role.replace('_', ' ')} key cannot {PHRASES[action]}. "
+                f"Use {'an' if able[0][0] in 'aeiou' else 'a'} {' or '.join(able)} key."
             )
 
     def require_session(self, session_id: str) -> None:
@@ -64,20 +113,20 @@ class Principal:
 
 
 class Authenticator:
-    """Turns presented keys into principals."""
+    """Returns the principal of a presented key."""
 
     def __init__(self, database: Database, secret: bytes) -> None:
         self._database = database
         self._secret = secret
-        self._keys_were_made = False
+        self._has_keys = False
         self._open_until = 0.0
-        self._believed: dict[bytes, tuple[float, Principal]] = {}
+        self._verified: dict[bytes, tuple[float, Principal]] = {}
 
     async def authenticate(self, headers: Mapping[bytes, bytes]) -> Principal:
         """Return who presents this key.
 
         Raises:
-            Unauthorized: no key, or one that is unknown or revoked.
+            Unauthorized: no key, or one that is unknown, expired or revoked.
         """
         presented = presented_key(headers)
         if presented.startswith(SESSION_KEY_PREFIX):
@@ -85,44 +134,69 @@ class Authenticator:
         digest = hashlib.sha256(presented.encode()).digest()
         if await self._is_open():
             return Principal(tenant="default", role="admin", key_id=f"open-{digest[:6].hex()}")
-        believed = self._believed.get(digest)
-        if believed is not None and believed[0] > time.monotonic():
-            return believed[1]
+        verified = self._verified.get(digest)
+        if verified is not None and verified[0] > time.monotonic():
+            return verified[1]
         return await self._verify(presented, digest)
 
+    def forget(self) -> None:
+        """Verify every key again: this process has created or revoked one."""
+        self._verified.clear()
+        self._open_until = 0.0
+
     async def _is_open(self) -> bool:
-        """Say whether no API key was ever made; the first one closes the proxy, and nothing opens it again."""
-        if self._keys_were_made:
+        """Return whether no API key was ever created; the first one closes the proxy for good."""
+        if self._has_keys:
             return False
         if self._open_until <= time.monotonic():
-            self._keys_were_made = await asyncio.to_thread(self._find_keys)
+            self._has_keys = await asyncio.to_thread(self._find_keys)
             self._open_until = time.monotonic() + CACHE_SECONDS
-        return not self._keys_were_made
+        return not self._has_keys
 
     def _find_keys(self) -> bool:
         with self._database.read() as connection:
             return keys.any_keys(connection)
 
     async def _verify(self, presented: str, digest: bytes) -> Principal:
-        def read() -> keys.Key | None:
-            with self._database.read() as connection:
-                return keys.verify_key(connection, presented)
-
-        key = await asyncio.to_thread(read) if presented else None
+        key = await asyncio.to_thread(self._read_key, presented) if presented else None
         if key is None:
             raise Unauthorized(
                 "present an API key as `Authorization: Bearer …`; `turnwise keys create` makes one",
                 code="invalid_api_key",
             )
         principal = Principal(tenant=key.tenant, role=key.role, key_id=key.key_id)
-        if len(self._believed) > 10_000:
-            self._believed.clear()
-        self._believed[digest] = (time.monotonic() + CACHE_SECONDS, principal)
+        if len(self._verified) > MAX_CACHED_KEYS:
+            self._verified.clear()
+        self._verified[digest] = (time.monotonic() + CACHE_SECONDS, principal)
         return principal
 
-    def session_key(self, tenant: str, session_id: str) -> str:
-        """Return the key for one session; the same one each time."""
-        payload = base64.urlsafe_b64encode(f"{tenant}\0{session_id}".encode()).decode().rstrip("=")
+    def _read_key(self, presented: str) -> keys.Key | None:
+        """Return the key that was presented, and record once a minute that it is used."""
+        with self._database.read() as connection:
+            key = keys.verify_key(connection, presented)
+        if key is not None and keys.is_use_unrecorded(key):
+            try:
+                with self._database.write() as connection:
+                    keys.record_use(connection, key.key_id)
+            except StoreError as error:
+                log.warning("the last use of key %s could not be recorded: %s", key.key_id, error)
+        return key
+
+    def session_key(
+        self, tenant: str, session_id: str, *, may_reward: bool = False, expires_at: int | None = None
+    ) -> str:
+        """Return a key for one session; the same arguments give the same key.
+
+        Args:
+            tenant: The session's tenant.
+            session_id: The session.
+            may_reward: Whether the key may also post rewards for its session and end it.
+            expires_at: Seconds since 1970 from which on the key is refused; None for never.
+        """
+        parts = [tenant, session_id]
+        if may_reward or expires_at is not None:
+            parts += [SESSION_REWARD if may_reward else SESSION, "" if expires_at is None else str(expires_at)]
+        payload = base64.urlsafe_b64encode("\0".join(parts).encode()).decode().rstrip("=")
         return f"{SESSION_KEY_PREFIX}{payload}.{self._mac(payload)}"
 
     def _session_principal(self, presented: str) -> Principal:
@@ -131,8 +205,11 @@ class Authenticator:
             raise Unauthorized(
                 "this session key was not made by this proxy; create the session again", code="invalid_api_key"
             )
-        tenant, _, session_id = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)).decode().partition("\0")
-        return Principal(tenant=tenant, role="session", key_id=f"session-{session_id}", session_id=session_id)
+        parts = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)).decode().split("\0")
+        tenant, session_id, role, expires_at = (*parts, SESSION, "")[:4] if len(parts) == 2 else parts
+        if expires_at and time.time() >= int(expires_at):
+            raise Unauthorized("this session key has expired; create the session again", code="invalid_api_key")
+        return Principal(tenant=tenant, role=role, key_id=f"session-{tenant}/{session_id}", session_id=session_id)
 
     def _mac(self, payload: str) -> str:
         mac = hmac.new(self._secret, payload.encode(), hashlib.sha256).digest()[:MAC_BYTES]

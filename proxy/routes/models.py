@@ -19,6 +19,7 @@ import orjson
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from turnwise.store.keys import Key
 from turnwise.types import Json, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn
 
 
@@ -50,6 +51,7 @@ HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"tenant"}),
     Reward: frozenset({"tenant"}),
     PolicyVersion: frozenset(),
+    Key: frozenset(),
     Turn: frozenset(
         {
             "tenant",

@@ -14,8 +14,8 @@ from proxy.routes.limits import Count, LimitedRoute
 from proxy.routes.models import PolicyAnswer, PolicyPage, answer, says
 from proxy.routes.serialise import caller, page, record_json
 from proxy.services import Services, services_of
-from turnwise.errors import BadCheckpoint
-from turnwise.store import policies
+from turnwise.errors import BadCheckpoint, Forbidden
+from turnwise.store import keys, policies
 from turnwise.types import Json, PolicyKind
 
 router = APIRouter(prefix="/v1/policies", route_class=LimitedRoute, tags=["policies"])
@@ -49,12 +49,11 @@ class Activation(BaseModel):
 @router.get("", responses=says(PolicyPage))
 async def list_policies(
     services: Here,
-    principal: Caller,
+    _: Caller,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
 ) -> Response:
     """List versions, newest first."""
-    principal.require("read")
 
     def read() -> Json:
         with services.database.read() as connection:
@@ -67,8 +66,12 @@ async def list_policies(
 
 @router.post("", responses=says(PolicyAnswer))
 async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
-    """Publish a directory of weights as the next version; engines take it as soon as it has been checked."""
-    principal.require("policies")
+    """Publish a directory of weights as the next version; engines take it as soon as it has been checked.
+
+    All tenants share the model, so only keys of the tenant that owns it may: `policy_tenant`, or the only tenant
+    that has keys.
+    """
+    await _check_owner(services, principal)
     model_path = next((engine.model_path for engine in services.pool.serving), None)
     try:
         await asyncio.to_thread(check_policy, wanted.path, wanted.kind, model_path)
@@ -86,7 +89,28 @@ async def activate_policy(
     version: Version, services: Here, principal: Caller, how: Activation | None = None
 ) -> Response:
     """Serve this version and stay on it, tried again if it failed; with `{"pin": false}` follow the newest again."""
-    principal.require("activate")
+    await _check_owner(services, principal)
     pin = (how or Activation()).pin
 
     return answer(record_json(await services.writer.do(policies.choose_policy, version, pin=pin)))
+
+
+async def _check_owner(services: Services, principal: Principal) -> None:
+    """Check that the caller's tenant owns the model, which all tenants share.
+
+    Raises:
+        Forbidden: another tenant owns it, or several have keys and no setting says which of them does.
+    """
+    owner = services.settings.policy_tenant
+    if owner is None:
+
+        def read() -> set[str]:
+            with services.database.read() as connection:
+                return keys.tenants_with_keys(connection)
+
+        if len(await asyncio.to_thread(read)) > 1:
+            raise Forbidden(
+                "Several tenants have keys and share this model. Set `policy_tenant` to the one that may change it."
+            )
+    elif owner != principal.tenant:
+        raise Forbidden(f"The model belongs to tenant {owner!r}, not {principal.tenant!r}. Use one of its keys.")

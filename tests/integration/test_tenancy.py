@@ -55,7 +55,7 @@ def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, dict[str, Tenant]]]:
     keys["other"] = new_key(url, "admin", "second")["key"]
     with (
         running_fake_engine() as engine,
-        running_proxy(engine.url, url, directory) as proxy,
+        running_proxy(engine.url, url, directory, "--policy-tenant", "first") as proxy,
         contextlib.ExitStack() as s,
     ):
         tenants = {name: Tenant(proxy, key) for name, key in keys.items()} | {"nobody": Tenant(proxy, None)}
@@ -115,13 +115,18 @@ def test_a_role_reaches_as_far_as_it_says(keyed):
     refused = trainer.post("/v1/policies/0/activate")
     assert refused.status_code == 403
     assert refused.json()["error"]["code"] == "forbidden"
-    assert "'trainer'" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["message"].startswith("A trainer key cannot activate policy versions.")
 
 
 def test_a_session_key_reaches_its_own_session_alone(keyed):
     """It calls, rewards and ends; every other session, and every list, is out of reach."""
     proxy, tenants = keyed
-    made = tenants["agent"].http.post("/v1/sessions", json={"session_id": "own"}).raise_for_status().json()
+    made = (
+        tenants["agent"]
+        .http.post("/v1/sessions", json={"session_id": "own", "key_may": "call_and_reward"})
+        .raise_for_status()
+        .json()
+    )
     tenants["agent"].call("foreign")
     holder = Tenant(proxy, made["api_key"])
     with holder.http as http:

@@ -1,6 +1,7 @@
 """The client against a stand-in over real HTTP."""
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
 import time
@@ -8,8 +9,11 @@ import time
 import pytest
 from support.stand_in_proxy import StandIn, encode, serving
 
+from proxy.routes.rewards import RewardLine
+from proxy.routes.sessions import NewSession
 from turnwise import errors
 from turnwise.client import AsyncClient, Client, wire
+from turnwise.types import Session
 
 
 @pytest.fixture
@@ -282,3 +286,10 @@ print(seconds, [name for name in heavy if name in sys.modules])
     answers = [run.stdout.split(maxsplit=1) for run in runs]
     assert {loaded.strip() for _, loaded in answers} == {"[]"}
     assert min(float(seconds) for seconds, _ in answers) < 0.4
+
+
+def test_a_session_is_created_with_the_fields_that_the_route_takes():
+    assert set(wire.SessionFields.__annotations__) == set(NewSession.model_fields)
+    records = {field.name for field in dataclasses.fields(Session)} | {"key_may", "key_expires_seconds"}
+    assert set(NewSession.model_fields) <= records
+    assert set(wire.RewardFields.__annotations__) == set(RewardLine.model_fields) - {"session_id", "value"}

@@ -56,6 +56,10 @@ class SessionFields(TypedDict, total=False):
     metadata: Json
     sampling: Json
     """Sampling parameters that the session's calls are pinned to, whatever they ask for."""
+    key_may: Literal["call", "call_and_reward"]
+    """What the session's own key may do; by default it calls the model and nothing else."""
+    key_expires_seconds: int
+    """How long the session's own key is accepted."""
 
 
 class RewardFields(TypedDict, total=False):

@@ -19,7 +19,7 @@ from turnwise.commands.secrets_files import OWNER_MODE, write_once
 from turnwise.store import keys, queries
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import Experience, Json
+from turnwise.types import Experience, Json, utc_now
 
 
 @contextlib.contextmanager
@@ -73,10 +73,11 @@ def has_keys(url: str) -> bool:
         return keys.any_keys(conn)
 
 
-def create_key(url: str, *, tenant: str, role: str, name: str) -> Json:
+def create_key(url: str, *, tenant: str, role: str, name: str, expires_days: float | None = None) -> Json:
     """Create a key; only this result has it in full."""
+    expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
     with opened(url) as database, database.write() as conn:
-        key_id, key = keys.create_key(conn, tenant, keys.Role(role), name)
+        key_id, key = keys.create_key(conn, tenant, keys.Role(role), name, expires_at=expires_at)
     return {"key_id": key_id, "key": key, "tenant": tenant, "role": role, "name": name}
 
 

@@ -49,6 +49,9 @@ def db_make_password(directory: Path, host: str, port: int, name: str, user: str
     click.echo(f"wrote a new password to {directory}" if is_new else f"{directory} has a password already")
 
 
+KEY_COLUMNS = ("key_id", "tenant", "role", "name", "created_at", "last_used_at", "expires_at", "revoked_at")
+
+
 @click.group("keys")
 def keys() -> None:
     """Create, list and revoke API keys."""
@@ -58,12 +61,15 @@ def keys() -> None:
 @click.option("--role", type=click.Choice(["agent", "trainer", "admin"]), default="agent", show_default=True)
 @click.option("--tenant", default="default", show_default=True, help="Tenant whose data the key reaches.")
 @click.option("--name", default="", help="What it is for.")
+@click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Days that it is accepted for.")
 @database_option
 @json_option
-def keys_create(role: str, tenant: str, name: str, database: str | None, *, as_json: bool) -> None:
+def keys_create(
+    role: str, tenant: str, name: str, expires_days: float | None, database: str | None, *, as_json: bool
+) -> None:
     """Create a key. It is printed once and stored as a hash."""
     made = import_module("turnwise.commands.operate").create_key(
-        database_url(database), tenant=tenant, role=role, name=name
+        database_url(database), tenant=tenant, role=role, name=name, expires_days=expires_days
     )
     print_records(made, as_json=as_json)
 
@@ -75,7 +81,7 @@ def keys_create(role: str, tenant: str, name: str, database: str | None, *, as_j
 def keys_list(tenant: str | None, database: str | None, *, as_json: bool) -> None:
     """List the keys, revoked ones included."""
     found = import_module("turnwise.commands.operate").list_keys(database_url(database), tenant=tenant)
-    print_records(found, as_json=as_json, columns=("key_id", "tenant", "role", "name", "created_at", "revoked_at"))
+    print_records(found, as_json=as_json, columns=KEY_COLUMNS)
 
 
 @keys.command("revoke")

@@ -1,6 +1,6 @@
 """API keys, and the secrets that all proxy processes share.
 
-One decision: a key is `tw-ID-SECRET`; only a hash of the secret is stored, and since the secret is 32 random bytes a
+A key is `tw-ID-SECRET`; only a hash of the secret is stored, and since the secret is 32 random bytes a
 plain SHA-256 is enough. The id in front finds the row, so the comparison is of one hash, in constant time.
 """
 
@@ -25,13 +25,15 @@ from turnwise.types import utc_now
 
 _PREFIX = "tw"
 _SECRET_BYTES = 32
+USE_INTERVAL = datetime.timedelta(minutes=1)
+"""How often a key's last use is recorded, at most."""
 
 
 class Role(enum.StrEnum):
     """How far a key reaches."""
 
     AGENT = "agent"
-    """Calls the model, opens sessions, posts rewards, reads its tenant's data."""
+    """Calls the model, creates sessions, posts rewards, reads its tenant's sessions."""
     TRAINER = "trainer"
     """Also reads experiences and publishes policies."""
     ADMIN = "admin"
@@ -48,10 +50,16 @@ class Key:
     name: str
     created_at: datetime.datetime
     revoked_at: datetime.datetime | None = None
+    expires_at: datetime.datetime | None = None
+    """From when on it is refused; None for never."""
+    last_used_at: datetime.datetime | None = None
+    """When it was last verified, at most `USE_INTERVAL` late; None before its first use."""
 
 
-def create_key(conn: sa.Connection, tenant: str, role: Role, name: str) -> tuple[str, str]:
-    """Make a key; return its id and the whole key, which is shown this once and never again."""
+def create_key(
+    conn: sa.Connection, tenant: str, role: Role, name: str, *, expires_at: datetime.datetime | None = None
+) -> tuple[str, str]:
+    """Create a key; return its id and the whole key, which is shown this once and never again."""
     key_id = secrets.token_hex(8)
     secret = secrets.token_urlsafe(_SECRET_BYTES)
     conn.execute(
@@ -62,13 +70,14 @@ def create_key(conn: sa.Connection, tenant: str, role: Role, name: str) -> tuple
             name=name,
             secret_hash=_hash(secret),
             created_at=to_micros(utc_now()),
+            expires_at=None if expires_at is None else to_micros(expires_at),
         )
     )
     return key_id, f"{_PREFIX}-{key_id}-{secret}"
 
 
 def verify_key(conn: sa.Connection, presented: str) -> Key | None:
-    """Return the key that was presented; None when it is malformed, unknown, wrong or revoked."""
+    """Return the key that was presented; None when it is malformed, unknown, wrong, expired or revoked."""
     prefix, _, rest = presented.partition("-")
     key_id, _, secret = rest.partition("-")
     row = conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one_or_none()
@@ -77,7 +86,30 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
     matches = hmac.compare_digest(_hash(secret), stored)
     if row is None or not matches or prefix != _PREFIX or row.revoked_at is not None:
         return None
-    return _key(row)
+    key = _key(row)
+    return None if key.expires_at is not None and key.expires_at <= utc_now() else key
+
+
+def get_key(conn: sa.Connection, key_id: str) -> Key:
+    """Return a key that exists."""
+    return _key(conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one())
+
+
+def is_use_unrecorded(key: Key) -> bool:
+    """Return whether the last recorded use is older than `USE_INTERVAL`."""
+    return key.last_used_at is None or utc_now() - key.last_used_at > USE_INTERVAL
+
+
+def record_use(conn: sa.Connection, key_id: str, now: datetime.datetime | None = None) -> None:
+    """Record that a key is used now."""
+    conn.execute(
+        sa.update(api_keys).where(api_keys.c.key_id == key_id).values(last_used_at=to_micros(now or utc_now()))
+    )
+
+
+def tenants_with_keys(conn: sa.Connection) -> set[str]:
+    """Return the tenants that have a key which is not revoked."""
+    return set(conn.execute(sa.select(api_keys.c.tenant).where(api_keys.c.revoked_at.is_(None)).distinct()).scalars())
 
 
 def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
@@ -93,18 +125,21 @@ def any_keys(conn: sa.Connection) -> bool:
     return conn.execute(sa.select(api_keys.c.key_id).limit(1)).one_or_none() is not None
 
 
-def revoke_key(conn: sa.Connection, key_id: str, now: datetime.datetime | None = None) -> Key:
-    """Make a key useless from now on; revoking it again changes nothing.
+def revoke_key(
+    conn: sa.Connection, key_id: str, now: datetime.datetime | None = None, *, tenant: str | None = None
+) -> Key:
+    """Revoke a key, of this tenant if one is named; revoking it again changes nothing.
 
     Raises:
         NotFound: no such key.
     """
+    wanted = [api_keys.c.key_id == key_id, *([] if tenant is None else [api_keys.c.tenant == tenant])]
     conn.execute(
         sa.update(api_keys)
-        .where(api_keys.c.key_id == key_id, api_keys.c.revoked_at.is_(None))
+        .where(*wanted, api_keys.c.revoked_at.is_(None))
         .values(revoked_at=to_micros(now or utc_now()))
     )
-    row = conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one_or_none()
+    row = conn.execute(sa.select(api_keys).where(*wanted)).one_or_none()
     if row is None:
         raise NotFound(f"there is no API key {key_id!r}; `turnwise keys list` shows them")
     return _key(row)
@@ -121,6 +156,10 @@ def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode(errors="surrogatepass")).digest()
 
 
+def _instant(micros: int | None) -> datetime.datetime | None:
+    return None if micros is None else from_micros(micros)
+
+
 def _key(row: StoredRow) -> Key:
     return Key(
         key_id=row.key_id,
@@ -128,5 +167,7 @@ def _key(row: StoredRow) -> Key:
         role=Role(row.role),
         name=row.name,
         created_at=from_micros(row.created_at),
-        revoked_at=None if row.revoked_at is None else from_micros(row.revoked_at),
+        revoked_at=_instant(row.revoked_at),
+        expires_at=_instant(row.expires_at),
+        last_used_at=_instant(row.last_used_at),
     )

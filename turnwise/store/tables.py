@@ -186,6 +186,8 @@ api_keys = sa.Table(
     sa.Column("secret_hash", sa.LargeBinary, nullable=False),
     sa.Column("created_at", Instant, nullable=False),
     sa.Column("revoked_at", Instant),
+    sa.Column("expires_at", Instant),
+    sa.Column("last_used_at", Instant),
 )
 
 secrets = sa.Table(

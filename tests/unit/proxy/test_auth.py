@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import datetime
 
 import pytest
 
@@ -11,6 +13,9 @@ from proxy.auth import Authenticator, Principal, presented_key
 from turnwise.errors import Forbidden, Unauthorized
 from turnwise.store import keys
 from turnwise.store.database import Database
+from turnwise.types import utc_now
+
+HOUR = datetime.timedelta(hours=1)
 
 
 @pytest.fixture
@@ -55,7 +60,7 @@ def test_the_first_key_closes_the_gate_and_revoking_it_does_not_open_it_again(da
     who(gate, None)
     key_id, key = new_key(database)
     assert who(gate, None).role == "admin"  # believed for CACHE_SECONDS
-    monkeypatch.setattr(gate, "_open_until", 0.0)
+    gate.forget()
     with pytest.raises(Unauthorized, match="turnwise keys create"):
         who(gate, None)
     assert who(gate, key) == Principal(tenant="t", role="agent", key_id=key_id)
@@ -67,7 +72,7 @@ def test_the_first_key_closes_the_gate_and_revoking_it_does_not_open_it_again(da
             who(fresh, presented)
 
 
-def test_a_key_is_believed_for_a_while_and_no_longer(database, gate, monkeypatch):
+def test_a_key_is_verified_for_a_while_and_no_longer(database, gate, monkeypatch):
     key_id, key = new_key(database)
     who(gate, key)
     with database.write() as connection:
@@ -79,11 +84,11 @@ def test_a_key_is_believed_for_a_while_and_no_longer(database, gate, monkeypatch
         who(gate, key)
 
 
-def test_what_is_believed_is_bounded(database, gate):
+def test_what_is_verified_is_bounded(database, gate):
     _, key = new_key(database)
-    gate._believed = {str(number).encode(): (0.0, None) for number in range(10_001)}
+    gate._verified = {str(number).encode(): (0.0, None) for number in range(10_001)}
     who(gate, key)
-    assert len(gate._believed) == 1
+    assert len(gate._verified) == 1
 
 
 def test_a_session_key_names_its_session_and_cannot_be_made_up(database, gate):
@@ -105,6 +110,41 @@ def test_a_session_key_is_refused_elsewhere():
     holder.require("call")
     with pytest.raises(Forbidden, match="'own', not 'other'"):
         holder.require_session("other")
-    with pytest.raises(Forbidden, match="'session' may not 'read'"):
-        holder.require("read")
+    for action in auth.PHRASES.keys() - {"call"}:
+        with pytest.raises(Forbidden, match="A session key cannot"):
+            holder.require(action)
+    with pytest.raises(Forbidden, match=r"An agent key cannot read experiences\. Use a trainer or admin key\."):
+        Principal(tenant="t", role="agent", key_id="k").require("experiences")
     Principal(tenant="t", role="agent", key_id="k").require_session("any")
+
+
+def test_a_session_key_may_reward_only_if_it_says_so_and_expires_when_it_says(database, gate, monkeypatch):
+    new_key(database)
+    now = int(auth.time.time())
+    key = gate.session_key("t", "s", may_reward=True, expires_at=now + 60)
+    assert who(gate, key).role == "session_reward"
+    assert who(gate, gate.session_key("t", "s", expires_at=now + 60)).role == "session"
+    monkeypatch.setattr(auth.time, "time", lambda: now + 60)
+    with pytest.raises(Unauthorized, match="session key has expired"):
+        who(gate, key)
+
+
+def test_session_keys_of_two_tenants_are_told_apart(database, gate):
+    new_key(database)
+    assert who(gate, gate.session_key("a", "s")).key_id != who(gate, gate.session_key("b", "s")).key_id
+
+
+def test_an_expired_key_is_refused_and_a_used_one_says_when(database, gate):
+    with database.write() as connection:
+        _, expired = keys.create_key(connection, "t", keys.Role.AGENT, "", expires_at=utc_now())
+        key_id, valid = keys.create_key(connection, "t", keys.Role.AGENT, "", expires_at=utc_now() + HOUR)
+        assert keys.get_key(connection, key_id).last_used_at is None
+    with pytest.raises(Unauthorized):
+        who(gate, expired)
+    before = utc_now()
+    assert who(gate, valid).key_id == key_id
+    with database.read() as connection:
+        used = keys.get_key(connection, key_id)
+    assert used.last_used_at >= before
+    assert not keys.is_use_unrecorded(used)
+    assert keys.is_use_unrecorded(dataclasses.replace(used, last_used_at=before - HOUR))

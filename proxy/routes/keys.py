@@ -1,0 +1,87 @@
+"""API keys over HTTP: create, list, revoke. What this process creates or revokes takes effect in it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from proxy.auth import Principal
+from proxy.routes.limits import Id, LimitedRoute, Text
+from proxy.routes.models import Answer, answer, answer_model, says
+from proxy.routes.serialise import caller
+from proxy.services import Services, services_of
+from turnwise.store import keys
+from turnwise.types import utc_now
+
+router = APIRouter(prefix="/v1/keys", route_class=LimitedRoute, tags=["keys"])
+
+Here = Annotated[Services, Depends(services_of)]
+Caller = Annotated[Principal, Depends(caller)]
+
+KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")
+NewKeyAnswer = answer_model(
+    "NewKeyAnswer",
+    keys.Key,
+    "A new API key.",
+    key=(str, Field(description="The whole key. Only this answer has it.")),
+)
+
+
+class KeyList(Answer):
+    """All keys of the tenant."""
+
+    object: str
+    data: list[Any]
+
+
+class NewKey(BaseModel):
+    """What a key is created with."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: keys.Role = keys.Role.AGENT
+    name: Text = ""
+    expires_in_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
+    """How long the key is accepted; by default until it is revoked."""
+
+
+@router.get("", responses=says(KeyList))
+async def list_keys(services: Here, principal: Caller) -> Response:
+    """List the tenant's keys without their secrets, revoked and expired ones included, oldest first."""
+
+    def read() -> list[keys.Key]:
+        with services.database.read() as connection:
+            return keys.list_keys(connection, principal.tenant)
+
+    found = await asyncio.to_thread(read)
+    return answer({"object": "list", "data": [dataclasses.asdict(key) for key in found]})
+
+
+@router.post("", responses=says(NewKeyAnswer))
+async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Response:
+    """Create a key of the caller's tenant. The first key ever closes the proxy to callers without one, at once."""
+    lifetime = wanted.expires_in_seconds
+    expires_at = None if lifetime is None else utc_now() + datetime.timedelta(seconds=lifetime)
+    key_id, secret = await services.writer.do(
+        keys.create_key, principal.tenant, wanted.role, wanted.name, expires_at=expires_at
+    )
+    services.authenticator.forget()
+
+    def read() -> keys.Key:
+        with services.database.read() as connection:
+            return keys.get_key(connection, key_id)
+
+    return answer({**dataclasses.asdict(await asyncio.to_thread(read)), "key": secret})
+
+
+@router.post("/{key_id}/revoke", responses=says(KeyAnswer))
+async def revoke_key(key_id: Id, services: Here, principal: Caller) -> Response:
+    """Revoke a key of the caller's tenant; revoking it again changes nothing."""
+    revoked = await services.writer.do(keys.revoke_key, key_id, tenant=principal.tenant)
+    services.authenticator.forget()
+    return answer(dataclasses.asdict(revoked))

@@ -1,0 +1,162 @@
+"""Every route, tried by every role, on own and foreign sessions of own and foreign tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from proxy.app import create_app
+from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
+from proxy.connections import LEFT
+from proxy.routes.data_plane import DataPlane
+from proxy.settings import ProxySettings
+from turnwise.fake_engine import running_fake_engine
+from turnwise.store import keys
+from turnwise.store.database import Database
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+ROLES = ("agent", "trainer", "admin")
+WITHOUT_ACTION = {"GET /", "GET /healthz", "GET /readyz"}
+
+
+class World:
+    """A proxy with one key a role for each of two tenants, and two sessions with a turn in each tenant."""
+
+    def __init__(self, http: TestClient, database: Database) -> None:
+        self.http = http
+        self.keys: dict[tuple[str, str], str] = {}
+        self.turns: dict[tuple[str, str], str] = {}
+        for tenant in ("mine", "theirs"):
+            with database.write() as connection:
+                for role in ROLES:
+                    self.keys[tenant, role] = keys.create_key(connection, tenant, keys.Role(role), "")[1]
+            for session_id in (f"{tenant}-own", f"{tenant}-other"):
+                for key_may, role in (("call", "session"), ("call_and_reward", "session_reward")):
+                    body = {"session_id": session_id, "key_may": key_may}
+                    made = self.ask("POST", "/v1/sessions", self.keys[tenant, "admin"], body)
+                    if session_id.endswith("own"):
+                        self.keys[tenant, role] = made.json()["api_key"]
+                called = self.ask(
+                    "POST", f"/sessions/{session_id}/v1/chat/completions", self.keys[tenant, "admin"], CHAT
+                )
+                self.turns[tenant, session_id] = called.json()["id"]
+
+    def ask(self, method: str, path: str, key: str, body: Mapping[str, Any] | None = None) -> Any:
+        return self.http.request(method, path, json=body, headers={"authorization": f"Bearer {key}"})
+
+    def call_route(self, route: str, key: str, session_id: str) -> Any:
+        """Use a route on a session, or on its turn."""
+        method, path = route.split(" ")
+        path = path.replace("{session_id}", session_id).replace("{version}", "0").replace("{key_id}", "nobody")
+        (turn_id,) = (turn for (_, owner), turn in self.turns.items() if owner == session_id)
+        path = path.replace("{turn_id}", turn_id)
+        body: Any = {"POST /v1/sessions": {"session_id": "fresh"}, "POST /v1/policies": {"path": "/nowhere"}}.get(
+            route, {}
+        )
+        if route == "POST /v1/rewards":
+            body = {"session_id": session_id, "value": 1.0}
+        return self.ask(method, path, key, body if method == "POST" else None)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('world')}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    with running_fake_engine() as engine:
+        settings = ProxySettings(engine=[engine.url], database=url, engine_check="off", policy_tenant="mine")
+        app = DataPlane(create_app(settings))
+
+        async def serve(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, "extensions": {LEFT: asyncio.get_running_loop().create_future()}}, receive, send)
+
+        with TestClient(serve) as http:
+            yield World(http, database)
+    database.close()
+
+
+def test_the_table_names_every_route_and_every_action(world: World) -> None:
+    paths = world.ask("GET", "/openapi.json", world.keys["mine", "admin"]).json()["paths"]
+    documented = {
+        f"{method.upper()} {path}"
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+        if "calls" not in operation["tags"]
+    }
+    assert documented | {"GET /openapi.json"} == set(ACTION_OF_ROUTE) | (documented & WITHOUT_ACTION)
+    assert set(ACTION_OF_ROUTE.values()) <= set(PHRASES)
+    assert set().union(*MAY.values()) == set(PHRASES) == MAY["admin"]
+
+
+@pytest.mark.parametrize("role", MAY)
+@pytest.mark.parametrize("route", ACTION_OF_ROUTE)
+def test_a_route_is_open_to_the_roles_that_the_table_names_and_to_their_tenant_alone(world, route, role) -> None:
+    key, action = world.keys["mine", role], ACTION_OF_ROUTE[route]
+    for session_id in ("mine-own", "mine-other", "theirs-own"):
+        reply = world.call_route(route, key, session_id)
+        if action not in MAY[role]:
+            assert reply.status_code == 403, reply.text
+            assert re.fullmatch(r"An? [a-z ]+ key cannot .+\. Use an? .+ key\.", reply.json()["error"]["message"])
+            continue
+        is_of_one_session = "{session_id}" in route or route == "POST /v1/rewards"
+        if is_of_one_session and role == "session_reward" and session_id != "mine-own":
+            assert reply.status_code == 403, reply.text  # a session key outside of its session
+        elif (is_of_one_session or "{turn_id}" in route) and session_id == "theirs-own":
+            assert reply.status_code == 404, reply.text
+        else:
+            assert reply.status_code not in (401, 403), reply.text
+            assert "theirs" not in reply.text.replace(session_id, "")
+
+
+@pytest.mark.parametrize("role", MAY)
+def test_model_calls_are_open_to_the_roles_that_may_call(world: World, role: str) -> None:
+    key = world.keys["mine", role]
+    reply = world.ask("POST", "/sessions/mine-other/v1/chat/completions", key, CHAT)
+    is_refused = "call" not in MAY[role] or role.startswith("session")
+    assert (reply.status_code == 403) == is_refused, reply.text
+    if "call" in MAY[role]:
+        namesake = world.ask("POST", "/sessions/theirs-other/v1/chat/completions", key, CHAT)
+        assert namesake.status_code == (403 if role.startswith("session") else 200)
+    theirs = world.ask("GET", "/v1/sessions/theirs-other", world.keys["theirs", "admin"]).json()
+    assert theirs["num_turns"] == 1  # nothing of ours went into it
+
+
+def test_only_the_tenant_that_owns_the_model_changes_it(world: World) -> None:
+    for tenant, status in (("theirs", 403), ("mine", 422)):
+        reply = world.ask("POST", "/v1/policies", world.keys[tenant, "admin"], {"path": "/nowhere"})
+        assert reply.status_code == status, reply.text
+    refused = world.ask("POST", "/v1/policies/0/activate", world.keys["theirs", "admin"], {})
+    assert "belongs to tenant 'mine', not 'theirs'" in refused.json()["error"]["message"]
+
+
+def test_a_key_that_this_process_creates_or_revokes_takes_effect_at_once(world: World) -> None:
+    admin = world.keys["mine", "admin"]
+    made = world.ask("POST", "/v1/keys", admin, {"role": "agent", "expires_in_seconds": 3600}).json()
+    assert world.ask("GET", "/v1/sessions", made["key"]).status_code == 200
+    listed = world.ask("GET", "/v1/keys", admin).json()["data"]
+    assert made["key_id"] in {key["key_id"] for key in listed}
+    assert {key["tenant"] for key in listed} == {"mine"}
+    assert made["key"] not in str(listed)
+    path = f"/v1/keys/{made['key_id']}/revoke"
+    assert world.ask("POST", path, world.keys["theirs", "admin"]).status_code == 404
+    assert world.ask("POST", path, admin).status_code == 200
+    assert world.ask("GET", "/v1/sessions", made["key"]).status_code == 401
+
+
+def test_the_first_key_closes_the_proxy_at_once(tmp_path) -> None:
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    database.close()
+    with running_fake_engine() as engine:
+        app = create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off"))
+        with TestClient(app) as http:
+            assert http.get("/v1/sessions").status_code == 200
+            made = http.post("/v1/keys", json={"role": "admin"}).json()
+            assert http.get("/v1/sessions").status_code == 401
+            assert http.get("/v1/sessions", headers={"x-api-key": made["key"]}).status_code == 200
