@@ -20,6 +20,7 @@ from turnwise.processes.stack import command
 NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0}
 HEALTH = {"/healthz", "/readyz"}
 REVOKED_SECONDS = 5.0
+MODEL_OF_FIRST = {"TURNWISE_PROXY_POLICY_TENANT": "first"}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
 
@@ -55,7 +56,7 @@ def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, dict[str, Tenant]]]:
     keys["other"] = new_key(url, "admin", "second")["key"]
     with (
         running_fake_engine() as engine,
-        running_proxy(engine.url, url, directory, "--policy-tenant", "first") as proxy,
+        running_proxy(engine.url, url, directory, environment=MODEL_OF_FIRST) as proxy,
         contextlib.ExitStack() as s,
     ):
         tenants = {name: Tenant(proxy, key) for name, key in keys.items()} | {"nobody": Tenant(proxy, None)}
