@@ -174,7 +174,7 @@ def test_without_keys_the_proxy_is_open_until_the_first_is_made(start_proxy, fak
         assert http.get("/v1/sessions", headers={"x-api-key": made["key"]}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_without_keys_the_proxy_refuses_to_listen_beyond_loopback(tmp_path, fake_engine, host):
     url = f"sqlite:///{tmp_path}/turnwise.db"
     turnwise(url, "db", "upgrade")
