@@ -2,7 +2,6 @@
 PYTHON ?= python3
 SEED ?= 0
 MINUTES ?= 30
-MINUTES ?= 30
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1

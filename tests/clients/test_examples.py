@@ -109,8 +109,12 @@ class Played:
         assert len({view.turn.chain_id for view in views}) == 1 + sum(reason is not None for reason in reasons)
 
 
-@WAYS
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, "line") for name in GROWING]
+    + [("openai", "environment")]
+    + [pytest.param(name, "environment", marks=pytest.mark.slow) for name in GROWING if name != "openai"],
+)
 def test_an_example_runs_and_is_one_exact_chain(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path, name: str, way: str
 ) -> None:

@@ -28,10 +28,10 @@ from turnwise.processes.stack import free_port
 READY_SECONDS = 5.0
 """How soon a proxy that was killed serves again, at the median; see `report`."""
 DIES_SECONDS = 30.0
-WRITERS = 5
+WRITERS = 3
 """How many writing processes one proxy loses."""
 REPETITIONS = [1, pytest.param(20, marks=pytest.mark.slow)]
-MOMENTS = [10, pytest.param(100, marks=pytest.mark.slow)]
+MOMENTS = [3, pytest.param(100, marks=pytest.mark.slow)]
 
 
 @pytest.fixture

@@ -114,8 +114,15 @@ def versions_of_sessions(proxy: RunningProxy) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize(("poison", "words"), [("poisoned", "mean session reward"), ("broken", "turns are broken")])
+@pytest.mark.parametrize(
+    ("kind", "poison", "words"),
+    [
+        ("full", "poisoned", "mean session reward"),
+        ("lora", "broken", "turns are broken"),
+        pytest.param("lora", "poisoned", "mean session reward", marks=pytest.mark.slow),
+        pytest.param("full", "broken", "turns are broken", marks=pytest.mark.slow),
+    ],
+)
 def test_a_poisoned_update_is_rolled_back_without_a_person_and_a_good_one_is_promoted(
     engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path, kind: str, poison: str, words: str
 ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -89,10 +91,14 @@ def test_bfloat16_computes_in_bfloat16_and_holds_weights_and_gradients_in_float3
     assert similarity > 0.99
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings(TORCHS_OWN)
-def test_a_compiled_policy_computes_the_same_loss_and_gradient(model, batch):
-    """`torch.compile`, once for rows of one sequence and once for packed ones, whatever their length."""
+def test_a_compiled_policy_computes_the_same_loss_and_gradient(model, batch, monkeypatch, backend):
+    """`torch.compile`, once for rows of one sequence and once for packed ones, whatever their length.
+
+    The backend `eager` traces the model as `inductor` does, and generates no code, which takes half a minute.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     loss, gradient = loss_and_gradient(policy_for(model), batch)
     compiled = policy_for(model, compiled=True)
     again, gradient_again = loss_and_gradient(compiled, batch)
