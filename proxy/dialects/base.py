@@ -190,6 +190,14 @@ class Dialect(abc.ABC):
         """Return the body with the request parameters that the URL carries."""
         return body
 
+    def referenced_turns(self, body: Json) -> list[str]:  # noqa: ARG002
+        """Return the stored turns that the body refers to, and that must be read before it is parsed."""
+        return []
+
+    def resolve_references(self, body: Json, stored: Mapping[str, Json]) -> Json:  # noqa: ARG002
+        """Return the body with the replies of the turns that it refers to; `stored` holds replies by turn id."""
+        return body
+
     @abc.abstractmethod
     def parse(self, body: Json, *, max_choices: int, max_messages: int) -> Call:
         """Return the call that a request asks for; check only the fields that the proxy itself reads.

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
-from proxy.dialects.blocks import Block, parts_of
-from turnwise.errors import InvalidRequest
+import orjson
+
+from proxy.dialects.blocks import Block, blocks_of, parts_of
+from proxy.dialects.response_tools import ToolMap, custom_arguments, flat_name
+from turnwise.errors import InvalidRequest, NotFound
 from turnwise.types import Json
 
 ID_PREFIXES = {"thinking": "rs", "text": "msg", "tool": "fc"}
+HOSTED_ITEMS = frozenset(
+    {
+        *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "computer_call"),
+        *("mcp_call", "mcp_list_tools", "mcp_approval_request", "tool_search_call", "tool_search_output", "compaction"),
+        *("compaction_trigger", "additional_tools", "ghost_snapshot"),
+    }
+)
+"""Items that only OpenAI's own service can read or produce, such as encrypted state. They are ignored."""
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -37,19 +48,32 @@ def _add_item(messages: list[Json], item: Any) -> None:
         case "message":
             messages.append({"role": item.get("role"), "content": _chat_content(item.get("content"))})
         case "reasoning":
-            reply = _open_reply(messages, unless_holds=("reasoning", "content", "tool_calls"))
-            reply["reasoning"] = _text(item.get("content") or item.get("summary"))
-        case "function_call":
+            _add_reasoning(messages, _text(item.get("content") or item.get("summary")))
+        case "function_call" | "custom_tool_call" | "local_shell_call":
             _open_reply(messages, unless_holds=()).setdefault("tool_calls", []).append(_chat_tool_call(item))
-        case "function_call_output":
-            result = _chat_content(item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": result})
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+            call_id = item.get("call_id") or item.get("id")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": _chat_content(item.get("output"))})
+        case "item_reference":
+            raise NotFound(
+                f"item {item.get('id')!r:.80} is not stored; send the item itself",
+                param="input",
+                code="item_not_found",
+            )
+        case str() if kind in HOSTED_ITEMS:
+            pass
         case _:
             raise InvalidRequest(
-                f"an input item of type {kind!r:.40} cannot be served; send messages, reasoning, function calls and "
+                f"an input item of type {kind!r:.40} cannot be served; send messages, reasoning, tool calls and "
                 "their outputs",
                 param="input",
             )
+
+
+def _add_reasoning(messages: list[Json], text: str) -> None:
+    """Add reasoning to its reply; an item with encrypted reasoning only has no text."""
+    if text:
+        _open_reply(messages, unless_holds=("reasoning", "content", "tool_calls"))["reasoning"] = text
 
 
 def _open_reply(messages: list[Json], *, unless_holds: tuple[str, ...]) -> Json:
@@ -62,8 +86,16 @@ def _open_reply(messages: list[Json], *, unless_holds: tuple[str, ...]) -> Json:
 
 
 def _chat_tool_call(item: Json) -> Json:
-    function = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
-    return {"id": item.get("call_id"), "type": "function", "function": function}
+    match item["type"]:
+        case "custom_tool_call":
+            arguments = custom_arguments(str(item.get("input") or ""))
+        case "local_shell_call":
+            action = item.get("action")
+            arguments = orjson.dumps(action if isinstance(action, dict) else {}).decode()
+        case _:
+            arguments = item.get("arguments") or ""
+    name = flat_name(item.get("namespace"), item.get("name") or "local_shell")
+    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _chat_content(content: Any) -> Any:
@@ -95,43 +127,9 @@ def _text(parts: Any) -> str:
     return "".join(str(part.get("text") or part.get("refusal") or "") for part in parts_of(parts, "input"))
 
 
-def chat_tools(tools: Iterable[Any]) -> list[Json]:
-    """Return the tools as chat has them.
-
-    Raises:
-        InvalidRequest: a tool that OpenAI's own service would have to run.
-    """
-    found = []
-    for tool in tools:
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise InvalidRequest(
-                f"only tools of type 'function' can be served, not {tool!r:.80}; the client runs them", param="tools"
-            )
-        fields = ("name", "description", "parameters", "strict")
-        function = {field: tool[field] for field in fields if tool.get(field) is not None}
-        found.append({"type": "function", "function": function})
-    return found
-
-
-def chat_tool_choice(choice: Any) -> Any:
-    """Return the tool choice as chat has it.
-
-    Raises:
-        InvalidRequest: a choice that the engine cannot be held to.
-    """
-    if isinstance(choice, str):
-        return choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    raise InvalidRequest(
-        f"a tool choice is none, auto, required or one function, not {choice!r:.80}.", param="tool_choice"
-    )
-
-
-def output_item(block: Block, index: int, response_id: str, logprobs: list[Json]) -> Json:
-    """Return a block as an item of the response's output; ids follow from the response's own."""
-    item_id = f"{ID_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{index}"
-    item: Json = {"id": item_id, "status": "completed"}
+def output_item(block: Block, index: int, response_id: str, logprobs: list[Json], tools: ToolMap) -> Json:
+    """Return a block as an item of the response's output; its id is derived from the response's id."""
+    item: Json = {"id": item_id(block, index, response_id), "status": "completed"}
     match block.kind:
         case "thinking":
             content = [{"type": "reasoning_text", "text": block.text}]
@@ -140,5 +138,33 @@ def output_item(block: Block, index: int, response_id: str, logprobs: list[Json]
             part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
             return item | {"type": "message", "role": "assistant", "content": [part]}
         case _:
-            called = {"call_id": block.tool_call_id, "name": block.name, "arguments": block.text}
-            return item | {"type": "function_call", **called}
+            return item | tools.call_item(block.name, block.tool_call_id, block.text)
+
+
+def item_id(block: Block, index: int, response_id: str) -> str:
+    """Return the id of an item; `referenced_turn` is its inverse."""
+    return f"{ID_PREFIXES[block.kind]}_{response_id.partition('_')[2]}_{index}"
+
+
+def referenced_turn(reference: Json) -> tuple[str, int]:
+    """Return the turn and the index of the item that an `item_reference` names; an empty turn for a foreign id."""
+    prefix, _, rest = str(reference.get("id")).partition("_")
+    call_id, _, index = rest.rpartition("_")
+    if prefix in ID_PREFIXES.values() and call_id and index.isascii() and index.isdigit():
+        return f"resp_{call_id}", int(index)
+    return "", 0
+
+
+def references(given: Any) -> list[Json]:
+    """Return the items of an input that only name a stored item."""
+    items = given if isinstance(given, list) else []
+    return [item for item in items if isinstance(item, dict) and item.get("type") == "item_reference"]
+
+
+def resolved(item: Any, stored: Mapping[str, Json], tools: ToolMap) -> Any:
+    """Return an input item, or the stored item that it names; `stored` holds replies by turn id."""
+    if not isinstance(item, dict) or item.get("type") != "item_reference":
+        return item
+    turn_id, index = referenced_turn(item)
+    blocks = (list(blocks_of(stored[turn_id])) or [Block("text", "")]) if turn_id in stored else []
+    return output_item(blocks[index], index, turn_id, [], tools) if index < len(blocks) else item

@@ -7,7 +7,7 @@ keeps no state between calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
@@ -16,7 +16,8 @@ from proxy.dialects import engine_reply
 from proxy.dialects.base import Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
 from proxy.dialects.chat import ChatCompletions, check_kinds
-from proxy.dialects.response_items import chat_messages, chat_tool_choice, chat_tools, output_item
+from proxy.dialects.response_items import chat_messages, output_item, referenced_turn, references, resolved
+from proxy.dialects.response_tools import ToolMap, chat_tool_choice, custom_input, read_tools
 from proxy.dialects.schemas import IDENTITY, STREAM
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
@@ -31,6 +32,7 @@ TRANSLATED = frozenset(
 IGNORED = frozenset(
     {
         *("include", "max_tool_calls", "previous_response_id", "prompt_cache_key", "prompt_cache_options"),
+        *("client_metadata", "context_management", "moderation"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "truncation", "top_logprobs"),
     }
 )
@@ -59,13 +61,26 @@ class Responses(ChatCompletions):
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
         """
-        call = super().parse(chat_body(body), max_choices=max_choices, max_messages=max_messages)
+        tools = read_tools(body.get("tools"))
+        call = super().parse(chat_body(body, tools), max_choices=max_choices, max_messages=max_messages)
         call.original = body
+        call.dropped_tools = tools.dropped
         call.wants_token_ids = False
         call.previous_turn_id = body.get("previous_response_id")
         call.notes = {"instructions": True} if body.get("instructions") else {}
-        call.encoder = ResponseEncoder(self.id_prefix, body)
+        call.encoder = ResponseEncoder(self.id_prefix, body, tools)
         return call
+
+    def referenced_turns(self, body: Json) -> list[str]:
+        """Return the turns whose items the input names by `item_reference`."""
+        return [turn_id for item in references(body.get("input")) if (turn_id := referenced_turn(item)[0])]
+
+    def resolve_references(self, body: Json, stored: Mapping[str, Json]) -> Json:
+        """Put stored items in the place of the references to them."""
+        if not references(body.get("input")):
+            return body
+        tools = read_tools(body.get("tools"))
+        return {**body, "input": [resolved(item, stored, tools) for item in body["input"]]}
 
     def resume(self, call: Call, earlier: TurnView) -> None:
         """Put the stored conversation before the call's messages.
@@ -86,7 +101,8 @@ class Responses(ChatCompletions):
         response = _head(decoded, self.id_prefix, call.original)
         blocks = list(blocks_of(choice["message"])) or [Block("text", "")]
         logprobs = content_logprobs(choice.get("logprobs"))
-        output = [output_item(block, index, response["id"], logprobs) for index, block in enumerate(blocks)]
+        tools = read_tools(call.original.get("tools"))
+        output = [output_item(block, index, response["id"], logprobs, tools) for index, block in enumerate(blocks)]
         response |= _ending(choice.get("finish_reason"), decoded.get("usage") or {}) | {"output": output}
         return orjson.dumps(response)
 
@@ -94,8 +110,9 @@ class Responses(ChatCompletions):
 class ResponseEncoder(BlockEncoder):
     """Writes OpenAI's events for a response."""
 
-    def __init__(self, id_prefix: str, request: Json) -> None:
+    def __init__(self, id_prefix: str, request: Json, tools: ToolMap) -> None:
         super().__init__()
+        self._tools = tools
         self._id_prefix = id_prefix
         self._request = request
         self._response: Json = {}
@@ -120,6 +137,8 @@ class ResponseEncoder(BlockEncoder):
     def growing(self, block: Block, logprobs: Json | None) -> bytes:
         """Add to the open part."""
         match block.kind:
+            case "tool" if self.open is not None and self.open.name in self._tools.custom:
+                return b""  # its text is known once the arguments that hold it are complete
             case "tool":
                 return self._part_event("response.function_call_arguments.delta", block, delta=block.text)
             case "thinking":
@@ -133,6 +152,10 @@ class ResponseEncoder(BlockEncoder):
         """Close the part and its item."""
         item = self._item(block)
         match block.kind:
+            case "tool" if block.name in self._tools.custom:
+                text = custom_input(block.text)
+                ended = self._part_event("response.custom_tool_call_input.delta", block, delta=text)
+                ended += self._part_event("response.custom_tool_call_input.done", block, input=text)
             case "tool":
                 called = {"name": block.name, "arguments": block.text}
                 ended = self._part_event("response.function_call_arguments.done", block, **called)
@@ -163,7 +186,7 @@ class ResponseEncoder(BlockEncoder):
         return self._event("error", **fields)
 
     def _item(self, block: Block) -> Json:
-        return output_item(block, len(self._items), self._response["id"], self._logprobs)
+        return output_item(block, len(self._items), self._response["id"], self._logprobs, self._tools)
 
     def _part_event(self, name: str, block: Block, /, **data: Any) -> bytes:
         """Write an event about the open item's only part, or its arguments."""
@@ -178,13 +201,13 @@ class ResponseEncoder(BlockEncoder):
         return named_event(name, {"sequence_number": self._num_events - 1, **data})
 
 
-def chat_body(body: Json) -> Json:
+def chat_body(body: Json, tools: ToolMap) -> Json:
     """Translate a request to a chat request.
 
     Raises:
         InvalidRequest: it asks for something that cannot be served, or a field has the wrong shape.
     """
-    check_kinds(body, {"tools": list, "text": dict, "reasoning": dict, "include": list, "instructions": str})
+    check_kinds(body, {"text": dict, "reasoning": dict, "include": list, "instructions": str})
     check_kinds(body, {"previous_response_id": str})
     check_kinds(body.get("text") or {}, {"format": dict})
     for field in UNSERVED:
@@ -192,9 +215,11 @@ def chat_body(body: Json) -> Json:
             raise InvalidRequest(f"`{field}` is not served; send the conversation as `input`.", param=field)
     chat = {field: value for field, value in body.items() if field not in TRANSLATED | IGNORED}
     chat["messages"] = [*_instructions(body), *chat_messages(body.get("input"))]
-    if tools := body.get("tools"):
-        chat["tools"] = chat_tools(tools)
-    if (choice := body.get("tool_choice")) is not None and ("tools" in chat or choice != "auto"):
+    if tools.chat_tools:
+        chat["tools"] = tools.chat_tools
+    if (choice := body.get("tool_choice")) is not None and (
+        tools.chat_tools or not (tools.dropped or choice == "auto")
+    ):
         chat["tool_choice"] = chat_tool_choice(choice)
     if (limit := body.get("max_output_tokens")) is not None:
         chat["max_completion_tokens"] = limit
@@ -247,7 +272,7 @@ def _head(reply: Json, id_prefix: str, request: Json) -> Json:
         "incomplete_details": None,
         "model": reply["model"],
         "output": [],
-        "store": True,
+        "store": request.get("store") is not False,
         "usage": None,
         **{field: default if request.get(field) is None else request[field] for field, default in repeated.items()},
     }

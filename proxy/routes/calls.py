@@ -7,6 +7,7 @@ must be noticed at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -73,13 +74,13 @@ class Sample:
         raw = await read_body(
             receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
         )
-        call = self._read_call(raw, scope, headers, query)
+        call = await self._read_call(raw, scope, headers, query, principal)
         reply.encoder = call.encoder
         services.model_names.check(call.model, services.pool.engines)
         if call.dropped_tools:
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None:
-            await self._resume(call, principal.tenant)
+            await self._resume(call, principal)
         if call.session_id is not None:
             principal.require_session(call.session_id)
         await self._answer(call, principal, identify_request(call, principal, raw), reply, scope["extensions"][LEFT])
@@ -137,28 +138,43 @@ class Sample:
         await reply.whole(answer)
         return answer
 
-    async def _resume(self, call: Call, tenant: str) -> None:
+    async def _resume(self, call: Call, principal: Principal) -> None:
         """Put the previous turn's conversation before the call's messages, and the call into the turn's session."""
-
-        def read(turn_id: str) -> TurnView:
-            with self._services.database.read() as connection:
-                return queries.turn(connection, tenant, turn_id)
-
-        assert call.previous_turn_id is not None
-        try:
-            earlier = await asyncio.to_thread(read, call.previous_turn_id)
-        except NotFound as error:
+        previous = call.previous_turn_id or ""
+        earlier = (await self._read_turns([previous], principal)).get(previous)
+        if earlier is None:
             raise NotFound(
-                f"previous response {call.previous_turn_id!r} is not stored; send the whole conversation",
+                f"previous response {previous!r} is not stored; send the whole conversation",
                 code="previous_response_not_found",
-            ) from error
+            )
         self._dialect.resume(call, earlier)
         call.session_id = call.session_id or earlier.turn.session_id
 
-    def _read_call(self, raw: bytes, scope: Scope, headers: dict[bytes, bytes], query: dict[str, str]) -> Call:
+    async def _read_turns(self, turn_ids: list[str], principal: Principal) -> dict[str, TurnView]:
+        """Return those of the turns that the caller may read: of its tenant, and of a session key's own session."""
+
+        def read() -> dict[str, TurnView]:
+            found = {}
+            with self._services.database.read() as connection:
+                for turn_id in dict.fromkeys(turn_ids):
+                    with contextlib.suppress(NotFound):
+                        found[turn_id] = queries.turn(connection, principal.tenant, turn_id)
+            return found
+
+        views = await asyncio.to_thread(read)
+        own = principal.session_id
+        return {turn_id: view for turn_id, view in views.items() if own is None or view.turn.session_id == own}
+
+    async def _read_call(
+        self, raw: bytes, scope: Scope, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
+    ) -> Call:
         settings = self._services.settings
         body = parse_object(raw, max_depth=settings.max_json_depth)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
+        if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
+            views = await self._read_turns(turn_ids, principal)
+            replies = {turn_id: view.turn.response for turn_id, view in views.items()}
+            body = self._dialect.resolve_references(body, replies)
         call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
         identify(call, scope, headers)
         return call

@@ -229,9 +229,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "web_search",
     ),
     "no input": ("responses", {}, 400, "input"),
-    "an unknown item": ("responses", {"input": [{"type": "computer_call"}]}, 400, "computer_call"),
+    "an unknown item": ("responses", {"input": [{"type": "song"}]}, 400, "song"),
     "in the background": ("responses", {"input": "x", "background": True}, 400, "background"),
-    "a hosted tool": ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, 400, "web_search"),
+    "a tool without a type": ("responses", {"input": "x", "tools": [{"name": "look"}]}, 400, "type"),
+    "a conversation": ("responses", {"input": "x", "conversation": "conv_1"}, 400, "conversation"),
+    "an unknown reference": (
+        "responses",
+        {"input": [{"type": "item_reference", "id": "msg_abc_0"}]},
+        404,
+        "msg_abc_0",
+    ),
 }
 
 

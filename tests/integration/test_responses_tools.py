@@ -1,0 +1,163 @@
+"""Tools and items of the Responses API that are no plain functions: what Codex and the AI SDK send."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from support.proxies import ProxyAndEngine, RunningProxy
+
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise.types import Outcome
+
+SPAWN = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}],
+}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+TEXT = 'a "patch"\n+ é'
+REPLY = Reply(
+    text="Working.",
+    tool_calls=[
+        ToolCall(name="agents__spawn", arguments={"task": "t"}),
+        ToolCall(name="apply_patch", arguments={"input": TEXT}),
+    ],
+)
+
+
+@pytest.fixture
+def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
+    return shared_proxy.proxy
+
+
+@pytest.fixture
+def engine(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
+    yield shared_proxy.engine
+    shared_proxy.engine.state.script.rules.clear()
+
+
+@pytest.fixture
+def session_id() -> str:
+    return uuid.uuid4().hex
+
+
+def assert_one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int) -> None:
+    turns = [view.turn for view in proxy.turns(session_id)]
+    assert [(turn.outcome, turn.reason) for turn in turns] == [(Outcome.EXACT, None)] * num_turns
+    assert len({turn.chain_id for turn in turns}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_namespaces_and_freeform_tools_come_back_as_the_client_named_them(
+    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str, *, stream: bool
+) -> None:
+    """The engine sees functions; the client sees its own tools; the next call stays on the chain."""
+    engine.answer(Rule(reply=REPLY, contains="first", count=1))
+    client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
+    tools: Any = [SPAWN, PATCH, {"type": "web_search"}, {"type": "local_shell"}]
+    given: list[Any] = [{"role": "user", "content": "first"}]
+    asked: Any = {"model": "fake", "tools": tools, "include": ["reasoning.encrypted_content"], "store": False}
+    if stream:
+        with client.responses.stream(input=given, **asked) as events:
+            seen = list(events)
+        made = seen[-1].response
+        texts = [each.input for each in seen if each.type == "response.custom_tool_call_input.done"]
+        assert texts == [TEXT]
+    else:
+        raw = client.responses.with_raw_response.create(input=given, **asked)
+        assert raw.headers["x-turnwise-dropped-tools"] == "web_search, local_shell"
+        made = raw.parse()
+    _, spawn, patch = made.output
+    assert (spawn.type, spawn.namespace, spawn.name, json.loads(spawn.arguments)) == (
+        "function_call",
+        "agents",
+        "spawn",
+        {"task": "t"},
+    )
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", TEXT)
+    sent = [tool["function"] for tool in engine.calls[-1].body["tools"]]
+    assert [function["name"] for function in sent] == ["agents__spawn", "apply_patch"]
+    assert 'start: "x"' in sent[1]["description"]
+    given += [item.model_dump(exclude={"parsed_arguments"}) for item in made.output]
+    given += [
+        {"type": "function_call_output", "call_id": spawn.call_id, "output": "ok"},
+        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "patched"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+    ]
+    client.responses.create(input=given, **asked)
+    assert_one_exact_chain(proxy, session_id, 2)
+    roles = [message["role"] for message in proxy.turns(session_id)[-1].messages]
+    assert roles == ["user", "assistant", "tool", "tool"]
+
+
+def test_shell_calls_of_an_earlier_reply_are_taken(
+    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
+) -> None:
+    client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
+    given: list[Any] = [
+        {"role": "user", "content": "list"},
+        {
+            "type": "local_shell_call",
+            "id": "ls_1",
+            "call_id": "call_1",
+            "status": "completed",
+            "action": {"type": "exec", "command": ["ls"], "env": {}},
+        },
+        {"type": "local_shell_call_output", "id": "call_1", "output": "file"},
+    ]
+    client.responses.create(model="fake", input=given)
+    call, result = engine.calls[-1].body["messages"][1:]
+    assert json.loads(call["tool_calls"][0]["function"]["arguments"])["command"] == ["ls"]
+    assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "call_1", "file")
+
+
+def test_an_item_reference_is_resolved_from_the_stored_turn(
+    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
+) -> None:
+    """The AI SDK's default sends ids in place of the items of a reply."""
+    engine.answer(Rule(reply=REPLY, contains="first", count=1))
+    client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
+    asked: Any = {"model": "fake", "tools": [SPAWN, PATCH]}
+    given: list[Any] = [{"role": "user", "content": "first"}]
+    made = client.responses.create(input=given, **asked)
+    given += [{"type": "item_reference", "id": item.id} for item in made.output]
+    given += [
+        {"type": "function_call_output", "call_id": made.output[1].call_id, "output": "ok"},
+        {"type": "custom_tool_call_output", "call_id": made.output[2].call_id, "output": "ok"},
+    ]
+    client.responses.create(input=given, **asked)
+    assert_one_exact_chain(proxy, session_id, 2)
+
+
+def test_a_session_key_reaches_no_response_of_another_session(
+    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
+) -> None:
+    """Neither by `previous_response_id` nor by an item reference: both answer as if nothing were stored."""
+    assert engine.url
+    other = openai.OpenAI(base_url=proxy.session_v1(f"{session_id}-other"), api_key="any", max_retries=0)
+    secret = other.responses.create(model="fake", input="the secret")
+    key = httpx2.post(f"{proxy.v1}/sessions", json={"session_id": session_id}).json()["api_key"]
+    for base_url in (proxy.v1, proxy.session_v1(session_id)):
+        client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+        with pytest.raises(openai.NotFoundError, match="is not stored"):
+            client.responses.create(model="fake", input="and?", previous_response_id=secret.id)
+        reference: Any = [{"type": "item_reference", "id": secret.output[0].id}]
+        with pytest.raises(openai.NotFoundError, match="is not stored"):
+            client.responses.create(model="fake", input=reference)
+        own = client.responses.create(model="fake", input="mine")
+        client.responses.create(model="fake", input="and?", previous_response_id=own.id)
+    assert not any("secret" in str(view.messages) for view in proxy.turns(session_id))
