@@ -1,18 +1,15 @@
-"""The few things that the data plane needs of ASGI, without a framework in between.
-
-Reading a body under limits, and sending whole or streamed replies.
-"""
+"""ASGI without a framework: reading a request body under limits, and sending whole or streamed replies."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import orjson
 
 from turnwise.errors import InvalidRequest, TooLarge
+from turnwise.json_scan import scan
 from turnwise.types import Json
 
 Scope = MutableMapping[str, Any]
@@ -22,7 +19,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON_HEADER = (b"content-type", b"application/json")
-_OUTSIDE_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"|[^\[\]{}"]+')
+SCANNED_HERE_BYTES = 32 * 2**10
+"""Longer bodies are scanned in a thread."""
 
 
 async def read_body(receive: Receive, *, max_bytes: int, timeout_seconds: float) -> bytes:
@@ -66,14 +64,14 @@ def _checked_size(data: bytes, max_bytes: int, size: int | None = None) -> bytes
     return data
 
 
-def parse_object(raw: bytes, *, max_depth: int) -> Json:
+async def parse_object(raw: bytes, *, max_depth: int, max_containers: int) -> Json:
     """Decode a JSON object.
 
     Raises:
-        InvalidRequest: it is no JSON, or no object.
-        TooLarge: it is nested deeper than `max_depth`.
+        InvalidRequest: it is not JSON, or not an object.
+        TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects.
     """
-    check_depth(raw, max_depth)
+    await check_nesting(raw, max_depth=max_depth, max_containers=max_containers)
     try:
         decoded = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -87,19 +85,16 @@ def parse_object(raw: bytes, *, max_depth: int) -> Json:
     return decoded
 
 
-def check_depth(raw: bytes, max_depth: int) -> None:
-    """Check how deep JSON is nested, before it is decoded.
+async def check_nesting(raw: bytes, *, max_depth: int, max_containers: int) -> None:
+    """Check a JSON body before it is decoded; a long one is scanned in a thread, without the interpreter's lock.
 
     Raises:
-        TooLarge: deeper than `max_depth`.
+        TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects.
     """
-    if raw.count(b"[") + raw.count(b"{") <= max_depth:
-        return
-    depth = 0
-    for bracket in _OUTSIDE_STRINGS.sub(b"", raw):
-        depth += 1 if bracket in b"[{" else -1
-        if depth > max_depth:
-            raise TooLarge(f"the request body is nested deeper than {max_depth} levels, which is the limit")
+    if len(raw) > SCANNED_HERE_BYTES:
+        await asyncio.to_thread(scan, raw, max_depth, max_containers)
+    elif raw.count(b"[") + raw.count(b"{") > min(max_depth, max_containers):
+        scan(raw, max_depth, max_containers)
 
 
 async def send_whole(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

@@ -28,10 +28,13 @@ class LimitedHttp(HttpToolsProtocol):
     """How long a request may take until it is complete, and a new connection until its first request is."""
     max_head_bytes: int
     """Longest request line and headers together."""
+    stall_seconds: float
+    """How long a client may read nothing of a reply that waits for it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = False
         self._head_bytes = 0
         """Bytes of an incomplete head, without the data that it began in."""
@@ -46,8 +49,35 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Close down, and signal the call that runs on the connection."""
         self._disarm()
+        self._stop_stall_timer()
         self._left.set_result(None)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Stop sending until the client has read something; start the stall timer."""
+        super().pause_writing()
+        self._start_stall_timer()
+
+    def resume_writing(self) -> None:
+        """Continue sending."""
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def _start_stall_timer(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(self.stall_seconds, self._check_stall, unread)
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _check_stall(self, unread: int) -> None:
+        """Disconnect a client that has read nothing since the timer started."""
+        if self.transport.get_write_buffer_size() < unread:
+            self._start_stall_timer()
+        else:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse received data; close the connection if its head is too long."""
@@ -119,7 +149,7 @@ class LimitedHttp(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited_http(*, whole_seconds: float, max_head_bytes: int) -> type[LimitedHttp]:
+def limited_http(*, whole_seconds: float, max_head_bytes: int, stall_seconds: float) -> type[LimitedHttp]:
     """Return the protocol class with these limits; uvicorn makes the instances."""
-    limits = {"whole_seconds": whole_seconds, "max_head_bytes": max_head_bytes}
+    limits = {"whole_seconds": whole_seconds, "max_head_bytes": max_head_bytes, "stall_seconds": stall_seconds}
     return type("LimitedHttp", (LimitedHttp,), limits)

@@ -35,7 +35,11 @@ def run(settings: ProxySettings) -> int:
             host=settings.host,
             port=settings.port,
             loop="uvloop",
-            http=limited_http(whole_seconds=settings.header_timeout_seconds, max_head_bytes=settings.max_header_bytes),
+            http=limited_http(
+                whole_seconds=settings.header_timeout_seconds,
+                max_head_bytes=settings.max_header_bytes,
+                stall_seconds=settings.client_stall_seconds,
+            ),
             ws="none",
             proxy_headers=False,  # the client's address is not used
             access_log=False,

@@ -20,7 +20,7 @@ from proxy.continuation.sessions import Sessions
 from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
-from proxy.engines.probe import check_capture, find_template, has_lora
+from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.reloader import Reloader
@@ -164,6 +164,7 @@ async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySetti
     engine.has_lora = await has_lora(engine)
     try:
         await check_capture(engine)
+        engine.sampling_defaults = await find_sampling_defaults(engine)
     except EngineUnsuitable as unsuitable:
         if settings.engine_check == "strict":
             raise

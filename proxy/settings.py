@@ -47,6 +47,8 @@ class ProxySettings(Settings):
     max_header_bytes: int = Field(default=64 * 2**10, gt=0)
     """Longest head of a request: its line and its headers."""
     max_json_depth: int = Field(default=128, gt=0)
+    max_json_containers: int = Field(default=32_768, gt=0)
+    """Most arrays and objects in one request body: decoding them is what a body costs."""
     max_messages: int = Field(default=10_000, gt=0)
     max_choices: int = Field(default=128, gt=0)
     """Largest `n` of one call."""
@@ -54,6 +56,8 @@ class ProxySettings(Settings):
     """Concurrent calls; more are answered 429."""
     header_timeout_seconds: float = Field(default=30.0, gt=0)
     """A request whose headers and body are not complete by then is closed."""
+    client_stall_seconds: float = Field(default=30.0, gt=0)
+    """A client that reads nothing of its reply for this long is disconnected, and its call ends."""
     engine_timeout_seconds: float = Field(default=600.0, gt=0)
     """The longest silence of an engine within one call."""
     engine_wait_seconds: float = Field(default=30.0, ge=0)

@@ -7,8 +7,10 @@ derived from version numbers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 
 from turnwise.types import Json
 
@@ -19,6 +21,15 @@ FORCED_LOGPROB = -0.01
 """A token with a bias of 100 has a processed logprob above this for any model; its raw logprob is far below."""
 BIAS = 100.0
 NUM_PROMPT_TOKENS = 3
+NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling parameters that vLLM takes from a model's generation_config.json, with the values that change nothing."""
+GENERATION_CONFIG = "generation_config.json"
+NUM_BIASED = 256
+"""Tokens that a bias makes the only candidates: more than a usual top-k, so that any mask shows."""
+NUM_COMPARED = 5
+"""Alternatives whose logprobs are compared."""
+SAME_NATS = 0.02
+"""Logprobs of the same logits differ by less than this, also in bf16; any default that matters changes them by more."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,70 @@ def check_capture(model: str) -> Check:
     found.append(_continuation(continued.get("prompt_token_ids") == sent))
     found.append(_logprobs([choice, continued["choices"][0]]))
     return found
+
+
+SamplingCheck = Generator[Json, Json, tuple[Json | None, Requirement]]
+"""As `Check`; returns the defaults too, None if they are unknown."""
+
+
+def check_sampling_defaults(model: str, configured: Json) -> SamplingCheck:
+    """Find the sampling parameters that the engine uses where a request sets none.
+
+    A call without parameters is compared with one that sets neutral values, and then with one that sets `configured`.
+
+    Args:
+        model: the name that the engine serves.
+        configured: what `generation_config.json` sets; empty if it is not known.
+    """
+    neutral = _alternatives((yield _sampling_call(model, NEUTRAL)))
+    unset = _alternatives((yield _sampling_call(model, {})))
+    name = "sampling defaults"
+    if _are_same(neutral, unset):
+        return {}, Requirement(name, is_met=True, text="neutral: a request without parameters samples at temperature 1")
+    if configured and _are_same(_alternatives((yield _sampling_call(model, NEUTRAL | configured))), unset):
+        text = f"those of {GENERATION_CONFIG}, which are stored with each turn: {configured}"
+        return configured, Requirement(name, is_met=True, text=text)
+    text = (
+        f"requests without sampling parameters get defaults that are not neutral and not known here "
+        f"({GENERATION_CONFIG} says {configured or 'nothing, or cannot be read'}); "
+        "start the engine with --generation-config vllm"
+    )
+    return None, Requirement(name, is_met=False, text=text)
+
+
+def read_sampling_defaults(directory: Path) -> Json:
+    """Return the parameters that are not neutral in a model's `generation_config.json`; empty if it is not readable."""
+    try:
+        config = json.loads((directory / GENERATION_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    return {
+        name: config[name] for name, value in NEUTRAL.items() if config.get(name) is not None and config[name] != value
+    }
+
+
+def _sampling_call(model: str, parameters: Json) -> Json:
+    """Return the body of a call that shows the distribution over a fixed set of tokens."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": "Hello."}],
+        "max_tokens": 1,
+        "logprobs": True,
+        "top_logprobs": NUM_COMPARED,
+        "logit_bias": {str(token): BIAS for token in range(NUM_BIASED)},
+        **parameters,
+    }
+
+
+def _alternatives(reply: Json) -> list[float]:
+    entry = reply["choices"][0]["logprobs"]["content"][0]
+    return sorted(float(each["logprob"]) for each in entry["top_logprobs"])[-NUM_COMPARED:]
+
+
+def _are_same(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(abs(a - b) < SAME_NATS for a, b in zip(one, other, strict=True))
 
 
 def forced_call(model: str, prompt: list[int] | None, *, token: int) -> Json:

@@ -13,7 +13,7 @@ from proxy.continuation.conversation import tool_call_ids
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.writer.process import Sampled
-from turnwise.types import Outcome, Session, TokenIds, Turn
+from turnwise.types import Json, Outcome, Session, TokenIds, Turn
 
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
@@ -28,6 +28,8 @@ class Timing:
     duration_seconds: float
     policy_version_first: int
     policy_version_last: int
+    sampling_defaults: Json = dataclasses.field(default_factory=dict)
+    """The engine's sampling parameters where the request sets none."""
 
 
 def failed_turn(
@@ -121,7 +123,7 @@ def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:
         tenant=session.tenant,
         step=call.step,
         dialect=call.dialect.name,
-        sampling=call.sampling,
+        sampling=effective_sampling(call, timing.sampling_defaults),
         policy_version_first=timing.policy_version_first,
         policy_version_last=timing.policy_version_last,
         created_at=timing.created_at,
@@ -129,6 +131,12 @@ def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:
         duration_seconds=timing.duration_seconds,
         **known,
     )
+
+
+def effective_sampling(call: Call, defaults: Json) -> Json:
+    """Return the sampling parameters of a call: the request's, and the engine's defaults where it sets none."""
+    given = call.sampling
+    return {**given, **{name: value for name, value in defaults.items() if given.get(name) is None}}
 
 
 def _place(

@@ -52,4 +52,5 @@ class Running:
             duration_seconds=time.perf_counter() - self.started,
             policy_version_first=self.version_first,
             policy_version_last=self.version_last,
+            sampling_defaults={} if self.lane is None else self.lane.engine.sampling_defaults,
         )

@@ -67,6 +67,8 @@ class Engine:
         """Its LoRA adapters by policy version, in the order of loading."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+        self.sampling_defaults: Json = {}
+        """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
         self._gone_seconds = gone_seconds
         self._failed_checks = 0
         self._answered_at = time.monotonic()

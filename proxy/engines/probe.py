@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from pathlib import Path
 from typing import Literal
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.continuation.chat_template import ChatTemplate, Unsafe, load_chat_template
 from proxy.engines.engine import Engine, Lane
-from turnwise.engine_requirements import CHAT_ROUTE
+from turnwise.engine_requirements import CHAT_ROUTE, check_sampling_defaults, read_sampling_defaults
 from turnwise.engine_requirements import check_capture as requirements_check
 from turnwise.errors import EngineRefused, EngineUnsuitable
 from turnwise.types import Json
@@ -73,6 +74,29 @@ async def check_capture(engine: Engine) -> None:
         raise EngineUnsuitable(f"the engine at {engine.url} refuses a plain chat call: {refused}") from refused
     if missing:
         raise EngineUnsuitable(f"the engine at {engine.url}: {'; '.join(missing)}")
+
+
+async def find_sampling_defaults(engine: Engine) -> Json:
+    """Return the sampling parameters that the engine uses where a request sets none; empty if they are neutral.
+
+    Raises:
+        EngineUnsuitable: they are not neutral and not known.
+        EngineUnavailable: no answer.
+    """
+    check = check_sampling_defaults(engine.model, read_sampling_defaults(Path(engine.model_path)))
+    body = next(check)
+    try:
+        while True:
+            body = check.send(await engine.ask("POST", CHAT_ROUTE, body, seconds=60.0))
+    except StopIteration as done:
+        defaults, found = done.value
+    except EngineRefused as refused:
+        raise EngineUnsuitable(f"the engine at {engine.url} refuses a call with logit_bias: {refused}") from refused
+    if defaults is None:
+        raise EngineUnsuitable(f"the engine at {engine.url}: {found.text}")
+    if defaults:
+        log.info("the engine at %s has sampling defaults: %s", engine.url, defaults)
+    return dict(defaults)
 
 
 async def has_lora(engine: Engine) -> bool:

@@ -169,7 +169,7 @@ class Sample:
         self, raw: bytes, scope: Scope, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
     ) -> Call:
         settings = self._services.settings
-        body = parse_object(raw, max_depth=settings.max_json_depth)
+        body = await parse_object(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
         if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
             views = await self._read_turns(turn_ids, principal)

@@ -69,7 +69,7 @@ class Query:
         raw = await read_body(
             receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
         )
-        body = parse_object(raw, max_depth=settings.max_json_depth)
+        body = await parse_object(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
         request = self._dialect.count_request(body)
         services.model_names.check(str(request.get("model") or ""), services.pool.engines)

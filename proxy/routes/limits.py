@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import Field
 
-from proxy.asgi import check_depth, read_body
+from proxy.asgi import check_nesting, read_body
 from proxy.services import services_of
 
 TEXT = r"^[^\x00-\x1f\x7f]*$"
@@ -53,7 +53,7 @@ class LimitedRoute(APIRoute):
                     max_bytes=settings.max_body_bytes,
                     timeout_seconds=settings.header_timeout_seconds,
                 )
-                check_depth(raw, settings.max_json_depth)
+                await check_nesting(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
                 checked._body = raw  # noqa: SLF001  where Starlette keeps a body that it has read
             return await handle(checked)
 

@@ -15,6 +15,7 @@ from proxy.routes.models import Answer, answer, says
 from proxy.routes.openapi import describe
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
+from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import StoreError
 from turnwise.store import policies, queries
 
@@ -70,7 +71,7 @@ async def readyz(services: Annotated[Services, Depends(services_of)]) -> Respons
         {"url": e.url, "ready": e.is_serving, "model": e.model, "policy_version": e.version}
         for e in services.pool.engines
     ]
-    store_error = await asyncio.to_thread(_store_error, services)
+    store_error = await _store_error(services)
     ready = store_error is None and bool(services.pool.serving)
     report: dict[str, Any] = {
         "ready": ready,
@@ -83,10 +84,19 @@ async def readyz(services: Annotated[Services, Depends(services_of)]) -> Respons
     return JSONResponse(report, status_code=200 if ready else 503)
 
 
-def _store_error(services: Services) -> str | None:
-    try:
+async def _store_error(services: Services) -> str | None:
+    """Return why nothing can be read or written, None if both work."""
+
+    def read() -> None:
         with services.database.read() as connection:
             policies.active_policy(connection)
+
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await asyncio.to_thread(read)
+        await services.writer.check()
+    except TimeoutError:
+        return f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs"
     except StoreError as error:
         return str(error)
     return None

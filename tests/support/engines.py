@@ -6,6 +6,7 @@ ends with its process group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -56,8 +57,15 @@ def small_model_dir() -> Path:
 def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """A real vLLM on a free port, with its control routes and runtime LoRA."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    settings = EngineSettings(model=str(small_model_dir), port=free_port(), served_model_name="small", lora=True)
-    command = build_command(settings, gpu=False)
+    with running_engine(small_model_dir, log) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_engine(model_dir: Path, log: Path, *extra: str) -> Iterator[RunningEngine]:
+    """Run a real vLLM with our flags and `extra` ones until the block ends."""
+    settings = EngineSettings(model=str(model_dir), port=free_port(), served_model_name="small", lora=True)
+    command = build_command(settings, extra, gpu=False)
     assignments = [f"{name}={value}" for name, value in command.environment.items()]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -66,7 +74,7 @@ def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     try:
         url = f"http://127.0.0.1:{settings.port}"
         _wait_healthy(url, process, log)
-        yield RunningEngine(url, "small", small_model_dir, log, process.pid)
+        yield RunningEngine(url, "small", model_dir, log, process.pid)
     finally:
         _end_group(process)
 

@@ -10,12 +10,20 @@ import enum
 import importlib.util
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx2
 
-from turnwise.engine_requirements import CHAT_ROUTE, Requirement, check_capture
+from turnwise.engine_requirements import (
+    CHAT_ROUTE,
+    Requirement,
+    check_capture,
+    check_sampling_defaults,
+    read_sampling_defaults,
+)
 from turnwise.errors import TurnwiseError
 from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
 
@@ -110,27 +118,33 @@ def engine_findings(url: str) -> Iterator[Finding]:
     with httpx2.Client(base_url=url.rstrip("/"), timeout=30.0, trust_env=False) as http:
         try:
             http.get("/health").raise_for_status()
-            model = http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            served = http.get("/v1/models").raise_for_status().json()["data"][0]
+            model = served["id"]
         except (httpx2.HTTPError, LookupError, ValueError) as error:
             text = f"{url} does not answer ({error}); start one with `turnwise engine --model DIR`"
             yield Finding("engine", Verdict.FAIL, text)
             return
         yield Finding("engine", Verdict.OK, f"{url} serves {model!r}")
         try:
-            for found in _requirements(http, model):
+            for found in _requirements(http, model, str(served.get("root") or model)):
                 yield Finding(found.name, Verdict.OK if found.is_met else Verdict.FAIL, found.text)
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
             yield Finding("engine probe", Verdict.FAIL, f"{url} does not take a call of one token: {error}")
 
 
-def _requirements(http: httpx2.Client, model: str) -> list[Requirement]:
-    """Run the check that the proxy runs when it finds an engine."""
-    check = check_capture(model)
+def _requirements(http: httpx2.Client, model: str, model_path: str) -> list[Requirement]:
+    """Run the checks that the proxy runs when it finds an engine."""
+    found: list[Requirement] = _run(http, check_capture(model))
+    _, defaults = _run(http, check_sampling_defaults(model, read_sampling_defaults(Path(model_path))))
+    return [*found, defaults]
+
+
+def _run(http: httpx2.Client, check: Generator[Any, Any, Any]) -> Any:
+    """Send the calls of a check and return its result."""
     body = next(check)
     while True:
         reply = http.post(CHAT_ROUTE, json=body).raise_for_status().json()
         try:
             body = check.send(reply)
         except StopIteration as done:
-            found: list[Requirement] = done.value
-            return found
+            return done.value

@@ -114,6 +114,8 @@ class Script(_Strict):
     """Whether it was started with LoRA: it has the routes that load adapters, and a metric of them."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """`raw_logprobs` ignores the temperature, as vLLM does by default."""
+    default_temperature: float = 1.0
+    """Temperature of requests that set none, as vLLM takes it from the model's generation_config.json."""
     logprob_shifts: dict[str, float] = pydantic.Field(default_factory=dict)
     """By the name of a directory of weights or of an adapter: nats that the version in it adds to the logprobs of
     tokens that are asked for by id (`logprob_token_ids`), so that it differs from the others."""

@@ -220,7 +220,8 @@ def _choice_of(reply: Reply, index: int) -> Reply:
 
 
 def _call(state: EngineState, body: Json, seen: SeenCall, prompt_ids: list[int], fault: Fault | None) -> chat_wire.Call:
-    temperature = body.get("temperature")
+    given = body.get("temperature")
+    temperature = state.script.default_temperature if given is None else float(given)
     raw = state.script.logprobs_mode == "raw_logprobs"
     seen.prompt_token_ids = prompt_ids
     return chat_wire.Call(
@@ -229,7 +230,7 @@ def _call(state: EngineState, body: Json, seen: SeenCall, prompt_ids: list[int],
         model=body.get("model") or state.script.model,
         request=body,
         prompt_ids=prompt_ids,
-        temperature=1.0 if raw or temperature is None else float(temperature),
+        temperature=1.0 if raw else temperature,
         biases_count=not raw,
         logprob_shift=state.logprob_shift(body.get("model")),
         hide_token_ids=fault is not None and fault.kind is FaultKind.NO_TOKEN_IDS,

@@ -156,6 +156,8 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
     flags = ["--served-model-name", settings.served_model_name or Path(settings.model).name]
     flags += ["--host", settings.host, "--port", str(settings.port)]
     flags += ["--logprobs-mode", settings.logprobs_mode, "--max-logprobs", str(settings.max_logprobs)]
+    # Requests without sampling parameters are sampled at temperature 1, whatever generation_config.json says.
+    flags += ["--generation-config", "vllm"]
     if settings.tool_call_parser:
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser]
     if settings.lora:

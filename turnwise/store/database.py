@@ -32,6 +32,9 @@ _MIGRATION_LOCK = 0x7475726E
 """Key of the advisory lock under which PostgreSQL migrates."""
 _MIGRATION_SECONDS = 600
 """How long one process waits for another's migration."""
+ANSWER_SECONDS = 30.0
+"""Longest time that PostgreSQL may take for one statement; migrations have no limit."""
+GRACE_SECONDS = 2.0
 _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "UndefinedTable", "UndefinedColumn")
 
 
@@ -164,6 +167,8 @@ class Database:
         with self.write() as conn:
             if self.dialect == "postgresql":
                 conn.exec_driver_sql(f"SET LOCAL lock_timeout = '{_MIGRATION_SECONDS}s'")
+                conn.exec_driver_sql("SET LOCAL statement_timeout = 0")
+                conn.connection.driver_connection.answer_seconds = None  # type: ignore[union-attr]
                 conn.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
             config.attributes["connection"] = conn
             migrate(config, revision)
@@ -274,7 +279,8 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
 
 def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> sa.Engine:
     lock_timeout_ms = int(lock_timeout_seconds * 1000)
-    return sa.create_engine(
+    answer_ms = int(ANSWER_SECONDS * 1000)
+    engine = sa.create_engine(
         url,
         pool_size=pool_size,
         max_overflow=0,
@@ -283,9 +289,24 @@ def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float)
         pool_pre_ping=True,
         connect_args={
             "connect_timeout": max(2, int(lock_timeout_seconds)),
-            "options": f"-c lock_timeout={lock_timeout_ms} -c synchronous_commit=on",
+            "options": f"-c lock_timeout={lock_timeout_ms} -c statement_timeout={answer_ms} -c synchronous_commit=on",
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
+            "tcp_user_timeout": answer_ms,
         },
     )
+
+    @sa.event.listens_for(engine, "do_connect")
+    def _connect(_dialect: Any, _record: Any, args: Any, options: Any) -> Any:
+        from turnwise.store.postgres_deadline import DeadlineConnection
+
+        connection = DeadlineConnection.connect(*args, **options)
+        # The server's own limit comes first, where the server still works: its error leaves the connection usable.
+        connection.answer_seconds = ANSWER_SECONDS + GRACE_SECONDS
+        return connection
+
+    return engine
 
 
 def clock(conn: sa.Connection, now: datetime.datetime | None = None) -> int:

@@ -1,0 +1,99 @@
+"""Nobody waits for ever: a client, a writing process or a body that blocks the others is cut off at its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+
+import httpx2
+import orjson
+import pytest
+from support.proxies import RunningProxy
+
+from proxy.asgi import parse_object
+from turnwise.errors import TooLarge
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
+
+BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+PATIENCE_SECONDS = 60.0
+
+
+def wait_until(holds, what: str) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def chat(proxy: RunningProxy) -> int:
+    """Return the status of one call."""
+    return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, timeout=PATIENCE_SECONDS).status_code
+
+
+def test_a_stopped_writing_process_fails_its_calls_at_their_deadline_and_is_replaced(
+    fake_engine: RunningFakeEngine, start_proxy
+):
+    """Old code let all calls hang, while /readyz answered 200."""
+    proxy = start_proxy(fake_engine.url, "--commit-timeout-seconds", "1")
+    assert chat(proxy) == 200
+    stopped = proxy.writing_process()
+    os.kill(stopped, signal.SIGSTOP)
+    assert chat(proxy) == 503
+    wait_until(lambda: chat(proxy) == 200, "the writing process was not replaced")
+    assert proxy.writing_process() != stopped
+
+
+def test_readiness_asks_the_writing_process(fake_engine: RunningFakeEngine, start_proxy):
+    proxy = start_proxy(fake_engine.url)
+    os.kill(proxy.writing_process(), signal.SIGSTOP)
+    answer = httpx2.get(f"{proxy.url}/readyz", timeout=PATIENCE_SECONDS)
+    assert answer.status_code == 503
+    assert "writing process has not answered" in answer.json()["store"]
+
+
+def test_a_client_that_stops_reading_is_disconnected_and_its_slot_is_freed(fake_engine: RunningFakeEngine, start_proxy):
+    """With one slot, old code answered 429 to everybody else for ever."""
+    proxy = start_proxy(fake_engine.url, "--client-stall-seconds", "1", "--max-concurrent-calls", "1")
+    fake_engine.answer(Rule(contains="much", reply=Reply(text="much to read " * 8_000)))
+    body = orjson.dumps({"model": "fake", "stream": True, "messages": [{"role": "user", "content": "much"}]})
+    address = ("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+    with contextlib.closing(socket.socket()) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
+        client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        wait_until(lambda: chat(proxy) == 429, "the call did not take the slot")
+        wait_until(lambda: chat(proxy) == 200, "the slot was not freed")
+    wait_until(lambda: any(view.turn.outcome == "aborted" for view in proxy.turns()), "no aborted turn is stored")
+
+
+HOSTILE = b'{"messages":[' + b"[]," * (4 * 2**20 // 3) + b"[]]}"
+
+
+async def test_a_body_of_four_megabytes_of_empty_arrays_is_refused_without_blocking_the_event_loop():
+    """Decoding it takes longer than anything else in the proxy: it holds the interpreter for the whole text.
+
+    The longest pause of the loop is compared with the time that decoding takes on this machine.
+    """
+    started = time.perf_counter()
+    orjson.loads(HOSTILE)
+    decoding = time.perf_counter() - started
+    longest = [0.0]
+
+    async def watch() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest[0] = max(longest[0], time.perf_counter() - before)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0.01)
+    with pytest.raises(TooLarge, match="more than 32768 arrays and objects"):
+        await parse_object(HOSTILE, max_depth=128, max_containers=32_768)
+    watching.cancel()
+    assert longest[0] < decoding / 2

@@ -1,0 +1,66 @@
+"""A PostgreSQL whose processes are stopped: its kernel still acknowledges data, and it enforces no timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from turnwise.errors import StoreUnavailable
+from turnwise.store import database as store
+from turnwise.store import policies
+from turnwise.store.database import Database
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.fixture
+def postgres_url(postgres_server, postgres_template):
+    """A database with this release's tables."""
+    name = postgres_server.create_database(postgres_template)
+    yield postgres_server.url(name)
+    postgres_server.drop_database(name)
+
+
+def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recovers(postgres_url, monkeypatch):
+    """Old code waited for ever, with one more thread of the pool for each request."""
+    monkeypatch.setattr(store, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(store, "GRACE_SECONDS", 0.5)
+    database = Database(postgres_url, pool_size=1)
+    stopped = []
+
+    def stop_backend(connection) -> None:
+        stopped.append(connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one())
+        os.kill(stopped[-1], signal.SIGSTOP)
+
+    def read_from_stopped() -> None:
+        with database.read() as connection:
+            stop_backend(connection)
+            policies.newest_policy(connection)
+
+    started = time.monotonic()
+    try:
+        with pytest.raises(StoreUnavailable, match="has not answered"):
+            read_from_stopped()
+        with database.read() as connection:
+            policies.newest_policy(connection)
+            idle = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+        os.kill(idle, signal.SIGSTOP)  # while the connection waits in the pool
+        stopped.append(idle)
+        with database.read() as connection:
+            policies.newest_policy(connection)
+    finally:
+        for backend in stopped:
+            os.kill(backend, signal.SIGCONT)
+        database.close()
+    assert time.monotonic() - started < 20
+
+
+def test_the_server_ends_a_statement_that_takes_too_long_by_itself(postgres_url, monkeypatch):
+    monkeypatch.setattr(store, "ANSWER_SECONDS", 0.3)
+    database = Database(postgres_url, pool_size=1)
+    with pytest.raises(StoreUnavailable, match="statement timeout"), database.read() as connection:
+        connection.exec_driver_sql("SELECT pg_sleep(30)")
+    database.close()

@@ -1,0 +1,50 @@
+"""The scan of a JSON text before it is decoded, against what the decoded value holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnwise import json_scan
+from turnwise.errors import TooLarge
+from turnwise.json_scan import scan
+
+TEXTS = st.text(alphabet='[]{}"\\\\aé,:', max_size=12)
+VALUES = st.recursive(
+    st.none() | st.integers(-5, 5) | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=25,
+)
+
+
+def measure(value: Any) -> tuple[int, int]:
+    """Return depth and number of the arrays and objects in a value."""
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inner = [measure(child) for child in (value.values() if isinstance(value, dict) else value)]
+    return 1 + max((depth for depth, _ in inner), default=0), 1 + sum(count for _, count in inner)
+
+
+@given(value=VALUES, window=st.integers(1, 40))
+def test_the_limits_are_exact_whatever_the_strings_hold_and_wherever_a_window_ends(value: Any, window: int):
+    depth, count = measure(value)
+    raw = orjson.dumps(value)
+    before, json_scan.WINDOW_BYTES = json_scan.WINDOW_BYTES, window
+    try:
+        scan(raw, depth, count)
+        if depth:
+            with pytest.raises(TooLarge, match="nested deeper"):
+                scan(raw, depth - 1, count)
+            with pytest.raises(TooLarge, match="arrays and objects"):
+                scan(raw, depth, count - 1)
+    finally:
+        json_scan.WINDOW_BYTES = before
+
+
+def test_a_text_that_is_not_json_is_left_to_the_parser():
+    for raw in (b"", b"]]]", b'"', b'\\"[', b'"\\'):
+        scan(raw, 3, 3)
