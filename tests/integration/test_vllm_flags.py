@@ -1,0 +1,55 @@
+"""The engine's flags, for a GPU too, are parsed by vLLM's own parser: a renamed flag is found without a GPU."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+from compose import compose_file
+
+from turnwise.processes.engine_command import EngineSettings, build_command
+
+pytestmark = pytest.mark.engine
+
+PARSE = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for argv in json.load(sys.stdin):
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    print(json.dumps({name: value for name, value in vars(parsed).items() if isinstance(value, (str, int, float))}))
+"""
+
+
+def _parsed_by_vllm(*argvs: list[str]) -> list[dict[str, object]]:
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE], input=json.dumps(argvs), capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_the_flags_of_a_gpu_engine_are_vllms() -> None:
+    """What follows `vllm serve`: as `turnwise engine` builds it, and as the compose file has it."""
+    settings = EngineSettings(
+        model="owner/name",
+        gpus=[0, 1],
+        tensor_parallel=2,
+        gpu_memory=0.4,
+        lora=True,
+        reasoning_parser="qwen3",
+        dtype="bfloat16",
+        max_model_len=4096,
+    )
+    command = build_command(settings, gpu=True)
+    variables = {"ENGINE_FLAGS": "--enable-lora --max-lora-rank 16 --max-loras 2", "ENGINE_TENSOR_PARALLEL": "2"}
+    service = compose_file.services("gpu", variables)["engine"]
+    built, composed = _parsed_by_vllm(list(command.argv[2:]), shlex.split(service["command"]))
+    assert built["tensor_parallel_size"] == composed["tensor_parallel_size"] == 2
+    assert built["gpu_memory_utilization"] == composed["gpu_memory_utilization"] == 0.4
+    assert built["enable_lora"] is composed["enable_lora"] is True
+    assert (built["max_model_len"], built["dtype"], built["max_lora_rank"]) == (4096, "bfloat16", 16)
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
