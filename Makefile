@@ -85,3 +85,14 @@ conformance: .conformance/.installed ## Run the original classes of Trinity-RFT 
 
 clean: ## Remove what was built; runs/ and the databases stay
 	rm -rf .venv .conformance .mypy_cache .ruff_cache .pytest_cache build dist
+
+# mini-swe-agent in an environment of its own: what it pins need not fit what Turnwise pins.
+.demo-agent/.installed: examples/mini_swe_agent/requirements.txt
+	test -x .demo-agent/bin/python || $(PYTHON) -m venv .demo-agent
+	.demo-agent/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodified, learn in a real shell: make demo-agent SEED=2
+	$(BIN)/python -m turnwise.demo.mini_swe_agent --seed $(SEED) --python .demo-agent/bin/python
+
+.PHONY: demo-agent

@@ -5,22 +5,29 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 import click
 
 from turnwise.commands.flags import SettingsCommand
-from turnwise.demo.driver import DemoSettings, main
+from turnwise.demo.driver import Demo, DemoSettings, main
 
 
-def run(settings: DemoSettings) -> None:
-    """Run the demo, talking to the terminal."""
+def terminal() -> Callable[[str, str], None]:
+    """Return what prints lines to the terminal, with the seconds since now."""
     logging.basicConfig(level="WARNING")
     started = time.monotonic()
 
     def say(who: str, text: str) -> None:
         click.echo(f"{time.monotonic() - started:6.1f} s  {who:8s} {text}")
 
-    sys.exit(main(settings, say))
+    return say
+
+
+def run(settings: DemoSettings) -> None:
+    """Run the demo, talking to the terminal."""
+    say = terminal()
+    sys.exit(main(Demo(settings, say), settings, say))
 
 
 command = SettingsCommand(

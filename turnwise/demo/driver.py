@@ -1,7 +1,7 @@
 """The demo from start to end: build a small model, start the stack, let the agent play and learn, and report.
 
-One decision: everything is real and separate. Engine, proxy and trainer are the processes that `turnwise up` starts;
-this driver is only a client, which plays rollouts no faster than the trainer takes them.
+Everything is real and separate. Engine, proxy and trainer are the processes that `turnwise up` starts; this driver is
+only a client, which plays rollouts no faster than the trainer takes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field, SecretStr
 
 from turnwise.client import AsyncClient
 from turnwise.demo.report import Point, Report
-from turnwise.demo.rollouts import Rollouts, load_agent
+from turnwise.demo.rollouts import Playing, Rollouts, load_agent
 from turnwise.errors import TurnwiseError
 from turnwise.processes.engine_command import num_gpus
 from turnwise.processes.ports import free_port
@@ -53,6 +53,9 @@ class DemoSettings(Settings):
 class Demo:
     """One run of the demo."""
 
+    world = "trail"
+    """The format that the model is warmed up in, a key of `small_model.WORLDS`."""
+
     def __init__(self, settings: DemoSettings, say: Any) -> None:
         self._settings = settings
         self._say = say
@@ -66,10 +69,7 @@ class Demo:
         settings = self._settings
         settings.out.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        from turnwise.demo.small_model import ensure_small_model  # loads torch
-
-        directory = settings.out / f"model-{settings.seed}"
-        model = str(await asyncio.to_thread(ensure_small_model, directory, self._say, settings.seed))
+        model = await asyncio.to_thread(self._build_model)
         warm_up_seconds = time.monotonic() - started
         with contextlib.ExitStack() as stack:
             client = await asyncio.to_thread(self._start, stack, model)
@@ -82,6 +82,19 @@ class Demo:
         await asyncio.to_thread(report.write, settings.out)
         return report
 
+    def _build_model(self) -> str:
+        """Build the model unless it stands already; return its directory."""
+        from turnwise.demo.small_model import ensure_small_model  # loads torch
+
+        directory = self._settings.out / f"model-{self._settings.seed}"
+        return str(ensure_small_model(directory, self._say, self._settings.seed, world=self.world))
+
+    @contextlib.asynccontextmanager
+    async def _rollouts(self, client: AsyncClient) -> AsyncIterator[Playing]:
+        """Give what plays the agent."""
+        model = (await client.models())[0]["id"]
+        yield Rollouts(client, load_agent(self._settings.agent), model, seed=self._settings.seed)
+
     def _start(self, stack: contextlib.ExitStack, model: str) -> AsyncClient:
         """Start engine, proxy and trainer on a fresh database; return a client of the proxy."""
         out = self._settings.out
@@ -92,7 +105,7 @@ class Demo:
             database=SecretStr(f"sqlite:///{out / 'turnwise.db'}"),
             port=free_port(),
             runs_dir=out,
-            policies_dir=_fresh(out / "policies"),
+            policies_dir=fresh_directory(out / "policies"),
             trainer_config=self._settings.trainer_config,
         )
         children = Stack(up, model=model, gpus=up.gpu_plan(num_gpus())).children()
@@ -101,9 +114,11 @@ class Demo:
 
     async def _learn(self, client: AsyncClient) -> Report:
         """Play until a held-out evaluation is good enough."""
+        async with self._rollouts(client) as rollouts:
+            return await self._play_until_learnt(client, rollouts)
+
+    async def _play_until_learnt(self, client: AsyncClient, rollouts: Playing) -> Report:
         settings = self._settings
-        model = (await client.models())[0]["id"]
-        rollouts = Rollouts(client, load_agent(settings.agent), model, seed=settings.seed)
         self._say("demo", f"playing {settings.num_eval_tasks} held-out tasks before any training")
         before = await self._evaluate(rollouts)
         self._say("demo", f"held-out reward before: {before:.2f}")
@@ -121,14 +136,14 @@ class Demo:
         report.num_policy_versions = self._version
         return report
 
-    async def _evaluate(self, rollouts: Rollouts) -> float:
+    async def _evaluate(self, rollouts: Playing) -> float:
         """Play held-out tasks that were never played before."""
         count = self._settings.num_eval_tasks
         self._num_evaluations += 1
         return await rollouts.evaluate((self._num_evaluations - 1) * count, count)
 
     @contextlib.asynccontextmanager
-    async def _playing(self, client: AsyncClient, rollouts: Rollouts, report: Report) -> AsyncIterator[None]:
+    async def _playing(self, client: AsyncClient, rollouts: Playing, report: Report) -> AsyncIterator[None]:
         """Play training groups and watch the versions in the background; fail as soon as either fails.
 
         What has begun is played to its end: a call that is given up would be a failed one.
@@ -143,7 +158,7 @@ class Demo:
             for task in background:
                 task.cancel()
 
-    async def _play_groups(self, rollouts: Rollouts, groups: asyncio.TaskGroup) -> None:
+    async def _play_groups(self, rollouts: Playing, groups: asyncio.TaskGroup) -> None:
         """Start groups, never more than `lead` batches ahead of the trainer."""
         settings = self._settings
         while True:
@@ -155,7 +170,7 @@ class Demo:
     async def _next_version(self) -> None:
         await self._new_version.wait()
 
-    async def _watch(self, client: AsyncClient, rollouts: Rollouts, report: Report) -> None:
+    async def _watch(self, client: AsyncClient, rollouts: Playing, report: Report) -> None:
         """Follow the policy versions and say what each one brought."""
         settings = self._settings
         batch = settings.groups_per_batch * settings.group_size
@@ -225,7 +240,7 @@ def prometheus_counts(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], 
     return found
 
 
-def _fresh(directory: Path) -> Path:
+def fresh_directory(directory: Path) -> Path:
     """Return an empty directory: a new database must not meet an old run's policies."""
     import shutil
 
@@ -256,11 +271,11 @@ def conclude(report: Report, settings: DemoSettings, say: Any) -> int:
     return 0
 
 
-def main(settings: DemoSettings, say: Any) -> int:
-    """Run the demo and return the exit status."""
+def main(demo: Demo, settings: DemoSettings, say: Any) -> int:
+    """Run a demo and return the exit status."""
     report = None
     try:
-        report = asyncio.run(Demo(settings, say).run())
+        report = asyncio.run(demo.run())
     except* TurnwiseError as failures:
         for failure in failures.exceptions:
             say("demo", f"failed: {failure}")

@@ -42,6 +42,8 @@ class Report:
     """Turns by outcome."""
     refused: dict[str, int] = dataclasses.field(default_factory=dict)
     """Requests that the proxy answered with an error of its own, by code."""
+    num_chains_max: int | None = None
+    """Most chains of one session, where it was counted."""
     reload_pause_seconds_max: float = 0.0
     curve: list[Point] = dataclasses.field(default_factory=list)
 

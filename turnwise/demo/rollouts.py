@@ -1,6 +1,6 @@
 """Lets an agent that knows nothing of us play sessions, and rewards them over REST.
 
-One decision: the agent is a file with `async def play(client, task, model)`, loaded as any script would be. It gets a
+The agent is a file with `async def play(client, task, model)`, loaded as any script would be. It gets a
 plain OpenAI client; what happens around it, sessions and rewards, is what any harness would do over HTTP.
 """
 
@@ -12,7 +12,7 @@ import importlib.util
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from turnwise.client import AsyncClient
 from turnwise.client.wire import SessionFields
@@ -60,6 +60,20 @@ class Tally:
         """Return the mean over the latest training sessions."""
         latest = self.recent_rewards[-num_sessions:]
         return sum(latest) / len(latest) if latest else 0.0
+
+
+class Playing(Protocol):
+    """What the demo needs from whatever plays its agent."""
+
+    tally: Tally
+    is_training: bool
+    """False lets the training sessions that have not begun end at once; what has begun is played to its end."""
+
+    async def evaluate(self, first: int, count: int) -> float:
+        """Play held-out tasks once each, without anything being learned from them; return their mean reward."""
+
+    async def train_group(self, index: int, size: int) -> None:
+        """Play one training task `size` times: a group whose rewards are compared with each other."""
 
 
 class Rollouts:

@@ -1,6 +1,6 @@
-"""Builds the demo's model on this machine, with no download: a Qwen3 of 0.7 M parameters that speaks the tool format.
+"""Builds the demos' models on this machine, with no download: a Qwen3 of 0.7 M parameters in an agent's format.
 
-The decision behind it: everything but the size is what a deployment has. The directory is in the Hugging Face layout,
+Everything but the size is what a deployment has. The directory is in the Hugging Face layout,
 the tokenizer is a byte-level BPE with ChatML and Hermes tool calls, the engine serves it with its stock parsers. The
 tokenizer is trained on the task's own text, so that what never changes merges into few tokens and each name is one:
 a tool call costs six tokens, which is what makes the demo quick. A short supervised warm-up teaches the format and
@@ -24,13 +24,16 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.demo import trail
+from turnwise.demo import shell_trail, trail
 
 Progress = Callable[[int, int, float], None]
 """Called with the steps done, the steps in all and the latest loss."""
 
 Batch = list[tuple[torch.Tensor, torch.Tensor]]
 """Parts of one batch, each the token ids and the mask of what is learnt, both [B, T]."""
+
+WORLDS = {"trail": trail, "shell_trail": shell_trail}
+"""The modules that write the warm-up's conversations."""
 
 SPEC_FILE = "small_model.json"
 """Written last into the directory: the spec, and the digest of all that the model was made from."""
@@ -86,6 +89,9 @@ later turn extends the tokens of the earlier one."""
 class SmallModelSpec:
     """What the model is made from; the same spec gives the same bytes on the same machine."""
 
+    world: str = "trail"
+    """Whose conversations the warm-up has, a key of `WORLDS`: the format that the agent speaks."""
+
     seed: int = 0
     """Of the initial weights and of the warm-up's conversations."""
 
@@ -111,8 +117,12 @@ class SmallModelSpec:
     def digest(self) -> str:
         """Return the SHA-256 of the spec and of the code of the world and of this module."""
         made_from = [json.dumps(dataclasses.asdict(self), sort_keys=True).encode()]
-        made_from += [Path(source).read_bytes() for source in (__file__, str(trail.__file__))]
+        made_from += [Path(source).read_bytes() for source in self._sources()]
         return hashlib.sha256(b"\0".join(made_from)).hexdigest()
+
+    def _sources(self) -> list[str]:
+        """Return the files of the code that makes the model."""
+        return [__file__, *dict.fromkeys(str(module.__file__) for module in (trail, WORLDS[self.world]))]
 
 
 def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_progress: Progress | None = None) -> Path:
@@ -138,11 +148,13 @@ def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_pr
     return directory
 
 
-def ensure_small_model(directory: Path, report: Callable[[str, str], None], seed: int = 0) -> Path:
+def ensure_small_model(
+    directory: Path, report: Callable[[str, str], None], seed: int = 0, *, world: str = "trail"
+) -> Path:
     """Build the model unless it is there already, and report it, because it takes a minute; return the directory."""
     if not (directory / SPEC_FILE).is_file():
         report("model", f"building the small demo model into {directory}, about a minute, once")
-    return build_small_model(directory, SmallModelSpec(seed=seed))
+    return build_small_model(directory, SmallModelSpec(seed=seed, world=world))
 
 
 def train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
@@ -165,7 +177,7 @@ def train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     chat = _with_template(tokenizer)
-    tokenizer.train_from_iterator(_between_added_tokens(chat, _conversations(spec.seed, 2000)), trainer)
+    tokenizer.train_from_iterator(_between_added_tokens(chat, spec, _conversations(spec, 2000)), trainer)
     tokenizer.add_tokens(added)
     return _with_template(tokenizer)
 
@@ -193,24 +205,24 @@ def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def _conversations(seed: int, count: int) -> Iterator[list[trail.Message]]:
+def _conversations(spec: SmallModelSpec, count: int) -> Iterator[list[trail.Message]]:
     """Yield warm-up conversations over tasks that are in no split of the demo."""
-    rng = random.Random(f"warm-up/{seed}")  # noqa: S311 - a game, no secret
+    rng = random.Random(f"warm-up/{spec.seed}")  # noqa: S311 - a game, no secret
     for index in range(count):
-        yield trail.warm_up_conversation(trail.make_task("warm_up", index, seed), rng)
+        yield WORLDS[spec.world].warm_up_conversation(trail.make_task("warm_up", index, spec.seed), rng)
 
 
-def _render(tokenizer: PreTrainedTokenizerFast, conversation: list[trail.Message]) -> str:
-    return str(tokenizer.apply_chat_template(conversation, tools=trail.TOOLS, tokenize=False))
+def _render(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, conversation: list[trail.Message]) -> str:
+    return str(tokenizer.apply_chat_template(conversation, tools=WORLDS[spec.world].TOOLS, tokenize=False))
 
 
 def _between_added_tokens(
-    tokenizer: PreTrainedTokenizerFast, conversations: Iterator[list[trail.Message]]
+    tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, conversations: Iterator[list[trail.Message]]
 ) -> Iterator[str]:
     """Yield the stretches of text that the merges are learnt from: what lies between two added tokens."""
     boundary = re.compile("|".join(re.escape(token) for token in (*CONTROL_TOKENS, *MARKUP_TOKENS)))
     for conversation in conversations:
-        yield from boundary.split(_render(tokenizer, conversation))
+        yield from boundary.split(_render(tokenizer, spec, conversation))
 
 
 def _initial_model(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec) -> Qwen3ForCausalLM:
@@ -278,8 +290,8 @@ def _accumulate_gradient(model: Qwen3ForCausalLM, batch: Batch) -> float:
 def _batches(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec) -> Iterator[Batch]:
     """Yield one batch a step, cut by length into two parts, which saves most of the padding and biases nothing."""
     size = spec.num_conversations_per_step
-    conversations = _conversations(spec.seed, spec.num_warm_up_steps * size)
-    rows = tokenizer([_render(tokenizer, conversation) for conversation in conversations])["input_ids"]
+    conversations = _conversations(spec, spec.num_warm_up_steps * size)
+    rows = tokenizer([_render(tokenizer, spec, conversation) for conversation in conversations])["input_ids"]
     header = tokenizer.encode(f"{START_OF_TURN}assistant\n")
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     for start in range(0, len(rows), size):

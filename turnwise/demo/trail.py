@@ -144,16 +144,26 @@ def warm_up_conversation(task: TrailTask, rng: random.Random) -> list[Message]:
     that is longer than any agent's is cut.
     """
     messages = opening(task)
-    name = task.question.removeprefix(_QUESTION_START).partition(".")[0]
+    name = first_person(task)
     for number in range(MAX_HOPS + 1):
         messages += _lookup_messages(f"call_{number}", name, lookup(task.records, name))
         if name not in task.records:
             return [*messages, {"role": "assistant", "content": GIVING_UP}]
         record = task.records[name]
         name = rng.choice(list(record.values()))
-        if rng.random() < (WARM_UP_CITY_ANSWER_RATE if "city" in record else WARM_UP_NAME_ANSWER_RATE):
+        if rng.random() < warm_up_answer_rate(record):
             return [*messages, {"role": "assistant", "content": f'The answer is "{name}".'}]
     return messages
+
+
+def first_person(task: TrailTask) -> str:
+    """Return the person in whom the trail of a task starts."""
+    return task.question.removeprefix(_QUESTION_START).partition(".")[0]
+
+
+def warm_up_answer_rate(record: Record) -> float:
+    """Return how often the warm-up's player answers when it sees this record."""
+    return WARM_UP_CITY_ANSWER_RATE if "city" in record else WARM_UP_NAME_ANSWER_RATE
 
 
 def _off_trail_record(rng: random.Random, name: str, others: list[str], wrong_cities: list[str]) -> Record:

@@ -97,6 +97,8 @@ class Rule(_Strict):
     """The last message must contain this; None matches all."""
     count: int | None = None
     """How often the rule may answer; None without end."""
+    needs_tools: bool = False
+    """Whether the call must offer tools."""
 
 
 class Script(_Strict):
@@ -142,9 +144,11 @@ class Script(_Strict):
         except pydantic.ValidationError as error:
             raise SettingsError(f"{str(path)!r} is not a script for the fake engine: {error}") from error
 
-    def take_reply(self, last_message: str) -> Reply | None:
+    def take_reply(self, last_message: str, *, offers_tools: bool = False) -> Reply | None:
         """Return the reply of the first rule that matches, and count it."""
         for rule in self.rules:
+            if rule.needs_tools and not offers_tools:
+                continue
             if rule.count != 0 and (rule.contains is None or rule.contains in last_message):
                 rule.count = None if rule.count is None else rule.count - 1
                 return rule.reply

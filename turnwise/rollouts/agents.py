@@ -15,8 +15,8 @@ from pathlib import Path
 from turnwise.errors import SettingsError
 from turnwise.types import Json
 
-CONTEXT_TOKENS = 32_768
-"""Context length that is stated to agents which ask for one."""
+DEFAULT_CONTEXT_TOKENS = 32_768
+"""Context length that is stated to agents which ask for one, where the engine does not tell its own."""
 MAX_OUTPUT_TOKENS = 4_096
 
 
@@ -30,6 +30,8 @@ class Address:
     model: str
     home: Path
     """A directory of the run's own for configuration files."""
+    context_tokens: int = DEFAULT_CONTEXT_TOKENS
+    """Longest context of the model: an agent that is told less compacts too early."""
 
     @property
     def root(self) -> str:
@@ -72,7 +74,7 @@ env_key = "OPENAI_API_KEY"
 
 def _opencode_config(address: Address) -> str:
     # Not named `openai`: opencode gives that provider another wire format.
-    model = {"name": address.model, "limit": {"context": CONTEXT_TOKENS, "output": MAX_OUTPUT_TOKENS}}
+    model = {"name": address.model, "limit": {"context": address.context_tokens, "output": MAX_OUTPUT_TOKENS}}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Turnwise",
@@ -89,7 +91,7 @@ def _pi_models(address: Address) -> str:
         "name": address.model,
         "reasoning": False,
         "input": ["text"],
-        "contextWindow": CONTEXT_TOKENS,
+        "contextWindow": address.context_tokens,
         "maxTokens": MAX_OUTPUT_TOKENS,
         "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
     }

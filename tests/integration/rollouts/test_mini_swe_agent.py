@@ -1,0 +1,50 @@
+"""mini-swe-agent itself, played by `turnwise run --call` against the fake engine: every session is one exact chain."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.proxies import RunningProxy
+from support.rollout_agents import finished_run
+
+from turnwise.client import Client
+from turnwise.demo import shell_trail, trail
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
+
+ROOT = Path(__file__).parents[3]
+PYTHON = Path(os.environ.get("TURNWISE_TEST_DEMO_AGENT", ROOT / ".demo-agent")) / "bin/python"
+
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="mini-swe-agent is not installed: run `make demo-agent`")
+
+
+def test_its_sessions_are_one_exact_chain_each_and_its_commands_reach_only_what_they_need(
+    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("A_SECRET", "hunter2")
+    task = shell_trail.for_agent(trail.make_task("eval", 0, 0))
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
+    first = next(iter(task["files"]))
+    commands = [f"cat {first}", "echo $A_SECRET $PATH; ls; id", f"{shell_trail.SUBMIT}{task['answer']}"]
+    for command in reversed(commands):
+        fake_engine.answer(Rule(reply=Reply(text=f"```mswea_bash_command\n{command}\n```"), count=1))
+    # Rules answer once each: the last one put in front is the first one to answer.
+    agent = ("--call", "examples.mini_swe_agent.agent:play", "--python", str(PYTHON))
+    task_file = ("--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "out"), "--json")
+    done = finished_run(ROOT, "--proxy", proxy.url, *task_file, *agent)
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (run["reward"], run["num_turns"]) == (1.0, 3)
+    with Client(proxy.url) as client:
+        turns = list(client.turns(run["session_id"]))
+    assert [turn["outcome"] for turn in turns] == ["exact"] * 3
+    assert len({turn["chain_id"] for turn in turns}) == 1
+    seen = turns[-1]["messages"]
+    assert task["files"][first] in seen[3]["content"]
+    listed = seen[5]["content"]
+    assert "hunter2" not in listed
+    assert "/usr/bin" not in listed
+    assert first in listed
+    assert "<returncode>127</returncode>" in listed, "`id` is not among the commands"

@@ -1,0 +1,28 @@
+"""`python -m turnwise.demo.mini_swe_agent`: see an agent that nobody wrote for this learn, on this machine."""
+
+from __future__ import annotations
+
+import sys
+
+from turnwise.commands.flags import SettingsCommand
+from turnwise.demo.__main__ import terminal
+from turnwise.demo.agent_driver import AgentDemo, AgentDemoSettings
+from turnwise.demo.driver import main
+
+
+def run(settings: AgentDemoSettings) -> None:
+    """Run the demo, talking to the terminal."""
+    say = terminal()
+    sys.exit(main(AgentDemo(settings, say), settings, say))
+
+
+command = SettingsCommand(
+    "demo-agent",
+    model="turnwise.demo.agent_driver:AgentDemoSettings",
+    section="demo",
+    run=run,
+    help="Build a small model, start the whole stack, and let mini-swe-agent learn a task from its rewards.",
+)
+
+if __name__ == "__main__":
+    command()
