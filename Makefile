@@ -96,3 +96,8 @@ demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodifi
 	$(BIN)/python -m turnwise.demo.mini_swe_agent --seed $(SEED) --python .demo-agent/bin/python
 
 .PHONY: demo-agent
+
+harnesses: setup ## Play pinned agents from npm and PyPI through the proxy, and write docs/agents.md
+	cd tests && ../$(BIN)/python -m harnesses
+
+.PHONY: harnesses

@@ -14,6 +14,7 @@ from trainer.settings import TrainerSettings
 from turnwise.commands.cli import main as command
 from turnwise.processes.engine_command import EngineSettings
 from turnwise.processes.stack import UpSettings
+from turnwise.rewards.settings import RewardSettings
 from turnwise.rollouts.settings import RunSettings
 from turnwise.settings import Settings
 
@@ -24,6 +25,7 @@ SECTIONS: dict[str, type[Settings]] = {
     "engine": EngineSettings,
     "up": UpSettings,
     "run": RunSettings,
+    "reward": RewardSettings,
 }
 
 

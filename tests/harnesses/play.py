@@ -100,7 +100,9 @@ def attempt(
         engine.calls.clear()
         engine.state.script.rules[:] = _rules(harness)
         engine.state.script.faults[:] = [fault] if fault else []
-        ended, log = _run(harness, directory, Address(base_url, "EMPTY", engine.state.script.model, Path(), MAX_MODEL_LENGTH))
+        ended, log = _run(
+            harness, directory, Address(base_url, "EMPTY", engine.state.script.model, Path(), MAX_MODEL_LENGTH)
+        )
         engine.state.script.faults.clear()
         session_ids = [s["session_id"] for s in client.sessions() if s["session_id"] not in before]
         turns = [turn for session_id in session_ids for turn in client.turns(session_id)]
@@ -109,9 +111,11 @@ def attempt(
 
 def split(turns: list[Json]) -> tuple[list[Json], list[Json]]:
     """Return the turns of the agent's own conversation, and the others: they offer other tools, or none."""
+    offered = {turn["turn_id"]: turn["tools"] for turn in turns}
     chains: dict[str, list[Json]] = {}
     for turn in turns:
-        chains.setdefault(str(sorted(tool["function"]["name"] for tool in turn["tools"] or [])), []).append(turn)
+        tools = offered.get(turn["chain_id"]) or turn["tools"] or []
+        chains.setdefault(str(sorted(tool["function"]["name"] for tool in tools)), []).append(turn)
     if not chains:
         return [], []
     main = max(chains.items(), key=lambda chain: (chain[0] != "[]", len(chain[1])))[0]
@@ -131,7 +135,9 @@ def is_one_exact_chain(turns: list[Json]) -> bool:
 def _rules(harness: Harness) -> list[Rule]:
     return [
         Rule(contains=harness.output, reply=Reply(text=ANSWER)),
-        Rule(contains=harness.prompt, reply=Reply(text="I look.", tool_calls=[harness.tool]), count=1, needs_tools=True),
+        Rule(
+            contains=harness.prompt, reply=Reply(text="I look.", tool_calls=[harness.tool]), count=1, needs_tools=True
+        ),
         Rule(reply=Reply(text=ANSWER)),
     ]
 

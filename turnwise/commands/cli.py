@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from turnwise.commands import reward as reward_sessions
 from turnwise.commands import run as run_agents
 from turnwise.commands import start
 from turnwise.commands.flags import SettingsCommand
@@ -109,6 +110,7 @@ main.add_command(
     )
 )
 main.add_command(run_agents.command)
+main.add_command(reward_sessions.command)
 
 
 @main.command("fake-engine")

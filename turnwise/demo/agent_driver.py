@@ -20,6 +20,7 @@ from turnwise.demo.driver import Demo, DemoSettings, fresh_directory
 from turnwise.demo.report import Report
 from turnwise.demo.rollouts import Playing, Tally
 from turnwise.errors import RolloutFailed
+from turnwise.rewards import transcript
 from turnwise.rollouts import Runner, RunResult, RunSettings, Task, opened
 from turnwise.rollouts.report import is_failed
 
@@ -147,5 +148,5 @@ class AgentDemo(Demo):
 async def conversation(client: AsyncClient, session_id: str) -> str:
     """Return a session's conversation as text."""
     turns = [turn async for turn in client.turns(session_id)]
-    messages = [*turns[-1]["messages"], turns[-1]["response"]]
+    messages = transcript.conversation(turns, turns[-1]["turn_id"])["messages"]
     return "\n\n".join(f"**{message['role']}**\n\n~~~\n{message['content']}\n~~~" for message in messages)

@@ -81,9 +81,9 @@ async def chat_completions(state: EngineState, request: Request) -> Response:
     room = _room(state, body, len(prompt_ids))
     if isinstance(room, Response):
         return _refused(seen, room, None)
-    reply = state.script.take_reply(
-        last_text(body["messages"]), offers_tools=bool(body.get("tools"))
-    ) or default_reply(body, call_tools=state.script.call_tools)
+    reply = state.script.take_reply(last_text(body["messages"]), offers_tools=bool(body.get("tools"))) or default_reply(
+        body, call_tools=state.script.call_tools
+    )
     samples = [sample(_choice_of(reply, index), body, max_tokens=room) for index in range(_number(body, "n", 1))]
     call = _call(state, body, seen, prompt_ids, fault)
     if body.get("stream"):

@@ -6,27 +6,37 @@ from collections.abc import Sequence
 
 from turnwise.types import Json
 
-_TURN_FIELDS = ("turn_id", "chain_id", "seq", "step", "model", "finish_reason", "outcome", "reason", "response")
+_TURN_FIELDS = (
+    *("turn_id", "parent_turn_id", "chain_id", "seq", "step", "model", "finish_reason", "outcome", "reason"),
+    *("messages", "response", "rewards"),
+)
 
 
 def document(session: Json, turns: Sequence[Json], task: Json | None = None) -> Json:
-    """Return a session, its turns without their prompts, and the whole conversation of each chain once.
+    """Return a session, its turns with what each adds, and the whole conversation of each chain once.
 
     Args:
         session: As `GET /v1/sessions/{id}` returns it.
         turns: As `GET /v1/sessions/{id}/turns` returns them, in order.
         task: The line of the tasks file, where there is one.
     """
-    last: dict[str, Json] = {}
-    for turn in turns:
-        last[turn["chain_id"]] = turn
-    chains = [
-        {"chain_id": chain_id, "tools": turn["tools"], "messages": [*turn["messages"], turn["response"]]}
-        for chain_id, turn in last.items()
-    ]
+    last = {turn["chain_id"]: turn["turn_id"] for turn in turns}
+    chains = [{"chain_id": chain_id, **conversation(turns, turn_id)} for chain_id, turn_id in last.items()]
     told = {"session": session, "turns": [_short(turn) for turn in turns], "chains": chains}
     return told if task is None else {**told, "task": task}
 
 
+def conversation(turns: Sequence[Json], turn_id: str) -> Json:
+    """Return the messages from the root to the reply of a turn, and the tools that they were offered."""
+    by_id = {turn["turn_id"]: turn for turn in turns}
+    line = []
+    reached: str | None = turn_id
+    while reached is not None:
+        line.append(by_id[reached])
+        reached = by_id[reached]["parent_turn_id"]
+    messages = [message for turn in reversed(line) for message in (*turn["messages"], turn["response"])]
+    return {"tools": line[-1]["tools"], "messages": messages}
+
+
 def _short(turn: Json) -> Json:
-    return {name: turn.get(name) for name in (*_TURN_FIELDS, "rewards")}
+    return {name: turn.get(name) for name in _TURN_FIELDS}

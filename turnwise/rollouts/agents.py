@@ -40,6 +40,14 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Model:
+    """What agents are told about the served model."""
+
+    name: str
+    context_tokens: int = DEFAULT_CONTEXT_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
 class Agent:
     """How one agent is pointed at the proxy."""
 

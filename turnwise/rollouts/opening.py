@@ -12,7 +12,7 @@ from typing import Any
 from turnwise.client import AsyncClient
 from turnwise.errors import SettingsError
 from turnwise.processes.limited import find_program
-from turnwise.rollouts.agents import find_agent
+from turnwise.rollouts.agents import DEFAULT_CONTEXT_TOKENS, Model, find_agent
 from turnwise.rollouts.pacing import Pace
 from turnwise.rollouts.players import CommandPlayer, Player
 from turnwise.rollouts.report import Progress
@@ -51,8 +51,14 @@ async def opened(
         pace = None
         if settings.groups_per_version is not None:
             pace = Pace(client, groups_per_version=settings.groups_per_version, lead=settings.lead)
-        model = settings.model or await client.served_model()
+        model = await served_model(settings, client)
         yield Runner(settings, client, player, results, model=model, pace=pace, on_result=on_result)
+
+
+async def served_model(settings: RunSettings, client: AsyncClient) -> Model:
+    """Return what agents are told about the model."""
+    served = (await client.models())[0]
+    return Model(settings.model or served["id"], served.get("max_model_len") or DEFAULT_CONTEXT_TOKENS)
 
 
 def connected(settings: RunSettings) -> AsyncClient:

@@ -19,7 +19,7 @@ from turnwise.client import AsyncClient, AsyncSessionHandle
 from turnwise.client.wire import SessionFields
 from turnwise.errors import RolloutFailed, TurnwiseError
 from turnwise.processes.supervisor import tail_of
-from turnwise.rollouts.agents import Address
+from turnwise.rollouts.agents import Address, Model
 from turnwise.rollouts.grading import Grading
 from turnwise.rollouts.pacing import Pace
 from turnwise.rollouts.players import Played, Player, Run
@@ -61,7 +61,7 @@ class Runner:
         player: Player,
         results: Results,
         *,
-        model: str,
+        model: Model,
         pace: Pace | None = None,
         on_result: OnResult = lambda _: None,
     ) -> None:
@@ -72,7 +72,7 @@ class Runner:
             client: The proxy.
             player: How a run is played.
             results: Where finished runs are recorded.
-            model: The name of the model that agents are told.
+            model: What agents are told about the model.
             pace: Holds training groups back until the trainer has used earlier ones; None holds nothing back.
             on_result: Called with each finished run.
         """
@@ -172,7 +172,13 @@ class Runner:
             session_id=session.session_id,
             directory=directory,
             workdir=(directory / "work").absolute(),
-            address=Address(session.base_url, session.api_key, self._model, (directory / "home").absolute()),
+            address=Address(
+                session.base_url,
+                session.api_key,
+                self._model.name,
+                (directory / "home").absolute(),
+                self._model.context_tokens,
+            ),
         )
         if played is None:
             await asyncio.to_thread(self._prepare, run)

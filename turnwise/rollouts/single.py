@@ -14,9 +14,9 @@ from turnwise.client import AsyncSessionHandle
 from turnwise.client.wire import SessionFields
 from turnwise.processes.limited import find_program, run_limited
 from turnwise.rollouts import agents
-from turnwise.rollouts.agents import Address, Agent, find_agent
+from turnwise.rollouts.agents import Address, Agent, Model, find_agent
 from turnwise.rollouts.grading import Grading
-from turnwise.rollouts.opening import READY_SECONDS, connected
+from turnwise.rollouts.opening import READY_SECONDS, connected, served_model
 from turnwise.rollouts.players import Played, Run
 from turnwise.rollouts.results import RunResult
 from turnwise.rollouts.settings import RunSettings, check
@@ -35,7 +35,7 @@ async def run_once(settings: RunSettings, argv: Sequence[str], say: Callable[[st
     command = [find_program(argv[0], "the command"), *argv[1:]]
     async with connected(settings) as client:
         await client.wait_until_ready(READY_SECONDS)
-        model = settings.model or await client.served_model()
+        model = await served_model(settings, client)
         grading = Grading(settings, client)
         session = await client.create_session(
             **SessionFields(
@@ -48,7 +48,7 @@ async def run_once(settings: RunSettings, argv: Sequence[str], say: Callable[[st
         )
         with tempfile.TemporaryDirectory(prefix="turnwise-run-") as scratch:
             run = _run(session, settings, model, Path(scratch))
-            say(f"session {session.session_id}, agent {agent.name}, model {model}, {session.base_url}")
+            say(f"session {session.session_id}, agent {agent.name}, model {model.name}, {session.base_url}")
             played = await _play(agent, command, run, settings)
             ended, error = await grading.grade(run, played)
     return RunResult(
@@ -72,7 +72,7 @@ def exit_status(result: RunResult) -> int:
     return int(result.termination_reason.removeprefix("exit_status_"))
 
 
-def _run(session: AsyncSessionHandle, settings: RunSettings, model: str, scratch: Path) -> Run:
+def _run(session: AsyncSessionHandle, settings: RunSettings, model: Model, scratch: Path) -> Run:
     home = scratch / "home"
     home.mkdir()
     return Run(
@@ -82,7 +82,7 @@ def _run(session: AsyncSessionHandle, settings: RunSettings, model: str, scratch
         session_id=session.session_id,
         directory=scratch,
         workdir=Path.cwd(),
-        address=Address(session.base_url, session.api_key, model, home),
+        address=Address(session.base_url, session.api_key, model.name, home, model.context_tokens),
     )
 
 

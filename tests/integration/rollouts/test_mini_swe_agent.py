@@ -41,9 +41,8 @@ def test_its_sessions_are_one_exact_chain_each_and_its_commands_reach_only_what_
         turns = list(client.turns(run["session_id"]))
     assert [turn["outcome"] for turn in turns] == ["exact"] * 3
     assert len({turn["chain_id"] for turn in turns}) == 1
-    seen = turns[-1]["messages"]
-    assert task["files"][first] in seen[3]["content"]
-    listed = seen[5]["content"]
+    card, listed = (turn["messages"][-1]["content"] for turn in turns[1:])
+    assert task["files"][first] in card
     assert "hunter2" not in listed
     assert "/usr/bin" not in listed
     assert first in listed

@@ -1,0 +1,189 @@
+"""`turnwise reward` as a user calls it: sessions of a real proxy get their rewards, each once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.proxies import RunningProxy
+from support.rollout_agents import write_program
+
+from turnwise.client import Client
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
+from turnwise.processes.stack import command
+
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture
+def client(proxy: RunningProxy) -> Iterator[Client]:
+    with Client(proxy.url) as client:
+        yield client
+
+
+def play(client: Client, session_id: str, *said: str, **fields: object) -> None:
+    """Play a session in which the user says these, one after the other, and end it."""
+    session = client.create_session(session_id=session_id, **fields)
+    messages: list[dict[str, object]] = []
+    for text in said:
+        messages.append({"role": "user", "content": text})
+        reply = session.openai().chat.completions.create(model="fake", messages=messages)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    session.end()
+
+
+def start(directory: Path, proxy: RunningProxy, *arguments: str) -> subprocess.Popen[str]:
+    argv = command("reward", "--proxy", proxy.url, *arguments)
+    return subprocess.Popen(argv, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finished(directory: Path, proxy: RunningProxy, *arguments: str) -> tuple[int, dict[str, object], str]:
+    """Run `turnwise reward` to its end; return its exit status, its counts and what it said."""
+    process = start(directory, proxy, "--json", *arguments)
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    return process.returncode, json.loads(out) if out else {}, err
+
+
+def test_a_command_rewards_every_ended_session_once(proxy, client, tmp_path):
+    """A second start finds nothing to do; so does one that lost its state, whose rewards the proxy knows."""
+    for number in range(3):
+        play(client, f"s{number}", f"say {number}")
+    client.create_session(session_id="open")
+    grader = "import json, sys\nprint(int(json.load(sys.stdin)['chains'][0]['messages'][-1]['content'][-1]))\n"
+    write_program(tmp_path / "grade.py", f"#!{sys.executable}\n{grader}")
+    arguments = ("--source", "command", "--command", "./grade.py")
+    status, counts, said = finished(tmp_path, proxy, *arguments)
+    assert (status, counts["num_sessions"], counts["num_rewards"], counts["value_sum"]) == (0, 3, 3, 3.0), said
+    assert {s["session_id"]: s["reward"] for s in client.sessions()} == {"s0": 0, "s1": 1, "s2": 2, "open": None}
+    assert finished(tmp_path, proxy, *arguments)[1]["num_sessions"] == 0
+    (state,) = tmp_path.glob("runs/reward-command-reward.jsonl")
+    state.unlink()
+    assert finished(tmp_path, proxy, *arguments)[0] == 0
+    rewards = client.turn(next(client.turns("s2"))["turn_id"])["rewards"]
+    assert client.session("s2")["reward"] == 2
+    assert rewards == []
+
+
+def test_a_python_function_may_reward_single_turns(proxy, client, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def grade(session):\n"
+        "    return [{'turn_id': t['turn_id'], 'value': len(t['messages'][-1]['content'])} for t in session['turns']]\n"
+    )
+    play(client, "s0", "a", "bcd")
+    status, _, said = finished(tmp_path, proxy, "--source", "python", "--function", "mine:grade")
+    assert status == 0, said
+    assert [[line["value"] for line in turn["rewards"]] for turn in client.turns("s0")] == [[1.0], [3.0]]
+
+
+def test_a_source_that_fails_is_tried_again_and_then_left_alone(proxy, client, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "tried = []\n"
+        "def grade(session):\n"
+        "    name = session['session']['session_id']\n"
+        "    tried.append(name)\n"
+        "    if name == 'bad' or tried.count(name) < 2:\n"
+        "        raise ValueError('not yet')\n"
+        "    return 1\n"
+    )
+    play(client, "good", "a")
+    play(client, "bad", "a")
+    arguments = ("--source", "python", "--function", "mine:grade", "--attempts", "2")
+    status, counts, said = finished(tmp_path, proxy, *arguments)
+    assert status == 1
+    assert (counts["num_rewards"], counts["num_failed"], counts["num_retries"]) == (1, 1, 2)
+    assert "session bad: mine:grade failed: ValueError: not yet" in said
+    assert (client.session("good")["reward"], client.session("bad")["reward"]) == (1.0, None)
+
+
+def test_what_the_user_says_next_rewards_the_turn_before_it(proxy, client, tmp_path):
+    play(client, "s0", "do it", "No, the other one", "Thanks")
+    status, counts, said = finished(tmp_path, proxy, "--source", "next_state")
+    assert (status, counts["num_rewards"]) == (0, 2), said
+    assert [[line["value"] for line in turn["rewards"]] for turn in client.turns("s0")] == [[-1.0], [1.0], []]
+
+
+def test_a_judge_scores_each_session_by_the_rubric_and_is_not_trained_on(
+    proxy, client, fake_engine: RunningFakeEngine, tmp_path
+):
+    """The served model judges; two votes of 8 and 6 make 0.7; its own calls are in an eval session."""
+    play(client, "s0", "hello")
+    fake_engine.answer(Rule(contains="Is it polite?", reply=Reply(text='{"number": 1, "score": 8}'), count=1))
+    fake_engine.state.script.rules.append(Rule(contains="Is it polite?", reply=Reply(text='{"score": 6}')))
+    status, _, said = finished(tmp_path, proxy, "--source", "judge", "--rubric", "Is it polite?", "--votes", "2")
+    assert status == 0, said
+    assert client.session("s0")["reward"] == pytest.approx(0.7)
+    (judging,) = [s for s in client.sessions() if s["metadata"].get("source") == "judge"]
+    assert judging["split"] == "eval"
+
+
+def test_a_relative_judge_sees_a_group_in_both_orders(proxy, client, fake_engine, tmp_path):
+    """A judge that always prefers the first place gives both sessions the mean: (9 + 1) / 2 tenths."""
+    for run in range(2):
+        play(client, f"s{run}", f"hello {run}", group_id="g", group_size=2, run=run)
+    play(client, "alone", "hello", group_id="unfinished", group_size=2)
+    biased = Reply(text='{"number": 1, "score": 9}\n{"number": 2, "score": 1}')
+    fake_engine.answer(Rule(contains="Compare them", reply=biased))
+    status, counts, said = finished(tmp_path, proxy, "--source", "judge", "--relative", "--votes", "2")
+    assert (status, counts["num_sessions"]) == (0, 2), said
+    assert [client.session(f"s{run}")["reward"] for run in range(2)] == [0.5, 0.5]
+    prompts = [c.body["messages"][0]["content"] for c in fake_engine.calls if "Compare" in str(c.body)]
+    assert len(prompts) == 2
+    assert prompts[0].index("hello 0") < prompts[0].index("hello 1") or prompts[1].index("hello 0") < prompts[1].index(
+        "hello 1"
+    )
+    assert (prompts[0].index("hello 0") < prompts[0].index("hello 1")) != (
+        prompts[1].index("hello 0") < prompts[1].index("hello 1")
+    )
+
+
+def test_watch_rewards_sessions_that_end_later_and_a_kill_loses_and_doubles_nothing(proxy, client, tmp_path):
+    write_program(tmp_path / "grade.sh", "#!/bin/sh\necho x >> graded\necho 1\n")
+    arguments = ("--source", "command", "--command", "./grade.sh", "--watch", "--poll-seconds", "0.2")
+    play(client, "s0", "a")
+    process = start(tmp_path, proxy, *arguments)
+    wait_for_reward(client, "s0")
+    process.kill()
+    process.communicate()
+    play(client, "s1", "a")
+    process = start(tmp_path, proxy, *arguments)
+    wait_for_reward(client, "s1")
+    play(client, "s2", "a")
+    wait_for_reward(client, "s2")
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0
+    state = (tmp_path / "runs/reward-command-reward.jsonl").read_text()
+    assert sorted(json.loads(line)["session_id"] for line in state.splitlines()) == ["s0", "s1", "s2"]
+    assert (tmp_path / "graded").read_text().count("x") in (3, 4), "only the verdict that the kill cut is made again"
+
+
+def wait_for_reward(client: Client, session_id: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while client.session(session_id)["reward"] is None:
+        assert time.monotonic() < deadline, f"waited for the reward of {session_id}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--source", "command"], "needs --command"),
+        (["--source", "command", "--command", "./none"], "there is no program './none'"),
+        (["--source", "python", "--function", "nowhere:grade"], "No module named 'nowhere'"),
+        (["--source", "next_state", "--relative"], "--relative is for --source judge"),
+    ],
+)
+def test_a_source_that_cannot_start_is_one_sentence(tmp_path, arguments, sentence):
+    done = subprocess.run(
+        command("reward", *arguments), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

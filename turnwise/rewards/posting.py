@@ -1,0 +1,223 @@
+"""`turnwise reward`: reads ended sessions over the API, lets a source decide, and posts the rewards, each once.
+
+A session that has its reward has a line in a state file. Between the post and the line a kill can fall, so every post
+also has an idempotency key made of the source, the rewards' name and the session: the proxy takes it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.client import AsyncClient
+from turnwise.errors import Conflict, GraderFailed
+from turnwise.rewards import transcript
+from turnwise.rewards.judge import SOURCE as JUDGE
+from turnwise.rewards.settings import RewardSettings, check
+from turnwise.rewards.sources import Source, make_source
+from turnwise.rewards.verdict import Reward
+from turnwise.types import Json
+
+READY_SECONDS = 4.0
+FIRST_PAUSE_SECONDS = 0.5
+"""Before the second attempt; it doubles from attempt to attempt."""
+POLLS_BETWEEN_FULL_SCANS = 30
+"""A poll stops at the first page of sessions that all have their reward; so many polls later all pages are read."""
+PAGE = 100
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """What was done so far."""
+
+    num_sessions: int = 0
+    """Sessions that were decided on."""
+    num_rewards: int = 0
+    num_turns_reached: int = 0
+    num_without_reward: int = 0
+    """Sessions for which the source gave no reward, on purpose."""
+    num_failed: int = 0
+    """Sessions that are left without a reward after all attempts."""
+    num_retries: int = 0
+    value_sum: float = 0.0
+    last_error: str | None = None
+
+    def line(self) -> str:
+        """Return the progress line."""
+        mean = f"mean {self.value_sum / self.num_rewards:.3f}" if self.num_rewards else "no reward yet"
+        problems = f", {self.num_failed} failed" if self.num_failed else ""
+        return f"{self.num_sessions} sessions  {self.num_rewards} rewards  {mean}{problems}"
+
+
+class Poster:
+    """Decides on ended sessions and posts their rewards."""
+
+    def __init__(
+        self, settings: RewardSettings, client: AsyncClient, source: Source, say: Callable[[str], None]
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._source = source
+        self._say = say
+        self._places = asyncio.Semaphore(settings.parallel)
+        self._path = settings.state_path()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._done = read_state(self._path)
+        self._given_up: set[str] = set()
+        self._num_polls = 0
+        self.counts = Counts()
+        self.stopping = asyncio.Event()
+
+    async def run(self) -> Counts:
+        """Go through the ended sessions; with `watch` until stopped."""
+        while not self.stopping.is_set():
+            units = [unit async for unit in self._units()]
+            await asyncio.gather(*(self._handle(unit) for unit in units))
+            if not self._settings.watch or self._is_full():
+                break
+            try:
+                async with asyncio.timeout(self._settings.poll_seconds):
+                    await self.stopping.wait()
+            except TimeoutError:
+                continue
+        return self.counts
+
+    def _is_full(self) -> bool:
+        limit = self._settings.max_sessions
+        return limit is not None and self.counts.num_sessions >= limit
+
+    async def _units(self) -> AsyncIterator[list[Json]]:
+        """Yield what is decided on together: sessions, or complete groups for a relative judge."""
+        left = self._settings.max_sessions or float("inf")
+        left -= self.counts.num_sessions
+        groups: dict[str, list[Json]] = defaultdict(list)
+        async for session in self._ended():
+            if left <= 0:
+                return
+            if not self._settings.relative:
+                left -= 1
+                yield [session]
+                continue
+            group = groups[session["group_id"] or session["session_id"]]
+            group.append(session)
+            if len(group) == (session["group_size"] or 1) and left >= len(group):
+                left -= len(group)
+                yield group
+
+    async def _ended(self) -> AsyncIterator[Json]:
+        """Yield ended sessions without a reward of ours, newest first."""
+        full_scan = self._num_polls % POLLS_BETWEEN_FULL_SCANS == 0 or self._settings.relative
+        self._num_polls += 1
+        filters = {"status": "ended", "split": self._settings.split, "task_id": self._settings.task_id, "limit": PAGE}
+        num_known = 0
+        async for session in self._client.sessions(**{key: value for key, value in filters.items() if value}):
+            is_known = session["session_id"] in self._done or session["session_id"] in self._given_up
+            num_known = num_known + 1 if is_known else 0
+            if num_known >= PAGE and not full_scan:
+                return
+            if not is_known and session["num_turns"] > 0 and session["metadata"].get("source") != JUDGE:
+                yield session
+
+    async def _handle(self, sessions: Sequence[Json]) -> None:
+        async with self._places:
+            if self.stopping.is_set():
+                return
+            try:
+                await self._decide(sessions)
+            except GraderFailed as error:
+                self.counts.num_failed += len(sessions)
+                self.counts.last_error = f"session {sessions[0]['session_id']}: {error}"
+                self._given_up |= {session["session_id"] for session in sessions}
+        self.counts.num_sessions += len(sessions)
+        self._say(self.counts.line())
+
+    async def _decide(self, sessions: Sequence[Json]) -> None:
+        documents = [await self._document(session) for session in sessions]
+        rewards = await self._attempt(documents)
+        session_id = str(sessions[0]["session_id"])
+        lines = [_named(reward, self._settings.name).line(session_id, self._settings.source) for reward in rewards]
+        if lines:
+            key = f"reward/{self._settings.source}/{self._settings.name}/{session_id}"
+            try:
+                reached = await self._client.rewards(lines, idempotency_key=key)
+            except Conflict:
+                reached = []  # posted before a kill, and decided otherwise now: the first verdict stands
+            self.counts.num_turns_reached += sum(reached)
+        else:
+            self.counts.num_without_reward += len(sessions)
+        self.counts.num_rewards += len(lines)
+        self.counts.value_sum += sum(reward.value for reward in rewards)
+        self._record([session["session_id"] for session in sessions])
+
+    async def _attempt(self, documents: Sequence[Json]) -> list[Reward]:
+        """Ask the source, again after a pause where it fails.
+
+        Raises:
+            GraderFailed: every attempt failed.
+        """
+        for attempt in range(1, self._settings.attempts + 1):
+            try:
+                async with asyncio.timeout(self._settings.timeout * max(self._settings.votes, 1) + 5.0):
+                    return await self._source.decide(documents)
+            except (GraderFailed, TimeoutError) as error:
+                if attempt == self._settings.attempts:
+                    raise GraderFailed(str(error) or "no verdict within the time limit") from error
+                self.counts.num_retries += 1
+                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("an attempt returns or raises")
+
+    async def _document(self, session: Json) -> Json:
+        turns = [turn async for turn in self._client.turns(session["session_id"])]
+        return transcript.document(session, turns)
+
+    def _record(self, session_ids: Sequence[str]) -> None:
+        """Write durably that these sessions have their reward."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"session_id": session_id}) + "\n" for session_id in session_ids)
+            file.flush()
+            os.fsync(file.fileno())
+        self._done |= set(session_ids)
+
+
+async def post_rewards(
+    settings: RewardSettings, say: Callable[[str], None], on_start: Callable[[Poster], Any] = lambda _: None
+) -> Counts:
+    """Decide on all ended sessions, and with `watch` on those that end later.
+
+    Raises:
+        SettingsError: the settings do not fit together, or the program or function cannot be found.
+        ProxyUnavailable: the proxy cannot be reached.
+    """
+    check(settings)
+    source = make_source(settings)
+    key = None if settings.api_key is None else settings.api_key.get_secret_value()
+    try:
+        async with AsyncClient(settings.proxy, key, max_retries=10) as client:
+            await client.wait_until_ready(READY_SECONDS)
+            poster = Poster(settings, client, source, say)
+            on_start(poster)
+            return await poster.run()
+    finally:
+        await source.close()
+
+
+def read_state(path: Path) -> set[str]:
+    """Return the sessions that have their reward; a line that a kill cut is left out."""
+    found: set[str] = set()
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.add(json.loads(line)["session_id"])
+            except (ValueError, KeyError, TypeError):
+                continue
+    return found
+
+
+def _named(reward: Reward, name: str) -> Reward:
+    return reward if reward.name is not None or name == "reward" else dataclasses.replace(reward, name=name)

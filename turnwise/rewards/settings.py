@@ -1,0 +1,82 @@
+"""Settings of `turnwise reward`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+
+from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.errors import SettingsError
+from turnwise.settings import Settings
+
+DEFAULT_RUBRIC = "How well did the assistant do what it was asked to do? 0 is not at all, 10 is perfectly."
+
+
+class RewardSettings(Settings):
+    """Settings of `turnwise reward`."""
+
+    source: Literal["command", "python", "next_state", "judge"]
+    """Who decides: a program, a Python function, rules on what came back after each turn, or a judging model."""
+    proxy: str = DEFAULT_BASE_URL
+    """Address of the proxy."""
+    api_key: SecretStr | None = None
+    """Key of the proxy that may read sessions and give rewards; none where the proxy asks for none."""
+    name: str = "reward"
+    """Name of the rewards; another name gives rewards of another kind beside them."""
+    split: Literal["train", "eval"] | None = None
+    """Only sessions of this split."""
+    task_id: str | None = None
+    """Only sessions of this task."""
+    command: str | None = None
+    """For the source `command`: reads a session as JSON, answers with an exit status, a number or JSON Lines."""
+    function: str | None = None
+    """For the source `python`: `module:function`, called with the session; returns what a grader would print."""
+    workdir: Path = Path()
+    """Working directory of the command."""
+    judge_url: str | None = None
+    """For the source `judge`: an OpenAI-compatible base URL, with `/v1`; by default an eval session of the proxy."""
+    judge_model: str | None = None
+    """Model of the judge; by default the first that it serves."""
+    judge_key: SecretStr | None = None
+    """API key of the judge."""
+    rubric: str = DEFAULT_RUBRIC
+    """What the judge is asked; it answers with a score from 0 to 10, and the reward is a tenth of it."""
+    relative: bool = False
+    """The judge compares the sessions of a group with each other, in one call, instead of scoring each alone."""
+    votes: int = Field(default=2, ge=1)
+    """Calls of the judge for each verdict, which are averaged; every second one sees a group in reversed order."""
+    parallel: int = Field(default=4, ge=1)
+    """Verdicts at a time."""
+    timeout: float = Field(default=60.0, gt=0)
+    """Seconds that one verdict may take."""
+    attempts: int = Field(default=3, ge=1)
+    """Attempts before a session is left without a reward."""
+    watch: bool = False
+    """Go on with sessions that end later, until interrupted."""
+    poll_seconds: float = Field(default=2.0, gt=0)
+    """With watch: how often newly ended sessions are looked for."""
+    max_sessions: int | None = Field(default=None, ge=1)
+    """Stop after so many sessions."""
+    state: Path | None = None
+    """File of the sessions that have their reward; by default runs/reward-SOURCE-NAME.jsonl."""
+
+    def state_path(self) -> Path:
+        """Return the file of the sessions that have their reward."""
+        return self.state or Path("runs") / f"reward-{self.source}-{self.name}.jsonl"
+
+
+def check(settings: RewardSettings) -> None:
+    """Check what no single setting shows.
+
+    Raises:
+        SettingsError: the settings do not fit together.
+    """
+    needed = {"command": "command", "python": "function"}.get(settings.source)
+    if needed is not None and getattr(settings, needed) is None:
+        raise SettingsError(f"--source {settings.source} needs --{needed}")
+    if settings.function is not None and ":" not in settings.function:
+        raise SettingsError(f"--function {settings.function!r} names no function; write module:function")
+    if settings.relative and settings.source != "judge":
+        raise SettingsError(f"--relative is for --source judge, not for {settings.source}")

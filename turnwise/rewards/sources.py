@@ -1,0 +1,122 @@
+"""The reward sources: each turns sessions, as JSON documents, into rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from turnwise.errors import GraderFailed, SettingsError
+from turnwise.processes.limited import split_command
+from turnwise.rewards.command import CommandGrader
+from turnwise.rewards.judge import Judge
+from turnwise.rewards.next_state import judge_turns
+from turnwise.rewards.settings import RewardSettings
+from turnwise.rewards.verdict import Reward, as_rewards
+from turnwise.types import Json
+
+
+class Source(Protocol):
+    """Decides on the sessions of one unit: a single session, or all sessions of a group."""
+
+    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
+        """Return the rewards; those of a group name their sessions.
+
+        Raises:
+            GraderFailed: no verdict can be used.
+        """
+
+    async def close(self) -> None:
+        """Release what it holds."""
+
+
+class CommandSource:
+    """Any program."""
+
+    def __init__(self, settings: RewardSettings) -> None:
+        assert settings.command is not None
+        self._grader = CommandGrader(split_command(settings.command, "--command"), settings.timeout)
+        self._workdir = settings.workdir
+        self._log = settings.state_path().with_suffix(".log")
+
+    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
+        """Run the program on one session."""
+        (document,) = documents
+        environment = {**os.environ, "TURNWISE_SESSION_ID": document["session"]["session_id"]}
+        return await self._grader.grade(document, cwd=self._workdir, environment=environment, log=self._log)
+
+    async def close(self) -> None:
+        """Hold nothing."""
+
+
+class PythonSource:
+    """A function by its import path."""
+
+    def __init__(self, settings: RewardSettings) -> None:
+        assert settings.function is not None
+        self._function = load_function(settings.function)
+        self._name = settings.function
+
+    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
+        """Call the function with one session, in a thread."""
+        (document,) = documents
+        try:
+            value = await asyncio.to_thread(self._function, document)
+            if inspect.isawaitable(value):
+                value = await value
+        except Exception as error:  # the function is anybody's code; its failure is counted by the caller
+            raise GraderFailed(f"{self._name} failed: {type(error).__name__}: {error}") from error
+        return as_rewards(value)
+
+    async def close(self) -> None:
+        """Hold nothing."""
+
+
+class NextStateSource:
+    """Rules on what came back after each turn."""
+
+    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
+        """Judge the turns of one session."""
+        (document,) = documents
+        return judge_turns(document)
+
+    async def close(self) -> None:
+        """Hold nothing."""
+
+
+def make_source(settings: RewardSettings) -> Source:
+    """Return the source of these settings.
+
+    Raises:
+        SettingsError: its program or function cannot be found.
+    """
+    if settings.source == "command":
+        return CommandSource(settings)
+    if settings.source == "python":
+        return PythonSource(settings)
+    if settings.source == "next_state":
+        return NextStateSource()
+    return Judge(settings)
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Import `module:function`, also from the working directory.
+
+    Raises:
+        SettingsError: there is no such module or function.
+    """
+    module, _, name = target.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"--function {target!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise SettingsError(f"--function {target!r} is no function")
+    return function
