@@ -26,6 +26,8 @@ class ProxySettings(Settings):
     """Origin that clients reach the proxy by, for the `base_url` of a session; by default the request's own Host."""
     secret: SecretStr | None = None
     """Signs session keys; by default a random one that all proxy processes share through the store."""
+    retrain_revised: bool = False
+    """Whether a reward for a session that was trained makes its group ready to be trained again."""
     policy_tenant: str | None = None
     """Tenant that owns the model: only its keys publish and activate policy versions. By default the only tenant that
     has keys; while several have keys, nobody publishes or activates over HTTP until this is set."""

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Literal, Protocol
 
@@ -21,7 +21,8 @@ from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.store import claims, experiences, groups, policies, queries
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
-from turnwise.types import Experience, GroupKey, PolicyVersion, UpdateRecord
+from turnwise.store.trained import Advantages
+from turnwise.types import Experience, GroupKey, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,12 @@ class Source(Protocol):
         """Wait for a batch, or for the request to go on from another version; None after `close`."""
 
     def ack(
-        self, batch: ClaimedBatch, update: UpdateRecord, policy: PolicyVersion | None, refused: dict[GroupKey, str]
+        self,
+        batch: ClaimedBatch,
+        update: UpdateRecord,
+        policy: PolicyVersion | None,
+        refused: dict[GroupKey, str],
+        trained: Mapping[SessionKey, Advantages] | None = None,
     ) -> bool:
         """Finish a batch, durably; False when this update was committed before."""
 
@@ -140,7 +146,12 @@ class LedgerSource:
             )
 
     def ack(
-        self, batch: ClaimedBatch, update: UpdateRecord, policy: PolicyVersion | None, refused: dict[GroupKey, str]
+        self,
+        batch: ClaimedBatch,
+        update: UpdateRecord,
+        policy: PolicyVersion | None,
+        refused: dict[GroupKey, str],
+        trained: Mapping[SessionKey, Advantages] | None = None,
     ) -> bool:
         """Record the update, its groups and the policy version in one transaction.
 
@@ -149,7 +160,7 @@ class LedgerSource:
         """
         self._end_lease()
         with self._db.write() as conn:
-            return claims.ack(conn, batch.claim, update, policy, refused)
+            return claims.ack(conn, batch.claim, update, policy, refused, trained)
 
     def open(self, base: PolicyVersion) -> None:
         """Take over what an earlier process held; in an empty ledger publish version 0.

@@ -103,6 +103,15 @@ class PolicyKind(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedIn:
+    """An update that trained something."""
+
+    update_id: int
+    policy_version: int
+    """The version that came out of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """One run of an agent."""
 
@@ -126,6 +135,8 @@ class Session:
     termination_reason: str | None = None
     reward: float | None = None
     """The session's reward as credit sees it; None before any reward came."""
+    trained_in: tuple[TrainedIn, ...] = ()
+    """The updates that trained it, oldest first; more than one where a group was trained again."""
     num_turns: int = 0
     num_chains: int = 0
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
@@ -315,6 +326,8 @@ class Experience:
     policy_version_last: int
     """Newest policy version among the turns."""
     split: Split = Split.TRAIN
+    trained_in: tuple[TrainedIn, ...] = ()
+    """The updates that trained one of its turns, oldest first."""
     metrics: Json = dataclasses.field(default_factory=dict)
     info: Json = dataclasses.field(default_factory=dict)
 

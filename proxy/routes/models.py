@@ -20,7 +20,9 @@ from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from turnwise.store.keys import Key
-from turnwise.types import Json, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn
+from turnwise.store.lineage import TrainedTurn
+from turnwise.store.trained import TrainedSession, UpdateGroup
+from turnwise.types import Json, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn, UpdateRecord
 
 
 class Answer(BaseModel):
@@ -51,6 +53,7 @@ HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"tenant"}),
     Reward: frozenset({"tenant"}),
     PolicyVersion: frozenset(),
+    UpdateRecord: frozenset(),
     Key: frozenset(),
     Turn: frozenset(
         {
@@ -138,18 +141,45 @@ TurnAnswer = answer_model(
             description="Prompt tokens after the last one of its parent, at the root all of them; or the whole prompt."
         ),
     ),
+    trained_in=(list[TrainedTurn], Field(description="The updates that trained it, oldest first.")),
     rewards=(
         list[RewardAnswer],  # type: ignore[valid-type]
         Field(description="Its own reward lines and those of its step, in order of arrival."),
     ),
 )
-PolicyAnswer = answer_model("PolicyAnswer", PolicyVersion, "A version of the served model.")
+PolicyAnswer = answer_model(
+    "PolicyAnswer",
+    PolicyVersion,
+    "A version of the served model.",
+    on_disk=(
+        bool | None,
+        Field(description="Whether its files exist, as far as the proxy sees; null for the name of a public model."),
+    ),
+)
+ActivationAnswer = create_model(
+    "ActivationAnswer",
+    __base__=PolicyAnswer,
+    __doc__="A version that was chosen to be served.",
+    is_served=(bool, Field(description="Whether engines serve it already; else they load it now.")),
+    pinned_version=(int | None, Field(description="The version that stays served whatever is published; or null.")),
+)
+UpdateAnswer = answer_model(
+    "UpdateAnswer",
+    UpdateRecord,
+    "What the trainer did with one batch.",
+    groups=(list[UpdateGroup], Field(description="This tenant's groups in it, the dropped ones included.")),
+    sessions=(list[TrainedSession], Field(description="This tenant's sessions that it trained.")),
+)
 
 
 class ReachedAnswer(Answer):
-    """How many turns a reward line reached."""
+    """What a reward line reached."""
 
     turns: int
+    """How many turns it is for."""
+    trained_in: int | None
+    """The last update that trained its session before this reward came; null if none did. What was trained is not
+    trained again, unless `retrain_revised` is set."""
 
 
 class Page(Answer):
@@ -166,6 +196,7 @@ class RewardsAnswer(Page):
 
 SessionPage = page_model("SessionPage", SessionAnswer, "Some sessions.")
 TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
+UpdatePage = page_model("UpdatePage", UpdateAnswer, "Some updates.")
 PolicyPage = page_model(
     "PolicyPage",
     PolicyAnswer,

@@ -6,18 +6,19 @@ import asyncio
 import dataclasses
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
 
 from proxy.auth import Principal
-from proxy.routes.models import Answer, answer, says
+from proxy.routes.models import Answer, UpdatePage, answer, says
 from proxy.routes.openapi import describe
-from proxy.routes.serialise import caller
+from proxy.routes.serialise import caller, page, update_json
 from proxy.services import Services, services_of
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise.errors import StoreError
-from turnwise.store import policies, queries
+from turnwise.store import policies, queries, trained
+from turnwise.types import Json
 
 router = APIRouter(tags=["operations"])
 
@@ -111,6 +112,23 @@ async def counts(services: Annotated[Services, Depends(services_of)], principal:
             return queries.counts(connection, principal.tenant)
 
     return answer(dataclasses.asdict(await asyncio.to_thread(read)))
+
+
+@router.get("/v1/updates", responses=says(UpdatePage))
+async def list_updates(
+    services: Annotated[Services, Depends(services_of)],
+    principal: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
+) -> Response:
+    """List the trainer's updates, newest first, each with the groups and sessions that this tenant had in it."""
+
+    def read() -> Json:
+        with services.database.read() as connection:
+            found, more = trained.list_updates(connection, principal.tenant, limit=limit, after=after)
+            return page([update_json(view) for view in found], more)
+
+    return answer(await asyncio.to_thread(read))
 
 
 @router.get("/openapi.json", include_in_schema=False)

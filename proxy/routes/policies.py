@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
 from proxy.routes.limits import Count, LimitedRoute
-from proxy.routes.models import PolicyAnswer, PolicyPage, answer, says
-from proxy.routes.serialise import caller, page, record_json
+from proxy.routes.models import ActivationAnswer, PolicyAnswer, PolicyPage, answer, says
+from proxy.routes.serialise import caller, page, policy_json
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, Forbidden
 from turnwise.store import keys, policies
-from turnwise.types import Json, PolicyKind
+from turnwise.types import Json, PolicyKind, PolicyStatus
 
 router = APIRouter(prefix="/v1/policies", route_class=LimitedRoute, tags=["policies"])
 
@@ -43,7 +43,7 @@ class Activation(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     pin: bool = True
-    """Stay on it whatever is published later; false follows the newest again."""
+    """Serve it whatever is published later; false serves it until a newer version is published."""
 
 
 @router.get("", responses=says(PolicyPage))
@@ -59,7 +59,7 @@ async def list_policies(
         with services.database.read() as connection:
             found, more = policies.list_policies(connection, limit=limit, after=after)
             pinned = policies.pinned_version(connection)
-            return {**page([record_json(policy) for policy in found], more), "pinned_version": pinned}
+            return {**page([policy_json(policy) for policy in found], more), "pinned_version": pinned}
 
     return answer(await asyncio.to_thread(read))
 
@@ -81,18 +81,28 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     published = await services.writer.do(
         policies.publish_next, wanted.path, wanted.kind, metrics=wanted.metrics, version=wanted.version
     )
-    return answer(record_json(published))
+    return answer(policy_json(published))
 
 
-@router.post("/{version}/activate", responses=says(PolicyAnswer))
+@router.post("/{version}/activate", responses=says(ActivationAnswer))
 async def activate_policy(
     version: Version, services: Here, principal: Caller, how: Activation | None = None
 ) -> Response:
-    """Serve this version and stay on it, tried again if it failed; with `{"pin": false}` follow the newest again."""
+    """Serve this version, tried again if it failed, and stay on it; a version whose files are gone is 409.
+
+    With `{"pin": false}` it is served until a newer version is published. For the newest version that means: follow
+    the newest again. While an older version is pinned, what the trainer learns from is sampled by that version.
+    """
     await _check_owner(services, principal)
     pin = (how or Activation()).pin
-
-    return answer(record_json(await services.writer.do(policies.choose_policy, version, pin=pin)))
+    chosen = await services.writer.do(policies.choose_policy, version, pin=pin)
+    return answer(
+        {
+            **policy_json(chosen),
+            "is_served": chosen.status is PolicyStatus.ACTIVE,
+            "pinned_version": version if pin else None,
+        }
+    )
 
 
 async def _check_owner(services: Services, principal: Principal) -> None:

@@ -19,7 +19,7 @@ from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
 from proxy.routes.models import RewardsAnswer, answer, says
 from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
-from turnwise.store import experiences, ledger
+from turnwise.store import experiences, ledger, queries, trained
 from turnwise.types import Credit, Reward, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["rewards"])
@@ -103,12 +103,29 @@ async def post_rewards(
         for line in wanted
     ]
     digest = hashlib.blake2b(await request.body(), digest_size=16).digest()
-    reached = await services.writer.do(ledger.add_rewards, rewards, idempotency_key=idempotency_key, body_digest=digest)
+    reached = await services.writer.do(
+        ledger.add_rewards,
+        rewards,
+        idempotency_key=idempotency_key,
+        body_digest=digest,
+        retrain=services.settings.retrain_revised,
+    )
     for line in wanted:
         services.metrics.rewards.labels(
             "turn" if line.turn_id else "step" if line.step is not None else "session"
         ).inc()
-    return answer({"object": "list", "data": [{"turns": count} for count in reached]})
+    updates = await asyncio.to_thread(_last_updates, services, principal.tenant, rewards)
+    rows = [{"turns": count, "trained_in": update} for count, update in zip(reached, updates, strict=True)]
+    return answer({"object": "list", "data": rows})
+
+
+def _last_updates(services: Services, tenant: str, lines: list[Reward]) -> list[int | None]:
+    """Return the last update that trained each line's session."""
+    with services.database.read() as connection:
+        of_turns = queries.sessions_of_turns(connection, tenant, {line.turn_id for line in lines if line.turn_id})
+        session_ids = [of_turns.get(line.turn_id, "") if line.turn_id else line.session_id for line in lines]
+        updates = trained.last_updates(connection, tenant, session_ids)
+    return [updates.get(session_id) for session_id in session_ids]
 
 
 @router.get("/experiences", response_class=StreamingResponse)

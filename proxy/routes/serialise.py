@@ -10,8 +10,10 @@ from fastapi import Request
 from proxy.auth import ACTION_OF_ROUTE, Principal
 from proxy.routes.models import PUBLIC
 from proxy.services import services_of
+from turnwise.store import policies
 from turnwise.store.lineage import TurnView
-from turnwise.types import Experience, Json, PolicyVersion, Reward, Session, Turn
+from turnwise.store.trained import UpdateView
+from turnwise.types import Experience, Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
 
 
 async def caller(request: Request) -> Principal:
@@ -31,9 +33,19 @@ def page(rows: list[Json], has_more: bool) -> Json:
     return {"object": "list", "data": rows, "has_more": has_more}
 
 
-def record_json(record: Session | Reward | PolicyVersion) -> Json:
+def record_json(record: Session | Reward | PolicyVersion | UpdateRecord) -> Json:
     """Return a record as the API shows it."""
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
+
+
+def policy_json(policy: PolicyVersion) -> Json:
+    """Return a policy version as the API shows it."""
+    return {**record_json(policy), "on_disk": policies.on_disk(policy)}
+
+
+def update_json(view: UpdateView) -> Json:
+    """Return an update as the API shows it, with what the caller's tenant had in it."""
+    return {**record_json(view.update), "groups": view.groups, "sessions": view.sessions}
 
 
 def turn_json(view: TurnView) -> Json:
@@ -43,6 +55,7 @@ def turn_json(view: TurnView) -> Json:
         "messages": view.messages,
         "tools": view.tools,
         "prompt_token_ids": view.prompt_token_ids,
+        "trained_in": view.trained_in,
         "rewards": [record_json(reward) for reward in view.rewards],
         "logprobs": view.turn.logprobs.astype(float),
     }
@@ -67,6 +80,7 @@ def experience_json(experience: Experience) -> Json:
         "policy_version_first": experience.policy_version_first,
         "policy_version_last": experience.policy_version_last,
         "split": experience.split.value,
+        "trained_in": experience.trained_in,
         "metrics": experience.metrics,
         "info": experience.info,
     }

@@ -373,7 +373,7 @@ def test_a_version_is_pinned_rolled_back_to_and_let_go(served: RunningProxy, eng
     assert publish(served, tmp_path / "v3") == 3
     assert_stays(lambda: policy(served, 3)["status"] == "published", "version 3 waits while version 0 is pinned")
     assert greedy_gap(served, forwards[0]) < TOLERANCE
-    ask(served.url, "/v1/policies/0/activate", {"pin": False})
+    ask(served.url, "/v1/policies/3/activate", {"pin": False})
     wait_for_status(served, 3)
     assert greedy_gap(served, forwards[3]) < TOLERANCE
 

@@ -14,7 +14,7 @@ import numpy as np
 from trainer.learning.advantages import AdvantageRule, Floats, assign, uniform_groups
 from trainer.learning.losses import Algorithm
 from trainer.learning.sampling import why_untrainable
-from turnwise.types import Experience, GroupKey
+from turnwise.types import Experience, GroupKey, SessionKey
 
 UNIFORM = "uniform_rewards"
 
@@ -32,6 +32,14 @@ class Selection:
     """For DPO whether the experience is of its pair's better session."""
     refused: dict[GroupKey, str]
     """Groups of which nothing is trained, with the reason."""
+
+    def advantages_by_session(self) -> dict[SessionKey, dict[str, float]]:
+        """Return the advantage of each trained turn, by session and turn id."""
+        by_session: dict[SessionKey, dict[str, float]] = {}
+        for experience, turns in zip(self.experiences, self.advantages, strict=True):
+            of_session = by_session.setdefault(experience.session_key, {})
+            of_session |= {turn_id: float(value) for turn_id, value in zip(experience.turn_ids, turns, strict=True)}
+        return by_session
 
 
 def select(

@@ -166,7 +166,9 @@ class OnPolicyWorkflow(RLWorkflow):
                 metrics=after.metrics,
             )
             refusals = self._refusals(claimed, chosen.refused)
-            self.env.ack(claimed, self._record_of(after, claimed, chosen), policy, refusals)
+            self.env.ack(
+                claimed, self._record_of(after, claimed, chosen), policy, refusals, chosen.advantages_by_session()
+            )
             self.checkpoints.prune({version, parent} | self.env.versions_in_use())
         return after.metrics, after
 

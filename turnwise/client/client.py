@@ -161,9 +161,13 @@ class Client(Connection):
         """Publish a checkpoint directory as a new policy version."""
         return self._json(wire.write("/v1/policies", {"path": path, **fields}))
 
-    def activate(self, version: int) -> Json:
-        """Serve this policy version: roll forward, or back."""
-        return self._json(wire.write(f"/v1/policies/{wire.segment(version)}/activate", None))
+    def activate(self, version: int, *, pin: bool = True) -> Json:
+        """Serve this policy version, and stay on it; without a pin until a newer version is published."""
+        return self._json(wire.activate(version, pin=pin))
+
+    def updates(self) -> Iterator[Json]:
+        """Iterate over the trainer's updates, newest first."""
+        return self._rows(wire.page_of("/v1/updates", {}), "update_id")
 
     def models(self) -> list[Json]:
         """Return the models that the engine serves."""
@@ -314,9 +318,13 @@ class AsyncClient(Connection):
         """Publish a checkpoint directory as a new policy version."""
         return await self._json(wire.write("/v1/policies", {"path": path, **fields}))
 
-    async def activate(self, version: int) -> Json:
-        """Serve this policy version: roll forward, or back."""
-        return await self._json(wire.write(f"/v1/policies/{wire.segment(version)}/activate", None))
+    async def activate(self, version: int, *, pin: bool = True) -> Json:
+        """Serve this policy version, and stay on it; without a pin until a newer version is published."""
+        return await self._json(wire.activate(version, pin=pin))
+
+    def updates(self) -> AsyncIterator[Json]:
+        """Iterate over the trainer's updates, newest first."""
+        return self._rows(wire.page_of("/v1/updates", {}), "update_id")
 
     async def models(self) -> list[Json]:
         """Return the models that the engine serves."""

@@ -117,6 +117,11 @@ def get_turn(turn_id: str, prompt: Prompt) -> Call:
     return get(f"/v1/turns/{segment(turn_id)}", prompt=prompt)
 
 
+def activate(version: int, *, pin: bool) -> Call:
+    """Return the activation of a policy version."""
+    return write(f"/v1/policies/{segment(version)}/activate", {"pin": pin})
+
+
 def create_session(fields: SessionFields) -> Call:
     """Return the creation of a session, under a name given here: a retry finds the session of the first attempt."""
     named = {"session_id": uuid.uuid4().hex, **given(fields)}

@@ -21,7 +21,8 @@ from turnwise.store import rows
 from turnwise.store.database import Database, clock, from_micros, to_micros
 from turnwise.store.policies import publish_policy
 from turnwise.store.tables import groups, sessions, turns, updates
-from turnwise.types import GroupKey, GroupStatus, PolicyVersion, UpdateRecord
+from turnwise.store.trained import Advantages, record_trained
+from turnwise.types import GroupKey, GroupStatus, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +188,7 @@ def ack(
     update: UpdateRecord,
     policy: PolicyVersion | None = None,
     refused: Mapping[GroupKey, str] | None = None,
+    trained: Mapping[SessionKey, Advantages] | None = None,
 ) -> bool:
     """Record an update and what it was trained on, and publish what came out of it: all of it or nothing.
 
@@ -196,6 +198,7 @@ def ack(
         update: The update; its id makes a replay visible.
         policy: The version that came out of it, if it is to be served.
         refused: Groups that were not trained on after all, with the reason: they are dropped.
+        trained: The sessions that were trained, with the advantages of their turns.
 
     Returns:
         False when this trainer committed the same update before; then nothing is written.
@@ -212,6 +215,7 @@ def ack(
         status = GroupStatus.TRAINED if reason is None else GroupStatus.DROPPED
         _change(conn, group, status=status.value, leased_until=None, update_id=update.update_id, reason=reason)
     conn.execute(sa.insert(updates).values(**rows.UPDATES.row(update)))
+    record_trained(conn, update, trained or {})
     if policy is not None:
         publish_policy(conn, policy)
     return True

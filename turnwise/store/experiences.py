@@ -15,9 +15,9 @@ import sqlalchemy as sa
 
 from turnwise.chains import ChainTokens, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
-from turnwise.store import lineage, rows
+from turnwise.store import lineage, rows, trained
 from turnwise.store.tables import sessions
-from turnwise.types import EID, Credit, Experience, Session, SessionStatus, Split
+from turnwise.types import EID, Credit, Experience, Session, SessionStatus, Split, TrainedIn
 
 _SESSIONS_AT_ONCE = 32
 
@@ -123,6 +123,7 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
     pks = [row.session_pk for row in found]
     turns = lineage.turns_of(conn, pks)
     lines = lineage.rewards_of(conn, pks)
+    updates_of = trained.trained_in(conn, pks)
     for row in found:
         in_session = turns.get(row.session_pk, [])
         in_force = latest_lines(lines.get(row.session_pk, []), shape.names)
@@ -138,10 +139,15 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
         session = rows.session_from_row(row, assigned.reward)
         sequences = merge_session(in_session) if shape.merge == "chain" else split_session(in_session)
         for sequence in sequences:
-            yield _experience(session, sequence, assigned)
+            yield _experience(session, sequence, assigned, updates_of.get(row.session_pk, ()))
 
 
-def _experience(session: Session, sequence: ChainTokens, credit: SessionCredit) -> Experience:
+def _experience(
+    session: Session,
+    sequence: ChainTokens,
+    credit: SessionCredit,
+    updates_of: Sequence[tuple[TrainedIn, trained.Advantages]],
+) -> Experience:
     turn_ids = tuple(turn.turn_id for turn in sequence.turns)
     steps = tuple(turn.seq if turn.step is None else turn.step for turn in sequence.turns)
     group_id = session.group_id or session.session_id
@@ -163,6 +169,7 @@ def _experience(session: Session, sequence: ChainTokens, credit: SessionCredit) 
         policy_version_first=min(turn.policy_version_first for turn in sequence.turns),
         policy_version_last=max(turn.policy_version_last for turn in sequence.turns),
         split=session.split,
+        trained_in=tuple(update for update, advantages in updates_of if not advantages.keys().isdisjoint(turn_ids)),
         metrics={"num_turns": len(turn_ids), "num_tokens": int(sequence.loss_mask.sum())},
         info={
             "termination_reason": session.termination_reason,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, Protocol
 
 import sqlalchemy as sa
@@ -119,6 +119,17 @@ def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
     is_complete = group.num_finished >= (session.group_size or 0)
     ready = {"status": GroupStatus.READY.value, "ready_at": to_micros(utc_now())} if is_complete else {}
     conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(group_size=session.group_size, **ready))
+
+
+def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
+    """Make trained groups ready again, because their rewards were revised."""
+    dialect = conn.dialect.name
+    conn.execute(
+        sa.update(groups)
+        .where(is_among(dialect, groups.c.group_pk, "group_pks"), groups.c.status == GroupStatus.TRAINED.value)
+        .values(status=GroupStatus.READY.value, ready_at=to_micros(utc_now()), reason="revised"),
+        {"group_pks": members(dialect, group_pks)},
+    )
 
 
 class Member(Protocol):

@@ -163,7 +163,12 @@ def expire_idle_sessions(
 
 
 def add_rewards(
-    conn: sa.Connection, lines: Sequence[Reward], *, idempotency_key: str | None = None, body_digest: bytes = b""
+    conn: sa.Connection,
+    lines: Sequence[Reward],
+    *,
+    idempotency_key: str | None = None,
+    body_digest: bytes = b"",
+    retrain: bool = False,
 ) -> list[int]:
     """Append reward lines, all of them or none.
 
@@ -172,6 +177,7 @@ def add_rewards(
         lines: Of one tenant. A line with a turn id may leave its session id empty.
         idempotency_key: A replay under the same key gets the first answer again and writes nothing.
         body_digest: Digest of the request's body, to tell a replay from another body under the same key.
+        retrain: Whether groups that were trained become ready again, to be trained with the new rewards.
 
     Returns:
         How many turns each line reached.
@@ -196,6 +202,8 @@ def add_rewards(
     reward_rows = [rows.reward_row(line, row.session_pk) for line, row in zip(lines, targets, strict=True)]
     insert_rows(conn, rewards, reward_rows)
     _count_rewards(conn, locked, targets, to_micros(max(line.created_at for line in lines)))
+    if retrain:
+        groups.reopen(conn, {row.group_pk for row in locked if row.group_pk is not None})
     if idempotency_key is not None:
         idempotency.keep_answer(conn, tenant, idempotency_key, reached)
     return reached

@@ -19,6 +19,16 @@ from turnwise.types import Json, Reward, TokenIds, Turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTurn:
+    """A turn in an update that trained it."""
+
+    update_id: int
+    policy_version: int
+    """The version that came out of the update."""
+    advantage: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnView:
     """A turn with its rewards, and with its whole prompt or what it adds to its parent's."""
 
@@ -29,6 +39,8 @@ class TurnView:
     """The tools of its chain; None where only what the turn adds was read, except at a root."""
     prompt_token_ids: TokenIds
     """The whole prompt [P], or what the turn adds to it."""
+    trained_in: tuple[TrainedTurn, ...] = ()
+    """The updates that trained it, oldest first."""
     rewards: tuple[Reward, ...]
     """Lines for this turn or its step, in order of arrival; those for the whole session are not here."""
 

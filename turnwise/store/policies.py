@@ -1,12 +1,13 @@
 """Versions of the served model: published by the trainer, activated by the proxy, pinned by a person.
 
-One decision: at most one version is active, and the row says so only after engines serve it; what should be served
-(the pinned version, else the newest that has not failed) is asked for, never stored twice.
+At most one version is active, and its row says so only after engines serve it. Which version should be served (the
+pinned one, else the newest that has not failed) is computed, never stored twice.
 """
 
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 
 import sqlalchemy as sa
 
@@ -112,26 +113,68 @@ def reconsider_policy(conn: sa.Connection, version: int) -> PolicyVersion:
     return get_policy(conn, version)
 
 
-def pin_policy(conn: sa.Connection, version: int | None) -> None:
+def pin_policy(conn: sa.Connection, version: int | None, *, until: int | None = None) -> None:
     """Serve this version whatever is published later; None follows the newest again.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        version: The version to serve.
+        until: The pin ends when a version above this one is published; None keeps it.
 
     Raises:
         NotFound: no such version.
     """
     if version is not None:
         get_policy(conn, version)
-    if not insert_ignoring(conn, serving, {"serving_id": _SERVING, "pinned_version": version}):
-        conn.execute(sa.update(serving).values(pinned_version=version))
+    row = {"serving_id": _SERVING, "pinned_version": version, "pinned_until": until}
+    if not insert_ignoring(conn, serving, row):
+        conn.execute(sa.update(serving).values(pinned_version=version, pinned_until=until))
 
 
 def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVersion:
-    """Pin a version, to be tried again if it failed, or follow the newest; return the version.
+    """Serve a version, to be tried again if it failed; return it.
+
+    Without a pin it is served until a newer one than all that exist is published; the newest is then simply followed.
 
     Raises:
         NotFound: no such version.
+        Conflict: its files are gone.
     """
-    pin_policy(conn, version if pin else None)
-    return reconsider_policy(conn, version) if pin else get_policy(conn, version)
+    _check_on_disk(conn, get_policy(conn, version))
+    chosen = reconsider_policy(conn, version)
+    newest = newest_policy(conn)
+    if pin:
+        pin_policy(conn, version)
+    elif newest is None or newest.version == version:
+        pin_policy(conn, None)
+    else:
+        highest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
+        pin_policy(conn, version, until=highest)
+    return chosen
+
+
+def on_disk(policy: PolicyVersion) -> bool | None:
+    """Return whether the version's files exist; None for what is no path, such as the name of a public model."""
+    path = Path(policy.path)
+    return path.is_dir() if path.is_absolute() else None
+
+
+def _check_on_disk(conn: sa.Connection, policy: PolicyVersion) -> None:
+    """Check that engines could load the version.
+
+    Raises:
+        Conflict: its files are gone.
+    """
+    if policy.status is PolicyStatus.ACTIVE or on_disk(policy) is not False:
+        return
+    newest, _ = list_policies(conn, limit=1000)
+    able = ", ".join(str(each.version) for each in reversed(newest) if on_disk(each) is not False)
+    raise Conflict(
+        f"Version {policy.version}'s files no longer exist ({policy.path!r}): the trainer keeps as many versions as "
+        f"`keep_versions` says. Choose one of: {able or 'none'}.",
+        param="version",
+        code="version_pruned",
+    )
 
 
 def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:
@@ -178,5 +221,9 @@ def newest_policy(conn: sa.Connection) -> PolicyVersion | None:
 
 
 def pinned_version(conn: sa.Connection) -> int | None:
-    """Return the version that a person pinned."""
-    return conn.execute(sa.select(serving.c.pinned_version)).scalar_one_or_none()
+    """Return the version that a person pinned, while the pin holds."""
+    row = conn.execute(sa.select(serving.c.pinned_version, serving.c.pinned_until)).one_or_none()
+    if row is None or row.pinned_until is None:
+        return None if row is None else row.pinned_version
+    newest = newest_policy(conn)
+    return row.pinned_version if newest is None or newest.version <= row.pinned_until else None

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import NotFound
-from turnwise.store import lineage, rows, tables
+from turnwise.store import lineage, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
-from turnwise.store.lineage import TurnView
+from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.statements import fetch_at_once, is_among, members
 from turnwise.types import Credit, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
 
@@ -101,9 +101,11 @@ def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool =
     session_pk = _session_pk_of_turn(conn, turn_id, tenant)
     if not whole_prompt:
         found = [lineage.turn_by_id(conn, turn_id)]
-        return lineage.added_views(found, lineage.rewards_of(conn, [session_pk])[session_pk])[0]
+        views = lineage.added_views(found, lineage.rewards_of(conn, [session_pk])[session_pk])
+        return _with_training(conn, session_pk, views)[0]
     line = lineage.with_ancestors(conn, session_pk, tables.turns.c.turn_id == turn_id)
-    return lineage.turn_views(line, lineage.rewards_of(conn, [session_pk])[session_pk])[-1]
+    views = lineage.turn_views(line, lineage.rewards_of(conn, [session_pk])[session_pk])
+    return _with_training(conn, session_pk, views[-1:])[0]
 
 
 def turns(
@@ -137,10 +139,32 @@ def turns(
     lines = lineage.rewards_of(conn, [held.session_pk])[held.session_pk]
     if not whole_prompt:
         found = lineage.turns_between(conn, held.session_pk, first, end)
-        return lineage.added_views(found, lines), end < held.num_turns
+        added = lineage.added_views(found, lines)
+        return _with_training(conn, held.session_pk, added), end < held.num_turns
     line = lineage.with_ancestors(conn, held.session_pk, seq >= first, seq < end)
     views = lineage.turn_views(line, lines)
-    return [view for view in views if view.turn.seq >= first], end < held.num_turns
+    page = [view for view in views if view.turn.seq >= first]
+    return _with_training(conn, held.session_pk, page), end < held.num_turns
+
+
+def _with_training(conn: sa.Connection, session_pk: int, views: Sequence[TurnView]) -> list[TurnView]:
+    """Return these turns of a session with the updates that trained them."""
+    updates_of = trained.trained_in(conn, [session_pk]).get(session_pk, ())
+    return [
+        dataclasses.replace(
+            view,
+            trained_in=tuple(
+                TrainedTurn(
+                    update_id=update.update_id,
+                    policy_version=update.policy_version,
+                    advantage=advantages[view.turn.turn_id],
+                )
+                for update, advantages in updates_of
+                if view.turn.turn_id in advantages
+            ),
+        )
+        for view in views
+    ]
 
 
 def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str) -> str | None:
@@ -323,8 +347,13 @@ def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: boo
 def _sessions(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Session]:
     """Return these sessions with their rewards."""
     lines = lineage.rewards_of(conn, [row.session_pk for row in found if row.num_rewards > 0])
+    updates_of = trained.trained_in(conn, [row.session_pk for row in found if row.group_pk is not None])
     return [
-        rows.session_from_row(row, credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)))
+        rows.session_from_row(
+            row,
+            credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)),
+            (update for update, _ in updates_of.get(row.session_pk, ())),
+        )
         for row in found
     ]
 

@@ -13,7 +13,7 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,7 +21,17 @@ import sqlalchemy as sa
 
 from turnwise.store import tables
 from turnwise.store.database import from_micros, to_micros
-from turnwise.types import Logprobs, PolicyVersion, Reward, Session, SessionStatus, TokenIds, Turn, UpdateRecord
+from turnwise.types import (
+    Logprobs,
+    PolicyVersion,
+    Reward,
+    Session,
+    SessionStatus,
+    TokenIds,
+    TrainedIn,
+    Turn,
+    UpdateRecord,
+)
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -149,9 +159,9 @@ def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:
     )
 
 
-def session_from_row(row: StoredRow, reward: float | None) -> Session:
+def session_from_row(row: StoredRow, reward: float | None, trained_in: Iterable[TrainedIn] = ()) -> Session:
     """Return a stored session; its reward is computed from its reward lines."""
-    return _SESSIONS.record(row, reward=reward)
+    return _SESSIONS.record(row, reward=reward, trained_in=tuple(trained_in))
 
 
 def session_values(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ sessions = sa.Table(
     sa.Column("session_pk", Serial, primary_key=True, autoincrement=True),
     sa.Column("group_pk", sa.ForeignKey("groups.group_pk")),
     sa.Column("num_rewards", sa.Integer, nullable=False),
-    *_columns(Session, omit=frozenset({"reward"})),
+    *_columns(Session, omit=frozenset({"reward", "trained_in"})),
     sa.UniqueConstraint("tenant", "session_id"),
     sa.Index("ix_sessions_group", "tenant", "group_id"),
     sa.Index("ix_sessions_group_pk", "group_pk"),
@@ -151,10 +151,22 @@ groups = sa.Table(
     sa.Column("reason", sa.Text),
     sa.UniqueConstraint("tenant", "group_id"),
     sa.Index("ix_groups_status", "status", "ready_at"),
+    sa.Index("ix_groups_update", "update_id"),
 )
 """The unit of claiming. A session without a group id has a group of size 1 under its own session id."""
 
 updates = sa.Table("updates", metadata, *_columns(UpdateRecord, key="update_id"))
+
+trained_sessions = sa.Table(
+    "trained_sessions",
+    metadata,
+    sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), primary_key=True),
+    sa.Column("update_id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("policy_version", sa.Integer, nullable=False),
+    sa.Column("advantages", sa.Text, nullable=False),
+    sa.Index("ix_trained_sessions_update", "update_id"),
+)
+"""Which sessions an update trained; `advantages` holds those of the trained turns, by turn id."""
 
 policies = sa.Table("policies", metadata, *_columns(PolicyVersion, key="version"))
 
@@ -163,8 +175,10 @@ serving = sa.Table(
     metadata,
     sa.Column("serving_id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("pinned_version", sa.Integer),
+    sa.Column("pinned_until", sa.Integer),
 )
-"""One row: the version that a person pinned, or null to follow the newest."""
+"""One row: the version that a person pinned, or null to follow the newest. With `pinned_until` the pin ends when a
+version above that one is published."""
 
 leases = sa.Table(
     "leases",

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from support.in_process import in_process_proxy
 
-from proxy.app import create_app
 from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
-from proxy.connections import LEFT
-from proxy.routes.data_plane import DataPlane
-from proxy.settings import ProxySettings
-from turnwise.fake_engine import running_fake_engine
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -65,19 +60,8 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    url = f"sqlite:///{tmp_path_factory.mktemp('world')}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
-    with running_fake_engine() as engine:
-        settings = ProxySettings(engine=[engine.url], database=url, engine_check="off", policy_tenant="mine")
-        app = DataPlane(create_app(settings))
-
-        async def serve(scope: Any, receive: Any, send: Any) -> None:
-            await app({**scope, "extensions": {LEFT: asyncio.get_running_loop().create_future()}}, receive, send)
-
-        with TestClient(serve) as http:
-            yield World(http, database)
-    database.close()
+    with in_process_proxy(tmp_path_factory.mktemp("world"), policy_tenant="mine") as (http, database):
+        yield World(http, database)
 
 
 def test_the_table_names_every_route_and_every_action(world: World) -> None:
@@ -149,14 +133,8 @@ def test_a_key_that_this_process_creates_or_revokes_takes_effect_at_once(world: 
 
 
 def test_the_first_key_closes_the_proxy_at_once(tmp_path) -> None:
-    url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
-    database.close()
-    with running_fake_engine() as engine:
-        app = create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off"))
-        with TestClient(app) as http:
-            assert http.get("/v1/sessions").status_code == 200
-            made = http.post("/v1/keys", json={"role": "admin"}).json()
-            assert http.get("/v1/sessions").status_code == 401
-            assert http.get("/v1/sessions", headers={"x-api-key": made["key"]}).status_code == 200
+    with in_process_proxy(tmp_path) as (http, _):
+        assert http.get("/v1/sessions").status_code == 200
+        made = http.post("/v1/keys", json={"role": "admin"}).json()
+        assert http.get("/v1/sessions").status_code == 401
+        assert http.get("/v1/sessions", headers={"x-api-key": made["key"]}).status_code == 200

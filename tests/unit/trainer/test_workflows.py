@@ -21,7 +21,7 @@ from trainer.main import run
 from trainer.policy import agent
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.store import policies, queries
+from turnwise.store import policies, queries, trained
 from turnwise.version_directory import check_digests, read_manifest
 
 
@@ -93,11 +93,14 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     with ledger.read() as conn:
         published, _ = policies.list_policies(conn)
         record = queries.last_update(conn)
+        (newest, _), _ = trained.list_updates(conn, "default")
     assert [policy.version for policy in published] == [2, 1, 0]
     assert published[-1].path == str(model)
     assert published[0].path == str(tmp_path / "policies" / "v000002")
     assert (record.update_id, record.policy_version, record.num_groups, record.num_sessions) == (2, 2, 3, 12)
     assert record.num_tokens == 12 * 2 * 4
+    assert (newest.update, len(newest.groups), len(newest.sessions)) == (record, 3, 12)
+    assert sum(sum(session.advantages.values()) for session in newest.sessions) == pytest.approx(0.0)
 
 
 def test_the_engines_directory_holds_model_files_and_a_manifest_alone(tmp_path, model, ledger):

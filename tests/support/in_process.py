@@ -1,0 +1,36 @@
+"""A proxy in the test's own process, over a fake engine: for tests of the control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastapi.testclient import TestClient
+
+from proxy.app import create_app
+from proxy.connections import LEFT
+from proxy.routes.data_plane import DataPlane
+from proxy.settings import ProxySettings
+from turnwise.fake_engine import running_fake_engine
+from turnwise.store.database import Database
+
+
+@contextlib.contextmanager
+def in_process_proxy(directory: Path, **settings: Any) -> Iterator[tuple[TestClient, Database]]:
+    """Run a proxy over a new database until the block ends."""
+    url = f"sqlite:///{directory}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    with running_fake_engine() as engine:
+        app = DataPlane(create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off", **settings)))
+
+        async def serve(scope: Any, receive: Any, send: Any) -> None:
+            """Serve a request whose client stays connected."""
+            await app({**scope, "extensions": {LEFT: asyncio.get_running_loop().create_future()}}, receive, send)
+
+        with TestClient(serve) as http:
+            yield http, database
+    database.close()

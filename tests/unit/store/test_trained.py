@@ -1,0 +1,104 @@
+"""What was trained: every session, turn and experience names its updates, and every update its groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.ledger_samples import add_session, finish
+
+from turnwise.errors import Conflict
+from turnwise.store import claims, experiences, ledger, policies, queries, trained
+from turnwise.store.database import Database
+from turnwise.store.trained import TrainedSession, UpdateGroup
+from turnwise.types import GroupStatus, PolicyVersion, Reward, TrainedIn, UpdateRecord
+
+KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-1-t1": -0.5}}
+
+
+def train(database: Database, update_id: int, advantages, refused=None) -> None:
+    held = claims.claim(database, "t", max_groups=9, lease_seconds=60)
+    assert held is not None
+    record = UpdateRecord(
+        update_id=update_id,
+        trainer_id="t",
+        policy_version=update_id,
+        num_groups=1,
+        num_sessions=2,
+        num_tokens=4,
+    )
+    with database.write() as connection:
+        assert claims.ack(connection, held, record, refused=refused, trained=advantages)
+
+
+@pytest.fixture
+def ledger_of_two(database: Database) -> Database:
+    """Two groups named kim: acme's is trained in update 1, zeta's is dropped by it."""
+    for tenant in ("acme", "zeta"):
+        for run in range(2):
+            add_session(database, f"kim-{run}", tenant=tenant, group_id="kim", group_size=2)
+            finish(database, f"kim-{run}", 1 - run, tenant)
+    train(database, 1, KIM, {("zeta", "kim"): "uniform_rewards"})
+    return database
+
+
+def test_each_trained_thing_names_its_update_and_version(ledger_of_two: Database) -> None:
+    expected = (TrainedIn(update_id=1, policy_version=1),)
+    with ledger_of_two.read() as connection:
+        assert queries.session(connection, "acme", "kim-0").trained_in == expected
+        assert queries.session(connection, "zeta", "kim-0").trained_in == ()
+        turn = queries.turn(connection, "acme", "acme-kim-1-t1")
+        assert [(one.update_id, one.policy_version, one.advantage) for one in turn.trained_in] == [(1, 1, -0.5)]
+        assert queries.turns(connection, "zeta", "kim-0")[0][0].trained_in == ()
+        found = experiences.experiences(connection, experiences.SessionFilter(tenant="acme"))
+        assert [one.trained_in for one in found] == [expected, expected]
+
+
+def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_of_two: Database) -> None:
+    with ledger_of_two.read() as connection:
+        (acme,), has_more = trained.list_updates(connection, "acme")
+        (zeta,), _ = trained.list_updates(connection, "zeta")
+    assert (acme.update.update_id, has_more) == (1, False)
+    assert acme.groups == (UpdateGroup(group_id="kim", status=GroupStatus.TRAINED, reason=None),)
+    assert acme.sessions[1] == TrainedSession(session_id="kim-1", group_id="kim", advantages={"acme-kim-1-t1": -0.5})
+    assert zeta.groups == (UpdateGroup(group_id="kim", status=GroupStatus.DROPPED, reason="uniform_rewards"),)
+    assert zeta.sessions == ()
+
+
+@pytest.mark.parametrize("retrain", [False, True])
+def test_a_late_reward_trains_again_only_where_that_is_wanted(ledger_of_two: Database, *, retrain: bool) -> None:
+    with ledger_of_two.write() as connection:
+        assert trained.last_updates(connection, "acme", ["kim-0", "kim-1"]) == {"kim-0": 1, "kim-1": 1}
+        line = Reward(session_id="kim-0", tenant="acme", value=5.0)
+        ledger.add_rewards(connection, [line], retrain=retrain)
+        assert queries.counts(connection, "acme").groups == {"ready" if retrain else "trained": 1}
+    if retrain:
+        train(ledger_of_two, 2, KIM)
+        with ledger_of_two.read() as connection:
+            updates = queries.session(connection, "acme", "kim-0").trained_in
+            assert [one.update_id for one in updates] == [1, 2]
+
+
+def test_a_version_without_a_pin_is_served_until_a_newer_one_comes(database: Database, tmp_path: Path) -> None:
+    with database.write() as connection:
+        for version in range(3):
+            policies.publish_policy(connection, PolicyVersion(version=version, path=str(tmp_path)))
+        policies.choose_policy(connection, 0, pin=False)
+        assert policies.pinned_version(connection) == 0
+        policies.publish_policy(connection, PolicyVersion(version=3, path=str(tmp_path)))
+        assert policies.pinned_version(connection) is None
+        policies.choose_policy(connection, 1, pin=True)
+        policies.publish_policy(connection, PolicyVersion(version=4, path=str(tmp_path)))
+        assert policies.pinned_version(connection) == 1
+        policies.choose_policy(connection, 4, pin=False)  # the newest: follow it
+        assert policies.pinned_version(connection) is None
+
+
+def test_a_version_whose_files_are_gone_is_not_chosen(database: Database, tmp_path: Path) -> None:
+    with database.write() as connection:
+        policies.publish_policy(connection, PolicyVersion(version=0, path="org/model"))
+        policies.publish_policy(connection, PolicyVersion(version=1, path=str(tmp_path / "gone")))
+        policies.publish_policy(connection, PolicyVersion(version=2, path=str(tmp_path)))
+        with pytest.raises(Conflict, match=r"Version 1's files no longer exist .* Choose one of: 0, 2\."):
+            policies.choose_policy(connection, 1, pin=True)
+        assert policies.pinned_version(connection) is None

@@ -1,0 +1,164 @@
+"""What was trained: the sessions and turns of each update, with their advantages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import sqlalchemy as sa
+
+from turnwise.store import rows
+from turnwise.store.statements import insert_rows, is_among, members
+from turnwise.store.tables import groups, sessions, trained_sessions, updates
+from turnwise.types import GroupStatus, SessionKey, TrainedIn, UpdateRecord
+
+Advantages = Mapping[str, float]
+"""The advantage of each trained turn, by turn id."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedSession:
+    """One session of an update."""
+
+    session_id: str
+    group_id: str
+    advantages: Advantages
+    """The advantage of each turn that was trained, by turn id."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateGroup:
+    """One group of an update."""
+
+    group_id: str
+    status: GroupStatus
+    """`trained`, or `dropped` if nothing of it was trained."""
+    reason: str | None
+    """Why it was dropped."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateView:
+    """An update with what one tenant had in it."""
+
+    update: UpdateRecord
+    groups: tuple[UpdateGroup, ...]
+    sessions: tuple[TrainedSession, ...]
+
+
+def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[SessionKey, Advantages]) -> None:
+    """Store which turns an update trained, and with which advantages."""
+    if not trained:
+        return
+    dialect = conn.dialect.name
+    names = {
+        "tenants": members(dialect, {tenant for tenant, _ in trained}),
+        "session_ids": members(dialect, {session_id for _, session_id in trained}),
+    }
+    found = conn.execute(
+        sa.select(sessions.c.session_pk, sessions.c.tenant, sessions.c.session_id).where(
+            is_among(dialect, sessions.c.tenant, "tenants"), is_among(dialect, sessions.c.session_id, "session_ids")
+        ),
+        names,
+    )
+    pks = {(row.tenant, row.session_id): row.session_pk for row in found}
+    insert_rows(
+        conn,
+        trained_sessions,
+        [
+            {
+                "update_id": update.update_id,
+                "session_pk": pks[key],
+                "policy_version": update.policy_version,
+                "advantages": rows.dump(dict(advantages)),
+            }
+            for key, advantages in trained.items()
+        ],
+    )
+
+
+def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[tuple[TrainedIn, Advantages]]]:
+    """Return the updates that trained these sessions, oldest first, with the advantages of their turns."""
+    dialect = conn.dialect.name
+    found = conn.execute(
+        sa.select(trained_sessions)
+        .where(is_among(dialect, trained_sessions.c.session_pk, "session_pks"))
+        .order_by(trained_sessions.c.session_pk, trained_sessions.c.update_id),
+        {"session_pks": members(dialect, session_pks)},
+    )
+    by_session: dict[int, list[tuple[TrainedIn, Advantages]]] = defaultdict(list)
+    for row in found:
+        by_session[row.session_pk].append(
+            (TrainedIn(update_id=row.update_id, policy_version=row.policy_version), json.loads(row.advantages))
+        )
+    return by_session
+
+
+def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -> dict[str, int]:
+    """Return the last update that trained each of these sessions, by session id; the untrained are left out."""
+    dialect = conn.dialect.name
+    found = conn.execute(
+        sa.select(sessions.c.session_id, sa.func.max(trained_sessions.c.update_id))
+        .join_from(sessions, trained_sessions)
+        .where(sessions.c.tenant == tenant, is_among(dialect, sessions.c.session_id, "session_ids"))
+        .group_by(sessions.c.session_id),
+        {"session_ids": members(dialect, set(session_ids))},
+    )
+    return {session_id: update_id for session_id, update_id in found}  # noqa: C416  a Row is a tuple, but not to mypy
+
+
+def list_updates(
+    conn: sa.Connection, tenant: str, *, limit: int = 100, after: int | None = None
+) -> tuple[list[UpdateView], bool]:
+    """Return updates with this tenant's groups and sessions, newest first, from below `after` on.
+
+    Returns:
+        The updates, and whether there are more.
+    """
+    wanted = sa.select(updates).order_by(updates.c.update_id.desc()).limit(limit + 1)
+    page = conn.execute(wanted if after is None else wanted.where(updates.c.update_id < after)).all()
+    records = [rows.UPDATES.record(row) for row in page[:limit]]
+    ids = [record.update_id for record in records]
+    in_update, of_update = _groups(conn, tenant, ids), _sessions(conn, tenant, ids)
+    views = [
+        UpdateView(
+            update=record, groups=tuple(in_update[record.update_id]), sessions=tuple(of_update[record.update_id])
+        )
+        for record in records
+    ]
+    return views, len(page) > limit
+
+
+def _groups(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, list[UpdateGroup]]:
+    found = conn.execute(
+        sa.select(groups.c.update_id, groups.c.group_id, groups.c.status, groups.c.reason)
+        .where(groups.c.update_id.in_(update_ids), groups.c.tenant == tenant)
+        .order_by(groups.c.group_pk)
+    )
+    by_update: dict[int, list[UpdateGroup]] = defaultdict(list)
+    for row in found:
+        group = UpdateGroup(group_id=row.group_id, status=GroupStatus(row.status), reason=row.reason)
+        by_update[row.update_id].append(group)
+    return by_update
+
+
+def _sessions(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, list[TrainedSession]]:
+    found = conn.execute(
+        sa.select(
+            trained_sessions.c.update_id, sessions.c.session_id, sessions.c.group_id, trained_sessions.c.advantages
+        )
+        .join_from(trained_sessions, sessions)
+        .where(trained_sessions.c.update_id.in_(update_ids), sessions.c.tenant == tenant)
+        .order_by(trained_sessions.c.session_pk)
+    )
+    by_update: dict[int, list[TrainedSession]] = defaultdict(list)
+    for row in found:
+        session = TrainedSession(
+            session_id=row.session_id,
+            group_id=row.group_id or row.session_id,
+            advantages=json.loads(row.advantages),
+        )
+        by_update[row.update_id].append(session)
+    return by_update
