@@ -68,6 +68,9 @@ class ProxySettings(Settings):
     """An engine that has answered no health check for this long is gone: the calls on it are ended."""
     drain_seconds: float = Field(default=30.0, gt=0)
     """How long running calls may continue after SIGTERM; then they are cut off and stored as `aborted`."""
+    ignored_ids: list[str] = Field(default=[])
+    """Ids that harnesses send by themselves and that must not name a session: `x-session-id`, `claude-code`, `codex`,
+    `litellm`, `session-affinity`, `claude-user`, `conversation`, `prompt-cache-key`."""
     session_idle_seconds: float = Field(default=3600.0, gt=0)
     """An open session without a call for this long expires."""
     reward_replay_seconds: float = Field(default=86_400.0, gt=0)

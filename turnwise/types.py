@@ -131,6 +131,10 @@ class Session:
     sampling: Json = dataclasses.field(default_factory=dict)
     """Sampling parameters that this session's calls are pinned to, whatever they ask for."""
     metadata: Json = dataclasses.field(default_factory=dict)
+    opened_by: str | None = None
+    """`api` for a session that was created by `POST /v1/sessions`, `call` for one that its first call opened."""
+    continues: str | None = None
+    """The session that this one continues: its application kept its id after that session was over."""
     status: SessionStatus = SessionStatus.OPEN
     termination_reason: str | None = None
     reward: float | None = None
@@ -155,7 +159,7 @@ class Turn:
     parent_turn_id: str | None = None
     """The turn whose tokens this one's prompt extends; None at the root of a chain."""
     chain_id: str
-    """The turn that opened this chain; a turn that extends a parent which already has a child opens a new one."""
+    """The turn that started this chain; given by the store. The first child of a turn continues its chain."""
     seq: int = -1
     """Order of commit within the session, from 0; given by the store."""
     step: int | None = None

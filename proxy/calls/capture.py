@@ -105,7 +105,7 @@ def build_turns(
             history_digest=history_digest,
             messages_digest=messages_digest,
             dialogue_digest=dialogue_digest,
-            **_place(call, plan, prompt, own_id, plan.parent if echoed else None, is_first=index == 0),
+            **_place(call, plan, prompt, own_id, plan.parent if echoed else None),
         )
         turns.append(Sampled(turn, choice.logprobs))
     return turns
@@ -139,19 +139,13 @@ def effective_sampling(call: Call, defaults: Json) -> Json:
     return {**given, **{name: value for name, value in defaults.items() if given.get(name) is None}}
 
 
-def _place(
-    call: Call, plan: Plan, prompt: TokenIds, turn_id: str, parent: KnownTurn | None, *, is_first: bool
-) -> dict[str, Any]:
-    """Return the fields that place a turn after its parent, or at the root of a chain.
-
-    The first choice continues the parent's chain if the parent has no child; every other choice starts a new chain.
-    """
+def _place(call: Call, plan: Plan, prompt: TokenIds, turn_id: str, parent: KnownTurn | None) -> dict[str, Any]:
+    """Return the fields that place a turn after its parent, or at the root of a chain; the store assigns its chain."""
     if parent is None:
         return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools, "prompt_delta": prompt}
-    continues = is_first and not parent.has_child
     return {
         "parent_turn_id": parent.turn_id,
-        "chain_id": parent.chain_id if continues else turn_id,
+        "chain_id": turn_id,
         "messages": plan.new_messages(call.messages),
         "prompt_delta": prompt[plan.parent_length :],
     }
@@ -177,7 +171,7 @@ def _outcome(
     return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason
 
 
-def known_turn(turn: Turn, plan: Plan) -> KnownTurn:
+def known_turn(turn: Turn, plan: Plan, chain_id: str) -> KnownTurn:
     """Return what a session in memory needs to extend a turn that was just stored."""
     before = (
         plan.prompt_token_ids[: plan.parent_length]
@@ -188,7 +182,7 @@ def known_turn(turn: Turn, plan: Plan) -> KnownTurn:
     return KnownTurn(
         turn_id=turn.turn_id,
         parent_turn_id=turn.parent_turn_id,
-        chain_id=turn.chain_id,
+        chain_id=chain_id,
         num_messages=len(plan.history.full) + 1,
         history_digest=turn.history_digest,
         messages_digest=turn.messages_digest,

@@ -288,7 +288,11 @@ class Relay:
             return False
         self._sessions.remember(
             running.placement.live,
-            [capture.known_turn(turn, running.plan) for turn, _ in sampled if len(turn.token_ids)],
+            [
+                capture.known_turn(turn, running.plan, ending.chain_id)
+                for (turn, _), ending in zip(sampled, endings, strict=True)
+                if len(turn.token_ids)
+            ],
             inferred_for=running.placement.inferred_by,
         )
         self._count(running, endings)

@@ -29,10 +29,15 @@ class Conversation:
 
     def replied_digests(self) -> list[bytes]:
         """Return the full digest after each assistant message, the longest prefix first."""
+        return self._after_replies(self.history.full)
+
+    def replied_dialogue_digests(self) -> list[bytes]:
+        """Return the same digests without tools and system messages."""
+        return self._after_replies(self.history.dialogue)
+
+    def _after_replies(self, digests: list[bytes]) -> list[bytes]:
         return [
-            self.history.full[end]
-            for end in range(self.num_replied - 1, -1, -1)
-            if self.messages[end].get("role") == "assistant"
+            digests[end] for end in range(self.num_replied - 1, -1, -1) if self.messages[end].get("role") == "assistant"
         ]
 
 

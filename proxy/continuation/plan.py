@@ -52,6 +52,8 @@ class Forest:
     by_id: dict[str, KnownTurn] = dataclasses.field(default_factory=dict)
     by_history: dict[bytes, list[KnownTurn]] = dataclasses.field(default_factory=dict)
     """Several turns have the same history where parallel agents got the same reply."""
+    by_dialogue: dict[bytes, list[KnownTurn]] = dataclasses.field(default_factory=dict)
+    """The same without system messages, tools and template arguments."""
     children: dict[str | None, list[KnownTurn]] = dataclasses.field(default_factory=dict)
     """The turns that extend each turn; under None the roots."""
 
@@ -61,9 +63,11 @@ class Forest:
         if earlier is not None:
             turn.has_child = earlier.has_child
             self.by_history[turn.history_digest].remove(earlier)
+            self.by_dialogue[turn.dialogue_digest].remove(earlier)
             self.children[turn.parent_turn_id].remove(earlier)
         self.by_id[turn.turn_id] = turn
         self.by_history.setdefault(turn.history_digest, []).append(turn)
+        self.by_dialogue.setdefault(turn.dialogue_digest, []).append(turn)
         self.children.setdefault(turn.parent_turn_id, []).append(turn)
         parent = self.by_id.get(turn.parent_turn_id or "")
         if parent is not None:

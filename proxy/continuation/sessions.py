@@ -1,15 +1,16 @@
 """The sessions of a proxy: a cache over the store, so that any process can continue any session.
 
-The session of a call is the first of: URL path, `X-Session-Id`, the session key, `metadata.session_id`. Without any of
-these it is the session of the same API key that contains the conversation which the call extends, or a new session.
+The session of a call is the one that its session key or the request itself names (see `identities`). Without a name it
+is the session of the same API key that contains the conversation which the call extends, or a new session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import functools
+import itertools
 import logging
-import re
 import uuid
 from hashlib import blake2b
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from proxy.continuation.candidates import Candidate, choose_candidate
 from proxy.continuation.chat_template import ChatTemplate
 from proxy.continuation.conversation import Conversation, read_conversation, tool_call_ids
 from proxy.continuation.digests import NO_FIELDS, prompt_digests
+from proxy.continuation.identities import check_id
 from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.plan import KnownTurn, Plan, break_reason, new_chain, plan_call
 from proxy.continuation.token_cache import TokenCache
@@ -29,17 +31,14 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.errors import Conflict, InvalidRequest
+from turnwise.errors import Conflict
 from turnwise.store import ledger, lineage, queries
 from turnwise.store.database import Database
 from turnwise.types import Outcome, Session, SessionStatus, TokenIds
 
 log = logging.getLogger(__name__)
-SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
-"""Valid session ids. They are part of URLs and headers, so no character needs escaping, and no id is `..`."""
-_SESSION_ID = re.compile(SESSION_ID)
-
-
+MAX_NAME = 240
+"""Characters of a session id that its continuations keep; a number follows."""
 MAX_CANDIDATES = 16
 """Sessions with the same conversation that are compared, the newest ones."""
 
@@ -72,6 +71,8 @@ class Sessions:
         self._live: collections.OrderedDict[tuple[str, str], LiveSession] = collections.OrderedDict()
         self._inferred: collections.OrderedDict[tuple[Caller, bytes], dict[str, None]] = collections.OrderedDict()
         """Ids of the sessions that contain a conversation, the oldest first."""
+        self._generations: dict[tuple[str, str], int] = {}
+        """Number of the newest session that continues one of this tenant and id."""
         self._reserved: collections.Counter[str] = collections.Counter()
         """Ids of the turns that running calls extend."""
         self._token_cache = TokenCache(settings.token_cache_bytes)
@@ -81,19 +82,38 @@ class Sessions:
         """Return the session of a call; create the session if it does not exist.
 
         Raises:
-            Conflict: the session has ended.
+            Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`.
             InvalidRequest: the session id is not valid.
         """
         session_id = principal.session_id or call.session_id
         if session_id is None:
             return await self._infer(call, conversation, Caller(principal.tenant, principal.key_id))
-        live = await self.open(Session(session_id=check_id(session_id), tenant=principal.tenant))
-        if live.session.status is not SessionStatus.OPEN:
+        live = await self.open(_opened_by_call(check_id(session_id), principal.tenant))
+        if live.session.status is SessionStatus.OPEN:
+            return Placement(live)
+        is_named_by_app = principal.session_id is None and call.session_source != "path"
+        if not is_named_by_app or live.session.opened_by != "call":
             raise Conflict(
                 f"session {session_id!r} is {live.session.status.value}; create a new one to go on",
                 code="session_not_open",
             )
-        return Placement(live)
+        return Placement(await self._open_next(live.session))
+
+    async def _open_next(self, over: Session) -> LiveSession:
+        """Return the open session that continues one which is over; create it if there is none.
+
+        An application keeps the id that it has chosen, for example after an hour of silence.
+        """
+        name = (over.tenant, over.session_id)
+        before = over.session_id
+        for number in itertools.count(self._generations.get(name, 2)):
+            next_id = f"{over.session_id[:MAX_NAME]}~{number}"
+            live = await self.open(_opened_by_call(next_id, over.tenant, continues=before))
+            if live.session.status is SessionStatus.OPEN:
+                self._generations[name] = number
+                return live
+            before = next_id
+        raise AssertionError("an endless count has ended")
 
     async def open(self, session: Session) -> LiveSession:
         """Return the session with this id; store `session` if there is none."""
@@ -209,7 +229,8 @@ class Sessions:
         found = await self._find_by_conversation(conversation, caller)
         if found is not None:
             placement = Placement(found.live, caller.key_id)
-            self._reserve(placement, found.turn)
+            if found.turn.history_digest in conversation.history.full:
+                self._reserve(placement, found.turn)
             return placement
         self._metrics.sessions.labels("inferred").inc()
         if call.idempotency_key is not None:
@@ -217,12 +238,12 @@ class Sessions:
             derived = blake2b("\0".join((*caller, call.idempotency_key)).encode(), digest_size=16).hexdigest()
             if live := await self._if_open(f"auto-{derived}", caller):
                 return Placement(live, caller.key_id)
-        session = Session(session_id=f"auto-{uuid.uuid4().hex}", tenant=caller.tenant)
+        session = _opened_by_call(f"auto-{uuid.uuid4().hex}", caller.tenant)
         return Placement(await self.open(session), caller.key_id)
 
     async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""
-        live = await self.open(Session(session_id=session_id, tenant=caller.tenant))
+        live = await self.open(_opened_by_call(session_id, caller.tenant))
         return live if live.session.status is SessionStatus.OPEN else None
 
     async def _find_by_conversation(self, conversation: Conversation, caller: Caller) -> Candidate | None:
@@ -239,9 +260,10 @@ class Sessions:
         chosen = choose_candidate(candidates, call_ids, self._reserved, is_complete=False)
         if chosen is not None:
             return chosen
-        digest, stored = await asyncio.to_thread(self._read_candidates, caller, digests)
+        is_handoff, digest, stored = await asyncio.to_thread(self._read_candidates, caller, conversation)
         candidates = await self._candidates(stored, digest, caller, refresh=True)
-        return choose_candidate(candidates, call_ids, self._reserved, is_complete=True)
+        # Of a handoff only the dialogue is equal: it does not branch from a turn that another call has extended.
+        return choose_candidate(candidates, call_ids, self._reserved, is_complete=not is_handoff)
 
     async def _candidates(
         self, session_ids: list[str], digest: bytes, caller: Caller, *, refresh: bool = False
@@ -254,12 +276,24 @@ class Sessions:
                 continue
             if refresh:
                 await self.refresh(live)
-            found += [Candidate(live, turn) for turn in live.forest.by_history.get(digest, ())]
+            forest = live.forest
+            turns = forest.by_history.get(digest) or forest.by_dialogue.get(digest) or []
+            found += [Candidate(live, turn) for turn in turns]
         return found
 
-    def _read_candidates(self, caller: Caller, digests: list[bytes]) -> tuple[bytes, list[str]]:
+    def _read_candidates(self, caller: Caller, conversation: Conversation) -> tuple[bool, bytes, list[str]]:
+        """Return the sessions with the conversation; else those with its dialogue under other tools or another system.
+
+        Returns:
+            Whether only the dialogue is equal, its digest, and the ids of the sessions.
+        """
+        digests, dialogues = conversation.replied_digests(), conversation.replied_dialogue_digests()
         with self._database.read() as connection:
-            return queries.sessions_of_conversation(connection, *caller, digests, limit=MAX_CANDIDATES)
+            find = functools.partial(queries.sessions_of_conversation, connection, *caller, limit=MAX_CANDIDATES)
+            digest, session_ids = find(digests)
+            if session_ids:
+                return False, digest, session_ids
+            return True, *find(dialogues, by="dialogue_digest")
 
     def remember(self, live: LiveSession, turns: list[KnownTurn], *, inferred_for: str | None) -> None:
         """Add committed turns, so that the next call can extend them.
@@ -279,16 +313,6 @@ class Sessions:
             self._inferred.popitem(last=False)
 
 
-def check_id(session_id: object) -> str:
-    """Return the id if it is valid.
-
-    Raises:
-        InvalidRequest: when it is empty, too long, or contains a character that needs escaping in a URL.
-    """
-    if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
-        raise InvalidRequest(
-            "a session id has 1 to 256 ASCII letters, digits or any of -_.:@~, and does not start with a dot, "
-            f"not {session_id!r:.80}",
-            param="session_id",
-        )
-    return session_id
+def _opened_by_call(session_id: str, tenant: str, *, continues: str | None = None) -> Session:
+    """Return a new session that nobody has created explicitly."""
+    return Session(session_id=session_id, tenant=tenant, opened_by="call", continues=continues)

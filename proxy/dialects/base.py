@@ -51,6 +51,10 @@ class Call:
     wants_logprobs: bool
     wants_token_ids: bool
     session_id: str | None = None
+    session_source: str | None = None
+    """Where `session_id` was found: `path`, `x-session-id`, `metadata`, or the name of a native id."""
+    agent_id: str | None = None
+    """The agent within the session, if its harness names one: a sub-agent."""
     step: int | None = None
     idempotency_key: str | None = None
     is_retry: bool = False

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -20,7 +21,7 @@ from proxy.calls.client_left import ClientLeft
 from proxy.calls.replays import RequestIdentity, identify_request, rebuilt_answer
 from proxy.calls.running import Running
 from proxy.connections import LEFT
-from proxy.continuation.sessions import check_id
+from proxy.continuation.identities import name_session
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.routes.reply import Reply
@@ -81,7 +82,7 @@ class Sample:
             self._report_dropped(call, reply)
         if call.previous_turn_id is not None:
             await self._resume(call, principal)
-        if call.session_id is not None:
+        if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
             principal.require_session(call.session_id)
         await self._answer(call, principal, identify_request(call, principal, raw), reply, scope["extensions"][LEFT])
 
@@ -148,7 +149,8 @@ class Sample:
                 code="previous_response_not_found",
             )
         self._dialect.resume(call, earlier)
-        call.session_id = call.session_id or earlier.turn.session_id
+        if call.session_source not in ("path", "x-session-id", "metadata"):
+            call.session_id, call.session_source = earlier.turn.session_id, "previous_response_id"
 
     async def _read_turns(self, turn_ids: list[str], principal: Principal) -> dict[str, TurnView]:
         """Return those of the turns that the caller may read: of its tenant, and of a session key's own session."""
@@ -176,22 +178,18 @@ class Sample:
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
         call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
-        identify(call, scope, headers)
+        identify(call, scope, headers, settings.ignored_ids)
         return call
 
 
-def identify(call: Call, scope: Scope, headers: dict[bytes, bytes]) -> None:
+def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:
     """Set the session, step and idempotency key that the request names.
 
     Raises:
         InvalidRequest: an invalid session id or step, or an idempotency key that is too long.
     """
     metadata = call.body.get("metadata") or {}
-    in_path = scope.get("path_params", {}).get("session_id")
-    in_header = headers.get(b"x-session-id", b"").decode("latin-1")
-    call.session_id = in_path or in_header or metadata.get("session_id") or None
-    if call.session_id is not None:
-        check_id(call.session_id)
+    name_session(call, scope.get("path_params", {}).get("session_id"), headers, ignored_ids)
     call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or metadata.get("step"))
     if key := headers.get(b"idempotency-key"):
         call.idempotency_key = _idempotency_key(key)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.auth import Principal
-from proxy.continuation.sessions import SESSION_ID, check_id
+from proxy.continuation.identities import SESSION_ID, check_id
 from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
 from proxy.routes.models import NewSessionAnswer, SessionAnswer, SessionPage, TurnAnswer, TurnPage, answer, says
 from proxy.routes.serialise import caller, page, record_json, turn_json
@@ -73,9 +73,11 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
     expires_at = None if wanted.key_expires_seconds is None else int(time.time()) + wanted.key_expires_seconds
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
-    session = Session(session_id=session_id, tenant=principal.tenant, **fields)
+    session = Session(session_id=session_id, tenant=principal.tenant, opened_by="api", **fields)
     live = await services.sessions.open(session)
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
+    if live.session.status is SessionStatus.OPEN:
+        given.add("opened_by")
     if any(getattr(live.session, name) != getattr(session, name) for name in given):
         live.session = await services.writer.do(session_changes.change_session, session, given)
     origin = services.settings.public_url or str(request.base_url)

@@ -89,6 +89,7 @@ class Ending(NamedTuple):
     """Another id than the turn's own if a turn with the same request key was stored first."""
     outcome: Outcome
     reason: str | None
+    chain_id: str
 
 
 class Report(NamedTuple):
@@ -200,7 +201,8 @@ class Committer:
                 if isinstance(job.work, Work):
                     results[job.number] = _attempt(connection, job.work)
             endings = [
-                Ending(turn.turn_id, turn.outcome, turn.reason) for turn in ledger.append_turns(connection, turns)
+                Ending(turn.turn_id, turn.outcome, turn.reason, turn.chain_id)
+                for turn in ledger.append_turns(connection, turns)
             ]
             if turns:
                 self._faults.point("in_transaction")

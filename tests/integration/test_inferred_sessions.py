@@ -231,3 +231,27 @@ def test_an_agent_that_sends_back_litellms_dump_stays_on_its_chain(
     views = proxy.turns()
     assert [(view.turn.outcome.value, view.turn.reason) for view in views] == [("exact", None)] * 3
     assert len({view.turn.chain_id for view in views}) == 1
+
+
+def test_a_handoff_stays_in_its_session_with_its_reason(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
+    """Another agent takes the conversation over: with another system message, and with other tools."""
+    proxy = start_proxy(fake_engine.url)
+    said = played(proxy, [{"role": "system", "content": "You sort."}], "one")
+    said = played(proxy, [{"role": "system", "content": "You help."}, *said[1:]], "two")
+    said = played(proxy, said, "three", TOOLS)
+    played(proxy, said, "four", TOOLS)
+    assert list(sessions_of(proxy).values()) == [["one", "two", "three", "four"]]
+    found = [(view.turn.reason, view.turn.parent_turn_id is None) for view in proxy.turns()]
+    assert found == [(None, True), ("system_changed", True), ("tools_changed", True), (None, False)]
+
+
+def test_siblings_of_parallel_calls_share_no_chain(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
+    """Eight calls extend one turn at once: one continues its chain, each other one starts a chain of its own."""
+    proxy = start_proxy(fake_engine.url)
+    said = played(proxy, [], "one")
+    with ThreadPoolExecutor(8) as agents:
+        list(agents.map(lambda number: played(proxy, said, str(number)), range(8)))
+    first, *others = [view.turn for view in proxy.turns()]
+    assert {turn.parent_turn_id for turn in others} == {first.turn_id}
+    assert len({turn.chain_id for turn in others}) == 8
+    assert [turn.chain_id for turn in others].count(first.chain_id) == 1

@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import groups, idempotency, queries, rows
+from turnwise.store.chain_ids import ChainIds
 from turnwise.store.database import to_micros
 from turnwise.store.statements import count_up, fetch_at_once, insert_ignoring, insert_rows, is_among, members
 from turnwise.store.tables import rewards, sessions, turns
@@ -57,7 +58,7 @@ def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
         batch: Turns in order of arrival, parents before children.
 
     Returns:
-        For each turn, itself with its `seq` and `step`; for a replay the turn that is stored, whatever its id.
+        For each turn, itself with its `seq`, `step` and `chain_id`; for a replay the turn that is stored.
 
     Raises:
         NotFound: a session or a parent that is not stored.
@@ -65,6 +66,7 @@ def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
     """
     pks, states = _lock_sessions(conn, {(turn.tenant, turn.session_id) for turn in batch})
     session_of_turn, stored_keys = _already_stored(conn, batch, pks)
+    chain_ids = ChainIds(conn, batch)
     stored: list[Turn] = []
     replayed: list[int] = []
     turn_rows: list[dict[str, Any]] = []
@@ -78,7 +80,7 @@ def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
             raise NotFound(f"turn {turn.turn_id!r} extends {turn.parent_turn_id!r}, which its session does not hold")
         session_of_turn[turn.turn_id] = session_pk
         stored_keys.add((session_pk, turn.request_key))
-        placed = states[session_pk].place(turn)
+        placed = states[session_pk].place(chain_ids.assign(turn))
         turn_rows.append(rows.TURNS.row(placed, session_pk=session_pk))
         stored.append(placed)
     if turn_rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
@@ -197,7 +197,13 @@ def _select_sessions_of_turns(dialect: str) -> sa.Select[*tuple[Any, ...]]:
 
 
 def sessions_of_conversation(
-    conn: sa.Connection, tenant: str, key_id: str, digests: Sequence[bytes], *, limit: int
+    conn: sa.Connection,
+    tenant: str,
+    key_id: str,
+    digests: Sequence[bytes],
+    *,
+    limit: int,
+    by: Literal["history_digest", "dialogue_digest"] = "history_digest",
 ) -> tuple[bytes, list[str]]:
     """Return the open sessions in which calls of this API key that named none had the longest of these conversations.
 
@@ -205,27 +211,29 @@ def sessions_of_conversation(
         conn: A transaction.
         tenant: The key's tenant.
         key_id: The API key.
-        digests: `history_digest` of each conversation, the longest first.
+        digests: Of each conversation, the longest first.
         limit: How many sessions at most, the newest ones.
+        by: Which digest of turns is compared.
 
     Returns:
         The digest that was found, and the ids of the sessions, the oldest first.
     """
+    column = tables.turns.c[by]
     found = conn.execute(
-        sa.select(tables.turns.c.history_digest, tables.sessions.c.session_id)
+        sa.select(column.label("digest"), tables.sessions.c.session_id)
         .distinct()
         .add_columns(tables.sessions.c.session_pk)
         .join_from(tables.turns, tables.sessions)
         .where(
             tables.turns.c.inferred_by == key_id,
-            tables.turns.c.history_digest.in_(digests),
+            column.in_(digests),
             tables.sessions.c.tenant == tenant,
             tables.sessions.c.status == SessionStatus.OPEN.value,
         )
         .order_by(tables.sessions.c.session_pk)
     ).all()
     for digest in digests:
-        session_ids = [str(row.session_id) for row in found if row.history_digest == digest]
+        session_ids = [str(row.session_id) for row in found if row.digest == digest]
         if session_ids:
             return digest, session_ids[-limit:]
     return b"", []

@@ -17,7 +17,10 @@ from turnwise.store import groups, queries, rows
 from turnwise.store.tables import sessions
 from turnwise.types import Session, SessionStatus, Split
 
-CHANGEABLE = ("task_id", "run", "group_id", "group_size", "split", "credit", "gamma", "sampling", "metadata")
+CHANGEABLE = (
+    *("task_id", "run", "group_id", "group_size", "split", "credit", "gamma", "sampling", "metadata"),
+    "opened_by",
+)
 """Fields that a second creation of a session may give."""
 _GROUPING = frozenset({"group_id", "group_size", "split"})
 

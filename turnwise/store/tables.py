@@ -109,6 +109,14 @@ turns = sa.Table(
         sqlite_where=sa.text("inferred_by IS NOT NULL"),
         postgresql_where=sa.text("inferred_by IS NOT NULL"),
     ),
+    # A handoff changes tools or system message: its conversation is found by the dialogue alone.
+    sa.Index(
+        "ix_turns_inferred_dialogue",
+        "inferred_by",
+        "dialogue_digest",
+        sqlite_where=sa.text("inferred_by IS NOT NULL"),
+        postgresql_where=sa.text("inferred_by IS NOT NULL"),
+    ),
 )
 
 rewards = sa.Table(

@@ -42,7 +42,7 @@ def plan_of(call: Call, **fields: Any) -> Plan:
     return Plan(history=read_conversation(call).history, **fields)
 
 
-def extending(call: Call, *, has_child: bool = False) -> Plan:
+def extending(call: Call) -> Plan:
     """Return the plan of a call whose prompt is [1, 2, 3, 4]: the parent's [1, 2, 3] and one token after it."""
     parent = KnownTurn(
         turn_id="parent",
@@ -52,7 +52,6 @@ def extending(call: Call, *, has_child: bool = False) -> Plan:
         history_digest=b"",
         messages_digest=b"",
         dialogue_digest=b"",
-        has_child=has_child,
     )
     return plan_of(call, parent=parent, prompt_token_ids=np.array([1, 2, 3, 4], np.int32), parent_length=3)
 
@@ -112,15 +111,15 @@ def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
 
 
 def test_an_extension_stores_what_came_after_its_parent():
-    """[1, 2, 3] is the parent's; [4] and the new message are this turn's own, on the parent's chain."""
+    """[1, 2, 3] is the parent's; [4] and the new message are this turn's own. The store assigns its chain."""
     call = call_of(USER, REPLY, USER, tools=[{"type": "function"}])
     plan = extending(call)
     turn = only(built(call, plan, Captured([1, 2, 3, 4], {0: choice(7)})))
-    assert (turn.parent_turn_id, turn.chain_id, turn.outcome) == ("parent", "root", Outcome.EXACT)
+    assert (turn.parent_turn_id, turn.outcome) == ("parent", Outcome.EXACT)
     assert (turn.prompt_delta.tolist(), turn.prompt_length, turn.messages, turn.tools) == ([4], 4, [USER], None)
-    known = known_turn(turn, plan)
+    known = known_turn(turn, plan, "root")
     assert np.frombuffer(known.tokens or b"", np.int32).tolist() == [1, 2, 3, 4, 7]
-    assert (known.num_messages, known.history_digest) == (4, turn.history_digest)
+    assert (known.num_messages, known.history_digest, known.chain_id) == (4, turn.history_digest, "root")
 
 
 def test_an_engine_that_echoes_another_prompt_opens_a_chain():
@@ -131,18 +130,15 @@ def test_an_engine_that_echoes_another_prompt_opens_a_chain():
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "echo_differs")
     assert (turn.parent_turn_id, turn.chain_id) == (None, "chatcmpl-1")
     assert (turn.prompt_delta.tolist(), turn.messages) == ([1, 2, 9, 4], call.messages)
-    assert np.frombuffer(known_turn(turn, plan).tokens or b"", np.int32).tolist() == [1, 2, 9, 4, 7]
+    assert np.frombuffer(known_turn(turn, plan, "chatcmpl-1").tokens or b"", np.int32).tolist() == [1, 2, 9, 4, 7]
 
 
-@pytest.mark.parametrize(("has_child", "first_chain"), [(False, "root"), (True, "chatcmpl-1")])
-def test_of_several_choices_the_first_goes_on_and_each_other_opens_a_chain(has_child: bool, first_chain: str):
-    """The first opens one too where another turn has gone on already."""
+def test_each_of_several_choices_extends_the_parent():
     call = call_of(USER, REPLY, USER, n=2, key="k")
-    captured = Captured([1, 2, 3, 4], {1: choice(8), 0: choice(7)})
-    turns = built(call, extending(call, has_child=has_child), captured)
-    assert [(turn.turn_id, turn.chain_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
-        ("chatcmpl-1", first_chain, "parent", "k#0"),
-        ("chatcmpl-1#1", "chatcmpl-1#1", "parent", "k#1"),
+    turns = built(call, extending(call), Captured([1, 2, 3, 4], {1: choice(8), 0: choice(7)}))
+    assert [(turn.turn_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
+        ("chatcmpl-1", "parent", "k#0"),
+        ("chatcmpl-1#1", "parent", "k#1"),
     ]
 
 

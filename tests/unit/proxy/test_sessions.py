@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 
 from proxy.auth import Principal
 from proxy.continuation.conversation import read_conversation
+from proxy.continuation.live import Placement
 from proxy.continuation.plan import KnownTurn
-from proxy.continuation.sessions import Placement, Sessions
+from proxy.continuation.sessions import Sessions
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
@@ -20,7 +22,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import Conflict
 from turnwise.store import ledger
 from turnwise.store.database import Connection, Database
-from turnwise.types import Json
+from turnwise.types import Json, Session
 
 AGENT = Principal(tenant="default", role="agent", key_id="key")
 HELLO: Json = {"role": "user", "content": "Hello."}
@@ -106,13 +108,35 @@ async def test_a_call_that_names_its_session_belongs_to_it_whatever_it_repeats(s
     assert (named.live.session.session_id, named.inferred_by) == ("named", None)
 
 
-async def test_a_named_session_that_is_over_is_refused(sessions: Sessions, database: CountedReads):
-    await found(sessions, call_of(HELLO, session_id="named"))
+def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:
+    """End a session, as a request to another process does."""
     with database.write() as connection:
-        ledger.end_session(connection, "default", "named")
-    sessions.forget("default", "named")
+        ledger.end_session(connection, "default", session_id)
+    sessions.forget("default", session_id)
+
+
+@pytest.mark.parametrize("how", ["path", "key", "created"])
+async def test_a_session_of_a_harness_that_is_over_is_refused(sessions: Sessions, database: CountedReads, how: str):
+    """A path or a key names it, or it was created explicitly."""
+    principal = dataclasses.replace(AGENT, session_id="named") if how == "key" else AGENT
+    call = call_of(HELLO, session_id="named", session_source="path" if how == "path" else "x-session-id")
+    if how == "created":
+        await sessions.open(Session(session_id="named", opened_by="api"))
+    await found(sessions, call, principal)
+    end(sessions, database, "named")
     with pytest.raises(Conflict, match="'named' is ended; create a new one"):
-        await found(sessions, call_of(HELLO, session_id="named"))
+        await found(sessions, call, principal)
+
+
+async def test_a_session_that_an_application_named_goes_on_in_a_linked_one(sessions: Sessions, database: CountedReads):
+    """As often as it is over; each is linked to the one before."""
+    call = call_of(HELLO, session_id="named", session_source="x-session-id")
+    seen = []
+    for _ in range(3):
+        session = (await found(sessions, call)).live.session
+        seen.append((session.session_id, session.continues))
+        end(sessions, database, session.session_id)
+    assert seen == [("named", None), ("named~2", "named"), ("named~3", "named~2")]
 
 
 async def test_calls_with_one_idempotency_key_share_a_session_until_it_is_over(

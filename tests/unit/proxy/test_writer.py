@@ -73,7 +73,7 @@ def test_one_refused_job_takes_nothing_with_it(database, database_url):
 
     a, b, raised, refused, c = asyncio.run(run())
     assert [type(b), type(raised), type(refused)] == [NotFound, StoreError, NotFound]
-    assert (a, c) == ([Ending("a", Outcome.EXACT, None)], [Ending("c", Outcome.EXACT, None)])
+    assert (a, c) == ([Ending("a", Outcome.EXACT, None, "a")], [Ending("c", Outcome.EXACT, None, "c")])
     assert sorted(stored(database)) == ["a", "c"]
 
 
@@ -156,10 +156,10 @@ def test_a_turn_is_stored_with_the_logprobs_as_the_engine_wrote_them_and_one_tha
             ]
 
     assert asyncio.run(run()) == [
-        [Ending("whole", Outcome.EXACT, None)],
-        [Ending("short", Outcome.UNTRAINABLE, "no_logprobs")],
-        [Ending("b", Outcome.UNTRAINABLE, "no_logprobs")],
-        [Ending("none", Outcome.ERROR, "engine_500")],
+        [Ending("whole", Outcome.EXACT, None, "whole")],
+        [Ending("short", Outcome.UNTRAINABLE, "no_logprobs", "short")],
+        [Ending("b", Outcome.UNTRAINABLE, "no_logprobs", "b")],
+        [Ending("none", Outcome.ERROR, "engine_500", "none")],
     ]
     with database.read() as connection:
         views, _ = queries.turns(connection, "default", "s")

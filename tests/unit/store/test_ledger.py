@@ -468,3 +468,19 @@ def test_idle_sessions_expire_some_at_a_time(database: Database) -> None:
         assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 3
     with database.write() as connection:
         assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 2
+
+
+def test_of_turns_that_extend_one_turn_at_the_same_moment_one_continues_its_chain(database: Database) -> None:
+    """In one transaction or in several, whatever chain each of them claims."""
+    with database.write() as connection:
+        ledger.create_session(connection, Session(session_id="s"))
+        root = make_turn("t1", session_id="s")
+        first = [make_turn(name, root, session_id="s") for name in ("t2", "t3")]
+        stored = ledger.append_turns(connection, [root, *first])
+    with database.write() as connection:
+        later = [make_turn("t4", root, session_id="s"), make_turn("t5", first[1], session_id="s")]
+        stored += ledger.append_turns(connection, later)
+        session = queries.session(connection, "default", "s")
+    chains = {turn.turn_id: turn.chain_id for turn in stored}
+    assert chains == {"t1": "t1", "t2": "t1", "t3": "t3", "t4": "t4", "t5": "t3"}
+    assert session.num_chains == 3

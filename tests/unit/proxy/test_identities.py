@@ -1,0 +1,87 @@
+"""Which session a request names, by ids that harnesses send by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.continuation.identities import name_session
+from proxy.dialects.base import Call
+from proxy.dialects.chat import ChatCompletions
+
+UUID = "0195f4c2-7d1e-7a3b-9c55-1f2e3d4c5b6a"
+THREAD = "0195f4c2-7d1e-7a3b-9c55-000000000000"
+
+
+def named(
+    headers: dict[str, str], body: dict[str, Any] | None = None, path: str | None = None, ignored: tuple[str, ...] = ()
+) -> Call:
+    call = ChatCompletions().parse({"messages": [], **(body or {})}, max_choices=1, max_messages=1)
+    name_session(call, path, {name.encode(): value.encode() for name, value in headers.items()}, ignored)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("entry", "headers", "body", "session_id", "agent_id"),
+    [
+        ("claude-code", {"x-claude-code-session-id": UUID}, {}, f"claude-code:{UUID}", None),
+        (
+            "claude-code",
+            {"x-claude-code-session-id": UUID, "x-claude-code-agent-id": "a1"},
+            {},
+            f"claude-code:{UUID}",
+            "a1",
+        ),
+        ("codex", {"session-id": UUID, "thread-id": UUID}, {}, f"codex:{UUID}", None),
+        ("codex", {"session-id": UUID, "thread-id": THREAD}, {}, f"codex:{UUID}", THREAD),
+        ("codex", {"session_id": UUID}, {}, f"codex:{UUID}", None),
+        ("litellm", {"x-litellm-session-id": "run 1"}, {}, "litellm:5ab0", None),
+        ("session-affinity", {"x-session-affinity": "s1"}, {}, "session-affinity:s1", None),
+        (
+            "claude-user",
+            {},
+            {"metadata": {"user_id": f"user_1_account_{THREAD}_session_{UUID}"}},
+            f"claude-user:{UUID}",
+            None,
+        ),
+        ("claude-user", {}, {"metadata": {"user_id": f'{{"session_id": "{UUID}"}}'}}, f"claude-user:{UUID}", None),
+        ("conversation", {}, {"conversation": "conv_1"}, "conversation:conv_1", None),
+        ("conversation", {}, {"conversation": {"id": "conv_1"}}, "conversation:conv_1", None),
+        ("prompt-cache-key", {}, {"prompt_cache_key": UUID}, f"prompt-cache-key:{UUID}", None),
+        ("x-session-id", {"x-session-id": "ses_1"}, {}, "ses_1", None),
+    ],
+)
+def test_a_native_id_names_the_session_unless_it_is_turned_off(entry, headers, body, session_id, agent_id):
+    """An id with characters that no URL takes is replaced by a digest."""
+    call = named(headers, body)
+    assert call.session_id is not None
+    assert call.session_id == session_id or (" " in "".join(headers.values()) and len(call.session_id) == 40)
+    assert (call.session_source, call.agent_id) == (entry, agent_id)
+    assert named(headers, body, ignored=(entry,)).session_id is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt_cache_key": "my-app"},
+        {"metadata": {"user_id": "kim"}},
+        {"metadata": {"user_id": "{broken"}},
+        {"metadata": {"user_id": "{}"}},
+        {"conversation": None},
+        {"conversation": {"id": 1}},
+    ],
+)
+def test_what_is_not_unique_to_a_session_names_none(body):
+    """A constant cache key, a user."""
+    assert named({}, body).session_id is None
+
+
+def test_a_name_that_was_given_on_purpose_comes_first():
+    """Path, header, metadata, then native ids; the agent is known whoever names the session."""
+    native = {"x-claude-code-session-id": UUID, "x-claude-code-agent-id": "a1"}
+    body = {"metadata": {"session_id": "m"}}
+    order = [named({**native, "x-session-id": "h"}, body, path="p"), named({**native, "x-session-id": "h"}, body)]
+    order += [named(native, body), named(native)]
+    assert [call.session_id for call in order] == ["p", "h", "m", f"claude-code:{UUID}"]
+    assert {call.agent_id for call in order} == {"a1"}

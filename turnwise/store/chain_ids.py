@@ -1,0 +1,54 @@
+"""Chain ids, assigned at the commit: of turns that extend one turn at the same moment, one continues its chain."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from turnwise.store.statements import fetch_at_once, is_among, members
+from turnwise.store.tables import turns
+from turnwise.types import Turn
+
+
+class ChainIds:
+    """Assigns chain ids to a batch of turns."""
+
+    def __init__(self, conn: sa.Connection, batch: Sequence[Turn]) -> None:
+        """Read the chains of the stored parents; their sessions are locked."""
+        dialect = conn.dialect.name
+        parents = {turn.parent_turn_id for turn in batch if turn.parent_turn_id is not None}
+        found = fetch_at_once(conn, _select_parents(dialect), {"ids": members(dialect, parents)}) if parents else []
+        self._last_of_chain: dict[str, str] = {
+            turn_id: chain_id for turn_id, chain_id, children in found if not children
+        }
+        """Chain ids of turns that no turn extends."""
+
+    def assign(self, turn: Turn) -> Turn:
+        """Return the turn with its chain id: its parent's if it is the first child, else its own turn id."""
+        chain_id = turn.turn_id
+        if turn.parent_turn_id is not None:
+            chain_id = self._last_of_chain.pop(turn.parent_turn_id, turn.turn_id)
+        self._last_of_chain[turn.turn_id] = chain_id
+        return turn if turn.chain_id == chain_id else dataclasses.replace(turn, chain_id=chain_id)
+
+
+@functools.cache
+def _select_parents(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    """Return the statement for ids, chains and the number of children; it reads only later turns of the session."""
+    child = turns.alias()
+    children = (
+        sa.select(sa.func.count())
+        .where(
+            child.c.session_pk == turns.c.session_pk,
+            child.c.seq > turns.c.seq,
+            child.c.parent_turn_id == turns.c.turn_id,
+        )
+        .correlate(turns)
+        .scalar_subquery()
+        .label("children")
+    )
+    return sa.select(turns.c.turn_id, turns.c.chain_id, children).where(is_among(dialect, turns.c.turn_id, "ids"))
