@@ -1,0 +1,113 @@
+"""The blocks of README and docs that need nothing but a proxy are run, word for word, against a fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.documented_commands import ROOT, Block, blocks
+from support.proxies import running_proxy
+
+from turnwise.fake_engine import running_fake_engine
+from turnwise.store import keys, policies
+from turnwise.store.database import Database
+from turnwise.types import PolicyKind
+
+RUNNABLE = {"sessions", "policies", "updates", "keys", "verify", "doctor", "export", "replay"}
+"""Subcommands that need no more than a store, an engine and a proxy."""
+CHAT = '{"model": "fake", "messages": [{"role": "user", "content": "Which city?"}]}'
+
+
+def _is_runnable(block: Block) -> bool:
+    commands = block.commands()
+    return bool(commands) and all(
+        words[0] == "curl" or (words[0] == "turnwise" and words[1] in RUNNABLE) for words in commands
+    )
+
+
+BLOCKS = [block for block in blocks("sh") if _is_runnable(block)]
+
+
+@dataclass
+class Site:
+    """Where blocks run: a directory, and what the placeholders of the docs stand for."""
+
+    directory: Path
+    environment: dict[str, str]
+    places: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A proxy that is open, with four versions on disk, and a store of the commands' own with the same versions."""
+    directory = tmp_path_factory.mktemp("docs")
+    program = directory / "bin" / "turnwise"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m turnwise "$@"\n')
+    program.chmod(0o755)
+    url = f"sqlite:///{directory}/commands.db"
+    database = Database(url)
+    database.upgrade()
+    with database.write() as conn:
+        for version in range(4):
+            (directory / f"v{version}").mkdir()
+            policies.publish_next(conn, str(directory / f"v{version}"), PolicyKind.FULL, metrics={})
+        key_id, _ = keys.create_key(conn, "default", keys.Role.AGENT, "to be revoked")
+    database.close()
+    with (
+        running_fake_engine() as engine,
+        running_proxy(engine.url, f"sqlite:///{directory}/proxy.db", directory) as proxy,
+    ):
+        yield Site(
+            directory,
+            {
+                **os.environ,
+                "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT),
+                "TURNWISE_PROXY_DATABASE": url,
+                "TURNWISE_PROXY_ENGINE": json.dumps([engine.url]),
+                "PROXY": proxy.url,
+            },
+            {
+                "http://127.0.0.1:8100": proxy.url,
+                "http://127.0.0.1:8000": engine.url,
+                "KEY_ID": key_id,
+                "{…}": CHAT,
+                "curl ": "curl --fail-with-body --silent --show-error ",
+            },
+        )
+
+
+def test_there_are_blocks_to_run() -> None:
+    """A change of the pages' form must not leave this test without work."""
+    assert {str(block.page.relative_to(ROOT)) for block in BLOCKS} >= {
+        "README.md",
+        "docs/credit.md",
+        "docs/exchange.md",
+        "docs/operations.md",
+        "docs/verify.md",
+    }
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_the_block_runs(block: Block, site: Site) -> None:
+    text = block.text
+    for placeholder, here in site.places.items():
+        text = text.replace(placeholder, here)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail"],
+        input=text,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+        cwd=site.directory,
+        env=site.environment,
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
