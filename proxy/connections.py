@@ -14,6 +14,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy import problems
+from turnwise.telemetry import make_context
 
 LEFT = "turnwise.left"
 """Name of the scope's extension that holds a future, done when the client has closed its connection."""
@@ -145,6 +146,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Answer without the app, and close."""
         body = orjson.dumps(problems.body(message, "invalid_request_error", code))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        head += f"x-request-id: {make_context('', '').request_id}\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
 

@@ -11,8 +11,10 @@ import uvicorn
 from proxy.app import create_app
 from proxy.connections import limited_http
 from proxy.routes.data_plane import DataPlane
+from proxy.routes.edge import Edge
 from proxy.settings import ProxySettings
 from proxy.writer.process import GC_ALLOCATIONS
+from turnwise.telemetry import configure_logging
 
 SWITCH_SECONDS = 0.0003
 """How long a thread that reads the store waits for the interpreter while the event loop runs."""
@@ -27,11 +29,12 @@ def run(settings: ProxySettings) -> int:
         TurnwiseError: the proxy cannot start.
     """
     _hide_torch()
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(settings.log_level, settings.log_format)
     app = create_app(settings)
+    edge = Edge(DataPlane(app), app, settings)
     server = uvicorn.Server(
         uvicorn.Config(
-            DataPlane(app),
+            edge,
             host=settings.host,
             port=settings.port,
             loop="uvloop",
@@ -46,6 +49,8 @@ def run(settings: ProxySettings) -> int:
             log_level=settings.log_level,
             log_config=None,
             timeout_graceful_shutdown=settings.drain_seconds,  # type: ignore[arg-type]  # a float works,
+            ssl_certfile=settings.tls_certificate,
+            ssl_keyfile=settings.tls_key,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             backlog=4096,
             lifespan="on",
@@ -61,6 +66,8 @@ def run(settings: ProxySettings) -> int:
         if hasattr(app.state, "startup_error"):
             raise app.state.startup_error from None
         raise
+    finally:
+        edge.close()
     return 0 if server.started else 1
 
 

@@ -14,6 +14,7 @@ STATUS: dict[type[errors.TurnwiseError], tuple[int, str, str]] = {
     errors.NotFound: (404, "not_found_error", "not_found"),
     errors.Conflict: (409, "conflict_error", "conflict"),
     errors.TooLarge: (413, "invalid_request_error", "too_large"),
+    errors.UnsupportedMediaType: (415, "invalid_request_error", "unsupported_media_type"),
     errors.Overloaded: (429, "rate_limit_error", "overloaded"),
     errors.EngineUnavailable: (503, "engine_error", "engine_unavailable"),
     errors.EngineUnsuitable: (503, "engine_error", "engine_unsuitable"),

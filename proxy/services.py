@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import ipaddress
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -19,6 +20,7 @@ from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
 from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
+from proxy.engines.http_client import Access
 from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora
 from proxy.fault import FaultPoints
@@ -80,7 +82,13 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
     await asyncio.to_thread(database.check_schema)
     secret = await asyncio.to_thread(_read_secret, database, settings)
     metrics, faults = Metrics(), FaultPoints(settings.fault)
-    writer = Writer(url, metrics, timeout_seconds=settings.commit_timeout_seconds, fault=settings.fault)
+    writer = Writer(
+        url,
+        metrics,
+        timeout_seconds=settings.commit_timeout_seconds,
+        fault=settings.fault,
+        log_format=settings.log_format,
+    )
     await writer.start()
     pool = EnginePool(
         settings.engine,
@@ -89,6 +97,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         max_concurrent_calls=settings.max_concurrent_calls,
         wait_seconds=settings.engine_wait_seconds,
         gone_seconds=settings.engine_gone_seconds,
+        access=engine_access(settings),
     )
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults)
@@ -129,6 +138,27 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         await writer.close()
         for opened in (database, exports):
             opened.close()
+
+
+def engine_access(settings: ProxySettings) -> Access:
+    """Return how the proxy proves itself to engines and checks them.
+
+    Raises:
+        SettingsError: a file cannot be read, or is not PEM.
+    """
+    key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
+    files = (settings.engine_ca, settings.engine_certificate, settings.engine_certificate_key)
+    if not any(files):
+        return Access(bearer_key=key)
+    try:
+        tls = ssl.create_default_context(cafile=settings.engine_ca)
+        if settings.engine_certificate is not None:
+            tls.load_cert_chain(settings.engine_certificate, settings.engine_certificate_key)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(
+            f"the engines' TLS files {[str(file) for file in files if file]} cannot be used: {error}; name PEM files"
+        ) from error
+    return Access(bearer_key=key, tls=tls)
 
 
 def _read_secret(database: Database, settings: ProxySettings) -> bytes:

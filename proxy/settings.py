@@ -22,6 +22,14 @@ class ProxySettings(Settings):
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs at least one API key in the store."""
     port: int = Field(default=8100, ge=0, le=65535)
+    tls_certificate: Path | None = None
+    """PEM file with the certificate chain; with it and `tls_key` the proxy serves HTTPS."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Further host names that a proxy without keys answers to; loopback names always work."""
+    cors_origins: list[str] = Field(default_factory=list)
+    """Origins of web pages that may call the proxy, `*` for all; by default none."""
     public_url: str | None = None
     """Origin that clients reach the proxy by, for the `base_url` of a session; by default the request's own Host."""
     secret: SecretStr | None = None
@@ -32,6 +40,14 @@ class ProxySettings(Settings):
     """Tenant that owns the model: only its keys publish and activate policy versions. By default the only tenant that
     has keys; while several have keys, nobody publishes or activates over HTTP until this is set."""
 
+    engine_api_key: SecretStr | None = None
+    """Bearer key that the proxy presents to the engines (vLLM's --api-key)."""
+    engine_ca: Path | None = None
+    """PEM file with the authorities that sign the engines' certificates; by default those of the system."""
+    engine_certificate: Path | None = None
+    """PEM file with the certificate that the proxy presents to the engines."""
+    engine_certificate_key: Path | None = None
+    """PEM file with that certificate's private key, unless the certificate's file holds it."""
     engine_check: Literal["strict", "warn", "off"] = "strict"
     """What to do about an engine that lacks what exact capture needs: refuse it, log a warning, or skip the check."""
     tokenizer: str | None = None
@@ -105,8 +121,10 @@ class ProxySettings(Settings):
     canary_drift_nats: float = Field(default=1.0, ge=0)
     """Largest KL divergence from the served version over the checkpoint's own probe, nats a token."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    """Form of the process's log lines on stderr."""
     access_log: Path | None = None
-    """JSON Lines of every call; off by default."""
+    """File for one line of JSON for each request, `-` for stdout; off by default."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
 

@@ -8,6 +8,7 @@
     │   ├── NotFound           no such session, turn, policy or route for this tenant
     │   ├── Conflict           the target's state does not allow it (a session that has ended, a changed replay)
     │   ├── TooLarge           over a limit of size, depth or count
+    │   ├── UnsupportedMediaType  a body that is not JSON
     │   └── Overloaded         too much at once; try again after `retry_after_seconds`
     ├── EngineError            vLLM's side
     │   ├── EngineUnavailable  cannot be reached, or went away before its first byte
@@ -68,6 +69,10 @@ class Conflict(ClientError):
 
 class TooLarge(ClientError):
     """Over a limit of size, depth or count."""
+
+
+class UnsupportedMediaType(ClientError):
+    """A body that is not JSON."""
 
 
 class Overloaded(ClientError):

@@ -12,9 +12,10 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import orjson
 
-from proxy.engines.http_client import Answer, Disconnected, HttpClient, NotConnected
+from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
 from proxy.engines.state import SERVING, EngineState, EngineStatus
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed
+from turnwise.telemetry import current_request
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,9 @@ class Lane:
 class Engine:
     """One vLLM process."""
 
-    def __init__(self, url: str, *, timeout_seconds: float, gone_seconds: float = 30.0) -> None:
+    def __init__(
+        self, url: str, *, timeout_seconds: float, gone_seconds: float = 30.0, access: Access | None = None
+    ) -> None:
         self.url = without_credentials(url)
         """Its address, without the user and password that the setting may hold."""
         self.status = EngineStatus(self.url)
@@ -72,7 +75,9 @@ class Engine:
         self._gone_seconds = gone_seconds
         self._failed_checks = 0
         self._answered_at = time.monotonic()
-        self._http = HttpClient(url.rstrip("/"), connect_seconds=CONNECT_SECONDS, silence_seconds=timeout_seconds)
+        self._http = HttpClient(
+            url.rstrip("/"), connect_seconds=CONNECT_SECONDS, silence_seconds=timeout_seconds, access=access
+        )
 
     @property
     def state(self) -> EngineState:
@@ -96,6 +101,9 @@ class Engine:
             EngineUnavailable: no connection, or one that broke before the answer's head.
             EngineRefused: an error status, with the engine's own body.
         """
+        context = current_request.get()
+        if context is not None:
+            headers = {**headers, "traceparent": context.traceparent}
         try:
             answer = await self._http.request("POST", path, body, headers)
             if answer.status >= 400:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import os
 import socket
 import ssl
@@ -54,6 +55,16 @@ class NotConnected(Disconnected):
         """Whether the host answered that nothing listens on the port."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """How a client proves itself to a server, and which servers it trusts."""
+
+    bearer_key: str | None = None
+    """Sent as `Authorization: Bearer`, unless the URL has a user and password."""
+    tls: ssl.SSLContext | None = None
+    """For `https://`; None takes the system's authorities and no client certificate."""
+
+
 class HttpClient:
     """The connections to one server, one for each concurrent request.
 
@@ -63,9 +74,12 @@ class HttpClient:
         silence_seconds: How long the server may send nothing during a request, unless the request sets its own limit.
     """
 
-    def __init__(self, url: str, *, connect_seconds: float, silence_seconds: float) -> None:
+    def __init__(
+        self, url: str, *, connect_seconds: float, silence_seconds: float, access: Access | None = None
+    ) -> None:
         parts = urlsplit(url)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        access = access or Access()
+        self._tls = (access.tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")
@@ -73,6 +87,8 @@ class HttpClient:
         if parts.username is not None:
             secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
             self._head += f"authorization: Basic {base64.b64encode(secret).decode()}\r\n"
+        elif access.bearer_key is not None:
+            self._head += f"authorization: Bearer {access.bearer_key}\r\n"
         self._connect_seconds = connect_seconds
         self._silence_seconds = silence_seconds
         self._idle: list[_Connection] = []

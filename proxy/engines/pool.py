@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from proxy.engines.engine import Engine, Lane
+from proxy.engines.http_client import Access
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
@@ -41,8 +42,11 @@ class EnginePool:
         max_concurrent_calls: int,
         wait_seconds: float = 0.0,
         gone_seconds: float = 30.0,
+        access: Access | None = None,
     ) -> None:
-        self.engines = [Engine(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds) for url in urls]
+        self.engines = [
+            Engine(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
+        ]
         self.trial: Arm | None = None
         """The running canary: the version that only its share of the sessions samples with."""
         self._metrics = metrics

@@ -16,11 +16,12 @@ from proxy.routes.openapi import describe
 from proxy.routes.serialise import caller, page, update_json
 from proxy.services import Services, services_of
 from proxy.writer.client import ANSWER_SECONDS
-from turnwise.errors import StoreError
+from turnwise.errors import ClientError, StoreError
 from turnwise.store import policies, queries, trained
 from turnwise.types import Json
 
 router = APIRouter(tags=["operations"])
+HIDDEN_ERROR = "the last reload failed; present a key to read why"
 
 Caller = Annotated[Principal, Depends(caller)]
 
@@ -28,7 +29,8 @@ Caller = Annotated[Principal, Depends(caller)]
 class EngineReport(Answer):
     """One engine, as the proxy sees it."""
 
-    url: str
+    url: str | None
+    """None for callers without a key."""
     ready: bool
     model: str
     policy_version: int
@@ -66,10 +68,11 @@ async def healthz() -> str:
 
 
 @router.get("/readyz", responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
-async def readyz(services: Annotated[Services, Depends(services_of)]) -> Response:
+async def readyz(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Say whether calls can be served: an engine that is on the active version, and a store that answers."""
+    is_known = await _has_key(request, services)
     engines = [
-        {"url": e.url, "ready": e.is_serving, "model": e.model, "policy_version": e.version}
+        {"url": e.url if is_known else None, "ready": e.is_serving, "model": e.model, "policy_version": e.version}
         for e in services.pool.engines
     ]
     store_error = await _store_error(services)
@@ -80,9 +83,18 @@ async def readyz(services: Annotated[Services, Depends(services_of)]) -> Respons
         "store": store_error or "ok",
         "policy_version": max((engine.version for engine in services.pool.serving), default=None),
         "exact_continuation": services.sessions.template is not None and services.settings.continuation,
-        "reload_error": services.reloader.last_error,
+        "reload_error": services.reloader.last_error if is_known else services.reloader.last_error and HIDDEN_ERROR,
     }
     return JSONResponse(report, status_code=200 if ready else 503)
+
+
+async def _has_key(request: Request, services: Services) -> bool:
+    """Return whether the caller presents a valid key; without one it is told no addresses."""
+    try:
+        await services.authenticator.authenticate(dict(request.scope["headers"]))
+    except (ClientError, StoreError):
+        return False
+    return True
 
 
 async def _store_error(services: Services) -> str | None:

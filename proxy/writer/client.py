@@ -22,6 +22,7 @@ from proxy.metrics import Metrics
 from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, Work, answer, frame
 from turnwise.errors import StoreUnavailable
 from turnwise.store.database import Connection
+from turnwise.telemetry import LogFormat
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -49,8 +50,16 @@ class _Waiting(NamedTuple):
 class Writer:
     """Writes everything that a proxy stores, through one process."""
 
-    def __init__(self, url: str, metrics: Metrics, *, timeout_seconds: float, fault: str | None = None) -> None:
-        self._setup = Setup(url, min(LOCK_SECONDS, timeout_seconds), fault, os.getpid())
+    def __init__(
+        self,
+        url: str,
+        metrics: Metrics,
+        *,
+        timeout_seconds: float,
+        fault: str | None = None,
+        log_format: LogFormat = "text",
+    ) -> None:
+        self._setup = Setup(url, min(LOCK_SECONDS, timeout_seconds), fault, os.getpid(), log_format)
         self._metrics = metrics
         self._timeout_seconds = timeout_seconds
         self._numbers = itertools.count()

@@ -31,6 +31,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.store import ledger
 from turnwise.store.database import Connection, Database
+from turnwise.telemetry import LogFormat, configure_logging
 from turnwise.types import Outcome, Turn
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Setup(NamedTuple):
     """Fault point at which to kill the process, for tests."""
     proxy_pid: int
     """Process id of the proxy that started it."""
+    log_format: LogFormat = "text"
 
 
 class Sampled(NamedTuple):
@@ -258,6 +260,7 @@ def serve(link: socket.socket) -> None:
     if first is None:
         return
     setup, *early = first
+    configure_logging("warning", setup.log_format)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
     committer = Committer(database, FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid)), setup.proxy_pid)
     for jobs in itertools.chain([early], arriving):
@@ -279,6 +282,5 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.suppress(ConnectionError):  # the proxy was killed
         serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,181 @@
+"""What every request passes first: ids and traces, checks against web pages, CORS, and the access log.
+
+A proxy without keys treats every caller on loopback as an administrator. A web page in the operator's browser is such a
+caller too: it can send simple requests to any local port, and with a rebound host name it can read the replies. While
+there are no keys, requests must name a known host, must not come from a foreign origin, and must send JSON.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from proxy import problems
+from proxy.asgi import App, Message, Receive, Scope, Send, send_whole
+from proxy.settings import ProxySettings
+from turnwise.errors import Forbidden, StoreError, TurnwiseError, UnsupportedMediaType
+from turnwise.telemetry import AccessLog, RequestContext, current_request, make_context, timestamp
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+REQUEST_ID = b"x-request-id"
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+PREFLIGHT_SECONDS = b"600"
+ALLOWED_METHODS = b"GET, POST, DELETE"
+READ_HEADERS = frozenset({b"host", b"origin", b"content-type", b"traceparent", REQUEST_ID})
+
+
+class Edge:
+    """Wraps the app."""
+
+    def __init__(self, app: App, server: FastAPI, settings: ProxySettings) -> None:
+        self._app = app
+        self._server = server
+        self._origins = frozenset(settings.cors_origins)
+        self._hosts = known_hosts(settings)
+        self._access_log = AccessLog(settings.access_log) if settings.access_log is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        read = {name: value for name, value in scope["headers"] if name in READ_HEADERS}
+        context = make_context(
+            read.get(REQUEST_ID, b"").decode("latin-1"), read.get(b"traceparent", b"").decode("latin-1")
+        )
+        outgoing = _Outgoing(send, self._headers(context, read.get(b"origin")))
+        current_request.set(context)
+        started = time.perf_counter()
+        try:
+            await self._serve(scope, receive, outgoing, read)
+        finally:
+            if self._access_log is not None:
+                self._access_log.write(_line(scope, context, outgoing, time.perf_counter() - started))
+
+    def close(self) -> None:
+        """Close the access log."""
+        if self._access_log is not None:
+            self._access_log.close()
+
+    async def _serve(self, scope: Scope, receive: Receive, outgoing: _Outgoing, read: dict[bytes, bytes]) -> None:
+        if scope["method"] == "OPTIONS" and self._origins and b"origin" in read:
+            await _answer_preflight(scope, outgoing)
+            return
+        try:
+            await self._check_caller(read, scope["method"])
+        except TurnwiseError as error:
+            status, body, headers = problems.answer(error)
+            self._server.state.services.metrics.refused.labels(problems.lookup(error)[2]).inc()
+            await send_whole(outgoing, status, body, headers)
+            return
+        await self._app(scope, receive, outgoing)
+
+    async def _check_caller(self, read: dict[bytes, bytes], method: str) -> None:
+        """Check a request to a proxy without keys.
+
+        Raises:
+            Forbidden: an unknown Host, or a foreign Origin.
+            UnsupportedMediaType: a body that is not JSON.
+        """
+        if not await self._has_no_keys():
+            return
+        host = host_name(read.get(b"host", b"").decode("latin-1"))
+        if host not in self._hosts:
+            raise Forbidden(
+                f"this proxy has no keys and does not answer to the host name {host!r}; create a key with "
+                "`turnwise keys create`, or add the name to --allowed-hosts",
+                code="unknown_host",
+            )
+        origin = read.get(b"origin", b"").decode("latin-1")
+        is_own = origin.partition("://")[2] == read.get(b"host", b"").decode("latin-1")
+        if origin and not is_own and not self._origins & {origin, "*"}:
+            raise Forbidden(
+                f"this proxy has no keys and answers no web page from {origin!r}; create a key with "
+                "`turnwise keys create`, or add the origin to --cors-origins",
+                code="foreign_origin",
+            )
+        given = read.get(b"content-type", b"") if method == "POST" else b""
+        kind = given.decode("latin-1").partition(";")[0].strip().lower()
+        if kind and kind != "application/json" and not kind.endswith("+json"):
+            raise UnsupportedMediaType(f"a body of type {kind!r} is not accepted; send content-type: application/json")
+
+    async def _has_no_keys(self) -> bool:
+        """Return whether the checks apply; they do while the store does not answer."""
+        try:
+            return bool(await self._server.state.services.authenticator.is_open())
+        except StoreError:
+            return True
+
+    def _headers(self, context: RequestContext, origin: bytes | None) -> list[tuple[bytes, bytes]]:
+        """Return the headers that are added to the reply."""
+        headers = [(REQUEST_ID, context.request_id.encode())]
+        if origin is not None and ("*" in self._origins or origin.decode("latin-1") in self._origins):
+            headers += [
+                (b"access-control-allow-origin", origin),
+                (b"access-control-expose-headers", b"x-request-id, x-session-id, retry-after"),
+                (b"vary", b"origin"),
+            ]
+        return headers
+
+
+class _Outgoing:
+    """Sends a reply with more headers, and notes its status and size."""
+
+    __slots__ = ("_headers", "_send", "num_bytes", "status")
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self.status: int | None = None
+        self.num_bytes = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message["headers"], *self._headers]}
+        else:
+            self.num_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+
+async def _answer_preflight(scope: Scope, send: Send) -> None:
+    wanted = next((value for name, value in scope["headers"] if name == b"access-control-request-headers"), b"")
+    headers = [
+        (b"access-control-allow-methods", ALLOWED_METHODS),
+        (b"access-control-allow-headers", wanted),
+        (b"access-control-max-age", PREFLIGHT_SECONDS),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _line(scope: Scope, context: RequestContext, outgoing: _Outgoing, seconds: float) -> dict[str, Any]:
+    """Return the access log's line; the query is left out, because some clients send their key there."""
+    client = scope.get("client")
+    return {
+        "time": timestamp(time.time()),
+        "request_id": context.request_id,
+        "trace_id": context.trace_id,
+        "client": client[0] if client else None,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": outgoing.status,
+        "seconds": round(seconds, 6),
+        "bytes": outgoing.num_bytes,
+    }
+
+
+def known_hosts(settings: ProxySettings) -> frozenset[str]:
+    """Return the host names that a proxy without keys answers to."""
+    public = urlsplit(settings.public_url).hostname if settings.public_url else None
+    return LOOPBACK_NAMES | {settings.host, *settings.allowed_hosts} | ({public} if public else set())
+
+
+def host_name(host: str) -> str:
+    """Return the name in a Host header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()

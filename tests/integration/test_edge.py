@@ -1,0 +1,199 @@
+"""What every request passes first: host and origin checks, request ids and traces, CORS, TLS, and the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import subprocess
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+from support.proxies import RunningProxy
+
+from proxy.engines.engine import Engine
+from proxy.services import engine_access
+from proxy.settings import ProxySettings
+from turnwise.errors import EngineUnavailable
+from turnwise.fake_engine import RunningFakeEngine
+from turnwise.store import keys
+from turnwise.store.database import Database
+
+BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def chat(proxy: RunningProxy, **headers: str) -> httpx2.Response:
+    return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, headers=headers, timeout=60)
+
+
+def test_a_proxy_without_keys_answers_no_foreign_page_no_rebound_host_and_no_form(proxy: RunningProxy):
+    """Each of these was served as an administrator's request."""
+    port = proxy.url.rpartition(":")[2]
+    refused = [
+        (chat(proxy, host="evil.example"), 403, "unknown_host"),
+        (chat(proxy, origin="https://evil.example"), 403, "foreign_origin"),
+        (chat(proxy, origin="null"), 403, "foreign_origin"),
+        (chat(proxy, **{"content-type": "text/plain"}), 415, "unsupported_media_type"),
+        (chat(proxy, **{"content-type": "application/x-www-form-urlencoded"}), 415, "unsupported_media_type"),
+        (httpx2.get(f"{proxy.v1}/sessions", headers={"host": "evil.example"}), 403, "unknown_host"),
+    ]
+    for answer, status, code in refused:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert answer.headers["x-request-id"]
+    served = [
+        chat(proxy),
+        chat(proxy, host=f"localhost:{port}", origin=f"http://localhost:{port}"),
+        chat(proxy, host="[::1]:80"),
+        chat(proxy, **{"content-type": "application/json; charset=utf-8"}),
+    ]
+    assert [answer.status_code for answer in served] == [200] * 4
+
+
+def test_with_keys_the_key_decides_and_anonymous_callers_see_no_engine_address(
+    proxy: RunningProxy, fake_engine: RunningFakeEngine
+):
+    assert httpx2.get(f"{proxy.url}/readyz").json()["engines"][0]["url"] == fake_engine.url
+    database = Database(proxy.database_url)
+    with database.write() as connection:
+        _, secret = keys.create_key(connection, "default", "admin", "me")
+    database.close()
+    with httpx2.Client(timeout=60) as http:
+        deadline = time.monotonic() + 30  # the proxy asks the store for keys every few seconds
+        while http.get(f"{proxy.v1}/sessions").status_code != 401:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        anonymous = http.get(f"{proxy.url}/readyz")
+        assert (anonymous.status_code, anonymous.json()["engines"][0]["url"]) == (200, None)
+        assert fake_engine.url not in anonymous.text
+        mine = http.get(f"{proxy.url}/readyz", headers={"authorization": f"Bearer {secret}"})
+        assert mine.json()["engines"][0]["url"] == fake_engine.url
+        answer = chat(proxy, host="proxy.example", authorization=f"Bearer {secret}")
+        assert answer.status_code == 200
+
+
+def test_request_ids_and_traces_are_taken_from_the_caller_passed_to_the_engine_and_logged(
+    fake_engine: RunningFakeEngine, start_proxy, tmp_path: Path
+):
+    access = tmp_path / "access.jsonl"
+    proxy = start_proxy(fake_engine.url, "--access-log", str(access), "--log-format", "json")
+    fake_engine.calls.clear()
+    parent = "b7ad6b7169203331"
+    answer = chat(proxy, **{"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{parent}-01"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    version, trace, span, flags = fake_engine.calls[0].headers["traceparent"].split("-")
+    assert (version, trace, flags) == ("00", TRACE, "01")
+    assert span != parent
+    made = chat(proxy, **{"x-request-id": "two words", "traceparent": "00-xyz"})
+    assert made.headers["x-request-id"] not in ("", "two words")
+    assert httpx2.get(f"{proxy.url}/nowhere?key=secret").status_code == 404
+    lines = [json.loads(line) for line in access.read_text().splitlines() if '"/readyz"' not in line]
+    assert [(line["method"], line["path"], line["status"]) for line in lines] == [
+        ("POST", "/v1/chat/completions", 200),
+        ("POST", "/v1/chat/completions", 200),
+        ("GET", "/nowhere", 404),
+    ]
+    assert (lines[0]["request_id"], lines[0]["trace_id"]) == ("mine-1", TRACE)
+    assert lines[0]["bytes"] == len(answer.content)
+    assert "secret" not in access.read_text()
+    records = [json.loads(line) for line in proxy.log.read_text().splitlines()]
+    assert {"time", "level", "logger", "message"} <= records[0].keys()
+
+
+def test_a_malformed_request_has_an_id_too(proxy: RunningProxy):
+
+    with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2]))) as client:
+        client.sendall(b"nonsense\r\n\r\n")
+        assert b"x-request-id: " in client.recv(4096)
+
+
+def test_pages_of_a_permitted_origin_may_call_the_proxy_and_others_may_not(fake_engine, start_proxy):
+    proxy = start_proxy(fake_engine.url, "--cors-origins", "https://app.example")
+    asked = {"origin": "https://app.example", "access-control-request-headers": "authorization"}
+    preflight = httpx2.options(f"{proxy.v1}/chat/completions", headers=asked)
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+    assert preflight.headers["access-control-allow-headers"] == "authorization"
+    answer = chat(proxy, origin="https://app.example")
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
+    refused = chat(proxy, origin="https://other.example")
+    assert refused.status_code == 403
+    assert "access-control-allow-origin" not in refused.headers
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-out", str(paths[0]), "-keyout", str(paths[1])], check=True, capture_output=True)
+    return paths
+
+
+def test_clients_reach_the_proxy_over_tls(fake_engine, start_proxy, certificate, monkeypatch):
+    monkeypatch.setattr("support.proxies.is_ready", lambda url: is_open(url, certificate[0]))
+    proxy = start_proxy(fake_engine.url, "--tls-certificate", str(certificate[0]), "--tls-key", str(certificate[1]))
+    trusted = ssl.create_default_context(cafile=str(certificate[0]))
+    url = proxy.v1.replace("http:", "https:")
+    answer = httpx2.post(f"{url}/chat/completions", json=BODY, verify=trusted, timeout=60)
+    assert answer.status_code == 200
+
+
+def is_open(url: str, authority: Path) -> bool:
+    """Return whether a proxy with TLS is ready."""
+    try:
+        verify = ssl.create_default_context(cafile=str(authority))
+        return httpx2.get(url.replace("http:", "https:"), verify=verify, timeout=5).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+async def test_an_engine_behind_tls_is_trusted_by_its_own_authority_and_may_want_a_certificate(certificate):
+    """The self-signed certificate is authority, server and client in one."""
+    offered = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificate[0])
+    offered.load_cert_chain(*certificate)
+    offered.verify_mode = ssl.CERT_REQUIRED
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=offered)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    authority, own = certificate[0], {"engine_certificate": certificate[0], "engine_certificate_key": certificate[1]}
+    for settings, is_served in (
+        ({"engine_ca": authority, **own}, True),
+        ({"engine_ca": authority}, False),
+        (own, False),
+    ):
+        engine = Engine(url, timeout_seconds=5, access=engine_access(ProxySettings(**settings)))
+        if is_served:
+            assert await engine.ask("GET", "/health") == {}
+        else:
+            with pytest.raises(EngineUnavailable):
+                await engine.ask("GET", "/health")
+        engine.close()
+    server.close()
+
+
+def test_the_engine_is_called_with_its_key(fake_engine: RunningFakeEngine, start_proxy, tmp_path: Path):
+    proxy = start_proxy(fake_engine.url, environment={"TURNWISE_PROXY_ENGINE_API_KEY": "engine-secret"})
+    assert chat(proxy).status_code == 200
+    assert {call.headers["authorization"] for call in fake_engine.calls} == {"Bearer engine-secret"}
+    assert "engine-secret" not in proxy.log.read_text()
