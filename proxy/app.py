@@ -16,7 +16,7 @@ from starlette.routing import Match, Route
 import turnwise
 from proxy import problems
 from proxy.dialects.registry import dialect_of_path
-from proxy.routes import dashboard, keys, openapi, operations, policies, rewards, sessions
+from proxy.routes import dashboard, keys, openapi, operations, policies, rewards, sessions, tokens
 from proxy.routes.data_plane import Endpoints
 from proxy.services import running_services, services_of
 from proxy.settings import ProxySettings
@@ -52,8 +52,8 @@ def create_app(settings: ProxySettings) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
     )
-    for router in (sessions.router, rewards.router, policies.router, keys.router, operations.router, dashboard.router):
-        app.include_router(router)
+    for module in (sessions, tokens, rewards, policies, keys, operations, dashboard):
+        app.include_router(module.router)
     app.add_exception_handler(TurnwiseError, _answer_error)
     app.add_exception_handler(Exception, _answer_unexpected)
     app.add_exception_handler(RequestValidationError, _answer_invalid)

@@ -62,6 +62,7 @@ ACTION_OF_ROUTE = {
     "GET /v1/sessions/{session_id}/turns": "read",
     "POST /v1/sessions/{session_id}/end": "end",
     "GET /v1/turns/{turn_id}": "read",
+    "GET /v1/turns/{turn_id}/tokens": "read",
     "POST /v1/rewards": "reward",
     "GET /v1/experiences": "experiences",
     "GET /v1/policies": "read",
@@ -75,7 +76,8 @@ ACTION_OF_ROUTE = {
     "GET /openapi.json": "describe",
     "GET /metrics": "metrics",
 }
-"""What each route of the control plane does. All model calls are `call`; `/healthz`, `/readyz` and `/` need no key."""
+"""What each route of the control plane does. All model calls are `call`. `/healthz`, `/readyz` and the page's own files
+need no key."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import os.path
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -123,6 +123,15 @@ class ChatTemplate:
     def tokenise(self, text: str) -> list[int]:
         """Return the ids of a rendered prompt."""
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """Return the text of each of these tokens on its own; a part of a character becomes U+FFFD."""
+        return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids}
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Texts of the tokens that mark structure, such as the ends of turns."""
+        return frozenset(self._tokenizer.all_special_tokens)
 
     def continuation(
         self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool

@@ -1,46 +1,53 @@
-"""`GET /`: a page for people, over the JSON routes that everybody else has.
+"""`GET /`: a page for people, over the JSON routes that every client has.
 
-One decision: the page itself knows nothing. It is the same few kilobytes for everyone, asks the API with the key that
-its viewer typed in, and so shows what that key may see. Its policy lets nothing run or load but itself.
+The page holds no data. Its files are the same for everyone; its script reads the API with the key that the viewer
+enters, so it shows what that key may read. Its policy allows scripts, styles and requests of this origin only.
 """
 
 from __future__ import annotations
 
-import base64
 import functools
-import hashlib
 import importlib.resources
-import re
 
 from fastapi import APIRouter, Response
 
+from turnwise.errors import NotFound
+
 router = APIRouter()
+
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 @router.get("/", include_in_schema=False)
 async def dashboard() -> Response:
-    """Give the page."""
-    html, policy = _page()
-    headers = {
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
-    return Response(html, headers=headers, media_type="text/html")
+    """Return the page."""
+    return _file("index.html")
+
+
+@router.get("/web/{name}", include_in_schema=False)
+async def web_file(name: str) -> Response:
+    """Return a script or the style of the page."""
+    return _file(name)
+
+
+def _file(name: str) -> Response:
+    content = _files().get(name)
+    if content is None:
+        raise NotFound(f"the page has no file {name!r:.80}")
+    return Response(content, headers=HEADERS, media_type=MEDIA_TYPES[name.rpartition(".")[2]])
 
 
 @functools.cache
-def _page() -> tuple[str, str]:
-    """Return the page and the policy under which it runs: its own script and style, by their digests, and no other."""
-    html = importlib.resources.files("proxy.routes").joinpath("dashboard.html").read_text("utf-8")
-    sources = {tag: _source(html, tag) for tag in ("script", "style")}
-    return html, (
-        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
-def _source(html: str, tag: str) -> str:
-    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+def _files() -> dict[str, bytes]:
+    """Return the page's files by name."""
+    found = importlib.resources.files("proxy.web").iterdir()
+    return {file.name: file.read_bytes() for file in found if file.name.rpartition(".")[2] in MEDIA_TYPES}

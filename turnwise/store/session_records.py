@@ -1,4 +1,4 @@
-"""Whole sessions as they are exported: oldest first, each with all of its turns and its reward.
+"""Whole sessions and whole chains, as exports and people read them.
 
 Sessions are read some at a time from one open transaction, so an export of any size takes bounded memory and is a
 consistent snapshot.
@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import sqlalchemy as sa
 
 from turnwise import credit
+from turnwise.errors import NotFound
 from turnwise.store import lineage, rows
 from turnwise.store.experiences import SessionFilter
-from turnwise.store.tables import sessions
+from turnwise.store.tables import sessions, turns
 from turnwise.types import Credit, Reward, Session, Turn
 
 _SESSIONS_AT_ONCE = 32
@@ -54,8 +55,24 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
             return
         behind = found[-1].session_pk
         pks = [row.session_pk for row in found]
-        turns, lines = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks)
+        stored, lines = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks)
         for row in found:
             judged = lines.get(row.session_pk, [])
             session = rows.session_from_row(row, credit.session_reward(judged, Credit(row.credit)))
-            yield SessionRecord(session, turns.get(row.session_pk, []), judged)
+            yield SessionRecord(session, stored.get(row.session_pk, []), judged)
+
+
+def turn_path(conn: sa.Connection, tenant: str, turn_id: str) -> list[Turn]:
+    """Return the turns from the root of a chain to this one, this one included.
+
+    Raises:
+        NotFound: this tenant has no such turn.
+    """
+    session_pk = conn.execute(
+        sa.select(turns.c.session_pk)
+        .join_from(turns, sessions)
+        .where(turns.c.turn_id == turn_id, sessions.c.tenant == tenant)
+    ).scalar_one_or_none()
+    if session_pk is None:
+        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+    return lineage.with_ancestors(conn, session_pk, turns.c.turn_id == turn_id)
