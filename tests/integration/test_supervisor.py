@@ -18,6 +18,7 @@ import pytest
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import ports
+from turnwise.processes.log_follower import lines_of
 from turnwise.processes.supervisor import Child, State, Supervisor, describe_exit
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,24 @@ def test_restarts_wait_twice_as_long_from_death_to_death(tmp_path):
         ).__enter__()
     delays = [text.rpartition("in ")[2] for text in said if "restarting" in text]
     assert delays == ["0.1 s", "0.2 s", "0.4 s"]
+
+
+def test_chosen_lines_of_a_childs_log_are_printed_as_they_come(tmp_path):
+    """What the trainer waits for and what it trained; of the rest warnings alone."""
+    said: list[tuple[str, str]] = []
+    code = """
+    import time
+    for line in ("INFO trainer.pacing: waiting: 4 of 32 groups are ready, starts in 41 s", "INFO other: not shown",
+                 "WARNING other: low on disk", "INFO trainer.pacing is no logger", "Traceback"):
+        print("2026-01-01 12:00:00,000", line, flush=True)
+    time.sleep(600)
+    """
+    child = Child(name="trainer", argv=_python(code), shown_lines=lines_of("trainer.pacing"))
+    (tmp_path / "trainer.log").write_text("2026-01-01 12:00:00,000 WARNING old: of an earlier run\n")
+    with Supervisor([child], log_directory=tmp_path, say=lambda *line: said.append(line)):
+        _eventually(lambda: ("trainer", "low on disk") in said)
+    shown = [text for _, text in said if not text.startswith(("starting", "ready", "stopped"))]
+    assert shown == ["waiting: 4 of 32 groups are ready, starts in 41 s", "low on disk"]
 
 
 def test_exit_status_two_is_not_retried(tmp_path):

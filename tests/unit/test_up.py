@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from turnwise.commands import location, preflight, running_stack
+from turnwise.commands import location, running_stack
 from turnwise.commands.cli import main
 from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
 from turnwise.errors import SettingsError
@@ -72,7 +73,8 @@ def test_a_wrong_setting_of_any_part_is_found_before_anything_starts(model):
 
 def test_a_missing_package_of_the_trainer_is_found_before_anything_starts(model, monkeypatch):
     Path("turnwise.toml").write_text('[trainer]\ntensorboard_dir = "runs/board"\n')
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else object())
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
     assert "pip install tensorboard" in _refused("up", "--model", model)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from turnwise.commands import operate
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.processes import engine_command
-from turnwise.processes.ports import check_port_is_free
-from turnwise.settings import Settings, load_settings
+from turnwise.processes.ports import check_port_is_free, free_port
+from turnwise.settings import load_settings
 
 if TYPE_CHECKING:
     from turnwise.processes.gpu_plan import GpuPlan
@@ -56,7 +56,7 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
         section="engine",
         overrides={
             "model": settings.model or "demo",
-            "port": settings.engine_port,
+            "port": settings.engine_port or free_port(),
             "tensor_parallel": settings.tensor_parallel,
         },
     )
@@ -81,27 +81,8 @@ def load_trainer(settings: UpSettings, config: Path | None) -> Any:
         section="trainer",
         overrides=overrides,
     )
-    check_trainer(trainer)
+    import_module("trainer.main").check_startable(trainer)
     return trainer
-
-
-def check_trainer(trainer: Settings) -> None:
-    """Refuse settings of the trainer that need a package which is not installed.
-
-    Raises:
-        SettingsError: a package is missing.
-    """
-    values = trainer.model_dump()
-    for setting, value, package in (
-        ("tensorboard_dir", values.get("tensorboard_dir"), "tensorboard"),
-        ("wandb_project", values.get("wandb_project"), "wandb"),
-        ("kind", "lora" if values.get("kind") == "lora" else None, "peft"),
-    ):
-        if value is not None and importlib.util.find_spec(package) is None:
-            raise SettingsError(
-                f"[trainer] {setting}={str(value)!r} needs the package {package}: pip install {package}, "
-                "or remove the setting"
-            )
 
 
 def check_model(model: str | None) -> None:

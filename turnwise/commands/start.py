@@ -50,11 +50,12 @@ def run_proxy(settings: Any) -> None:
 def run_trainer(settings: Any) -> None:
     """Run the trainer until it is told to stop."""
     preflight, operate = import_module("turnwise.commands.preflight"), import_module("turnwise.commands.operate")
-    preflight.check_trainer(settings)
-    if settings.model and import_module("turnwise.processes.engine_command").is_directory(settings.model):
+    trainer = import_module("trainer.main")
+    trainer.check_startable(settings)
+    if import_module("turnwise.processes.engine_command").is_directory(settings.model):
         preflight.check_model(settings.model)
     operate.prepare(settings.database.get_secret_value())
-    sys.exit(import_module("trainer.main").run(settings))
+    sys.exit(trainer.run(settings))
 
 
 def run_stack(settings: UpSettings, config: Path | None) -> None:

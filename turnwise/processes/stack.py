@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from turnwise.processes.gpu_plan import GpuPlan, plan_gpus
+from turnwise.processes.log_follower import lines_of
 from turnwise.processes.ports import free_port
 from turnwise.processes.supervisor import Child
 from turnwise.settings import Settings, variable_name
@@ -166,6 +167,7 @@ class Stack:
             env=self._database("proxy"),
             ready=f"{self.proxy_url}/readyz",
             port=self._settings.port,
+            shown_lines=lines_of("proxy.reload.reloader"),
         )
 
     def _trainer(self) -> Child:
@@ -179,7 +181,8 @@ class Stack:
             argv = [*launcher, str(len(gpus)), "-m", "turnwise", "train", *flags]
         else:
             argv = command("train", *flags)
-        return Child(name="trainer", argv=argv, env=environment, grace_seconds=30.0)
+        shown = lines_of("trainer.pacing", "trainer.recorders", "trainer.loop.base", "trainer.loop.resume")
+        return Child(name="trainer", argv=argv, env=environment, shown_lines=shown, grace_seconds=30.0)
 
     def _database(self, section: str) -> dict[str, str]:
         return {variable_name(section, "database"): self._settings.database.get_secret_value()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import http.client
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from typing import BinaryIO, Self
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import guard, ports
+from turnwise.processes.log_follower import LogFollower
 from turnwise.settings import child_environment
 
 Say = Callable[[str, str], None]
@@ -52,6 +54,8 @@ class Child:
     """A URL that answers 200, or a function that returns True; None: ready as soon as it runs."""
     port: int | None = None
     """The port that it listens on. It must be free before the start, and only the child's own answer counts."""
+    shown_lines: re.Pattern[str] | None = None
+    """Lines of its log that are printed too, as the group `text`; None prints none."""
     once: bool = False
     """A task: it must end with success before the next child starts."""
     start_seconds: float = 180.0
@@ -84,6 +88,7 @@ class _Run:
     started_at: float = 0.0
     start_again_at: float = 0.0
     num_starts: int = 0
+    follower: LogFollower | None = None
     log_start: int = 0
     """Where the log of the latest start begins, bytes."""
     num_quick_deaths: int = 0
@@ -210,8 +215,13 @@ class Supervisor:
                     self._start(run)
             elif run.state in {State.STARTING, State.READY}:
                 self._check(run)
+            self._show_log(run)
         if all(run.state in {State.READY, State.FINISHED} for run in self._runs):
             self._settled.set()
+
+    def _show_log(self, run: _Run) -> None:
+        for line in run.follower.new_lines() if run.follower is not None else ():
+            self._say(run.child.name, line)
 
     def _start(self, run: _Run) -> None:
         child = run.child
@@ -221,6 +231,8 @@ class Supervisor:
         command = [sys.executable, "-I", "-S", str(guard.__file__), str(child.grace_seconds), str(os.getpid())]
         with run.log_path.open("ab") as log:
             run.log_start = log.tell()
+            if child.shown_lines is not None and run.follower is None:
+                run.follower = LogFollower(run.log_path, child.shown_lines)
             run.process = subprocess.Popen(  # noqa: S603  argv is the caller's, no shell
                 [*command, *child.argv],
                 env=child_environment(child.env),
