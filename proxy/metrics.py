@@ -56,6 +56,12 @@ class Metrics:
             ["tool"],
             registry=r,
         )
+        self.dropped_fields = Counter(
+            "turnwise_dropped_fields",
+            "Request fields that would steer the engine itself, removed from a request",
+            ["field"],
+            registry=r,
+        )
         self.refused = Counter("turnwise_refused", "Requests answered with an error of the proxy", ["code"], registry=r)
         self.retries = Counter("turnwise_retries", "Retried operations", ["what"], registry=r)
         self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)

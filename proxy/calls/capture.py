@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 
 from proxy.continuation.conversation import tool_call_ids
+from proxy.continuation.digests import has_media
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.writer.process import Sampled
 from turnwise.types import Json, Outcome, Session, TokenIds, Turn
 
+SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
+"""Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
+CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
+"""vLLM's other finish reasons."""
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
 
@@ -78,11 +83,12 @@ def build_turns(
     """
     echo = as_token_ids(captured.prompt_token_ids)
     echoed = plan.prompt_token_ids is None or np.array_equal(echo, plan.prompt_token_ids)
+    unsampled = unsampled_reason(call, session)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
         prompt = as_token_ids(choice.prompt_token_ids) if choice.prompt_token_ids else echo
-        outcome, reason = _outcome(prompt, choice, plan, echoed=echoed, aborted=aborted)
+        outcome, reason = _outcome(prompt, choice, plan, unsampled, echoed=echoed, aborted=aborted)
         # A retry of a call that was cut off samples again: only a complete reply is stored under the key.
         keyed = call.idempotency_key is not None and aborted is None
         history_digest, messages_digest, dialogue_digest = plan.history.extended(choice.message)
@@ -156,8 +162,15 @@ def request_key(idempotency_key: str, index: int) -> str:
     return f"{idempotency_key}#{index}"
 
 
+def unsampled_reason(call: Call, session: Session) -> str | None:
+    """Return why no reply to the call can be trained; None if one can."""
+    if call.body.get("use_beam_search") or session.sampling.get("use_beam_search"):
+        return "beam_search"
+    return "media" if has_media(call.messages) else None
+
+
 def _outcome(
-    prompt: TokenIds, choice: Choice, plan: Plan, *, echoed: bool, aborted: str | None
+    prompt: TokenIds, choice: Choice, plan: Plan, unsampled: str | None, *, echoed: bool, aborted: str | None
 ) -> tuple[Outcome, str | None]:
     """Return the outcome of a choice, its logprobs not considered, and the reason: the first problem found."""
     if aborted is not None:
@@ -166,6 +179,11 @@ def _outcome(
         return Outcome.UNTRAINABLE, "no_prompt_ids"
     if not choice.token_ids:
         return Outcome.UNTRAINABLE, "no_token_ids"
+    if unsampled is not None:
+        return Outcome.UNTRAINABLE, unsampled
+    if choice.finish_reason not in SAMPLED_ENDS:
+        known = choice.finish_reason in CUT_OFF_ENDS
+        return Outcome.UNTRAINABLE, f"engine_{choice.finish_reason}" if known else "engine_cut_off"
     if not echoed:
         return Outcome.RETOKENISED, "echo_differs"
     return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason

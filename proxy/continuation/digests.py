@@ -125,13 +125,18 @@ def _canonical_call(call: Any, fields: frozenset[str]) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _parsed_arguments(text: str) -> Any:
     try:
-        return orjson.loads(text)
+        parsed = orjson.loads(text)
     except orjson.JSONDecodeError:
-        return text
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def canonical_arguments(arguments: Any) -> Any:
-    """Return tool arguments as a JSON value, so that spaces and key order do not count; invalid JSON stays text."""
+    """Return tool arguments as a JSON object, so that spaces and key order do not count.
+
+    Invalid JSON, and JSON that is not an object, is an empty object: so vLLM renders it, and so formats whose arguments
+    are objects send it back.
+    """
     if isinstance(arguments, str):
         return _parsed_arguments(arguments) if arguments.strip() else {}
     return {} if arguments is None else arguments

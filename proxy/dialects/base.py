@@ -17,8 +17,17 @@ OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 
 TEMPLATE_FIELDS = ("chat_template", "documents")
 """Request fields besides `chat_template_kwargs` that are arguments of the chat template."""
-NOT_SAMPLING = frozenset({"messages", "tools", "metadata", "kv_transfer_params", "model", "stream", "stream_options"})
+NOT_SAMPLING = frozenset({"messages", "tools", "metadata", "model", "stream", "stream_options"})
 """Request fields that are stored elsewhere or do not affect sampling."""
+
+
+ENGINE_FIELDS = frozenset(
+    {
+        *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority", "request_id", "data_parallel_rank"),
+        *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "stream_interval", "prompt_embeds"),
+    }
+)
+"""Request fields that steer the engine itself; a client's are removed."""
 
 
 class Encoder(Protocol):
@@ -65,6 +74,8 @@ class Call:
     """The client's own request, where the dialect needs it for the reply."""
     dropped_tools: list[str] = dataclasses.field(default_factory=list)
     """Tools that only the client's own service could run, removed from the request."""
+    dropped_fields: list[str] = dataclasses.field(default_factory=list)
+    """Request fields that would steer the engine itself, removed from the request."""
     previous_turn_id: str | None = None
     """The stored turn that the call continues without repeating its messages."""
     notes: Json = dataclasses.field(default_factory=dict)
@@ -103,6 +114,12 @@ class Call:
         return bool(
             body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False
         )
+
+
+def remove_engine_fields(body: Json) -> tuple[Json, list[str]]:
+    """Return a request without the fields that steer the engine itself, and the names of these fields."""
+    removed = sorted(ENGINE_FIELDS.intersection(body))
+    return ({field: value for field, value in body.items() if field not in removed} if removed else body), removed
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,13 +6,14 @@ for them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
 
 from proxy.dialects import engine_reply
-from proxy.dialects.base import Action, Call, Captured, Choice, Dialect, WireRoute
+from proxy.dialects.base import Action, Call, Captured, Choice, Dialect, WireRoute, remove_engine_fields
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json, TokenIds
@@ -56,6 +57,7 @@ class ChatCompletions(Dialect):
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
         """
+        body, dropped_fields = remove_engine_fields(body)
         messages = body.get("messages") or []
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise InvalidRequest("`messages` must be a list of objects.", param="messages")
@@ -64,7 +66,6 @@ class ChatCompletions(Dialect):
                 f"`messages` has {len(messages)} entries; at most {max_messages} are served.", param="messages"
             )
         check_kinds(body, {"tools": list, "chat_template_kwargs": dict, "metadata": dict, "model": str})
-        check_kinds(body, {"kv_transfer_params": dict})
         return Call(
             dialect=self,
             body=body,
@@ -73,18 +74,18 @@ class ChatCompletions(Dialect):
             num_choices=number_of_choices(body, max_choices),
             wants_logprobs=bool(body.get("logprobs")) and not _hides_thinking(body),
             wants_token_ids=bool(body.get("return_token_ids")),
+            dropped_fields=dropped_fields,
         )
 
     def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:
         """Return the engine request, with the options that capture needs."""
-        body = {**call.body, **pinned}
+        body, _ = remove_engine_fields({**call.body, **pinned})
+        if call.messages:
+            body["messages"] = with_readable_arguments(call.messages)
         if not _is_refused(body):
             body |= FORCED
         if prompt_token_ids is not None:
-            body["kv_transfer_params"] = {
-                **(body.get("kv_transfer_params") or {}),
-                "prompt_token_ids": prompt_token_ids,
-            }
+            body["kv_transfer_params"] = {"prompt_token_ids": prompt_token_ids}
         return body
 
     def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
@@ -127,6 +128,39 @@ class ChatCompletions(Dialect):
             message = {**message, "tool_calls": calls}
         field = "delta" if stream else "message"
         return {"index": index, field: message, "logprobs": None, "finish_reason": finish_reason}
+
+
+def with_readable_arguments(messages: list[Json]) -> list[Json]:
+    """Return messages in which the arguments of every tool call are an object; others become an empty object.
+
+    A sampled call with broken JSON would otherwise end its conversation: engines refuse every later request with it.
+    """
+    readable = messages
+    for position, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if isinstance(calls, list) and not all(map(_is_readable, calls)):
+            readable = messages[:] if readable is messages else readable
+            readable[position] = {**message, "tool_calls": list(map(_readable_call, calls))}
+    return readable
+
+
+def _is_readable(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    return not isinstance(arguments, str) or not arguments or is_json_object(arguments)
+
+
+def _readable_call(call: Any) -> Any:
+    return call if _is_readable(call) else {**call, "function": {**call["function"], "arguments": "{}"}}
+
+
+@functools.lru_cache(maxsize=4096)
+def is_json_object(text: str) -> bool:
+    """Return whether a text is the JSON of an object."""
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False
 
 
 def check_kinds(body: Json, kinds: Mapping[str, type]) -> None:

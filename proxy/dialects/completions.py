@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import orjson
 
 from proxy.dialects import engine_reply
-from proxy.dialects.base import Call, Captured, Choice, Dialect, WireRoute
+from proxy.dialects.base import Call, Captured, Choice, Dialect, WireRoute, remove_engine_fields
 from proxy.dialects.chat import check_kinds, number_of_choices
 from proxy.dialects.schemas import STREAM
 from turnwise.errors import InvalidRequest
@@ -44,6 +44,7 @@ class TextCompletions(Dialect):
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
         """
+        body, dropped_fields = remove_engine_fields(body)
         prompts = number_of_prompts(body.get("prompt"))
         if prompts > max_messages:
             raise InvalidRequest(f"`prompt` has {prompts} entries; at most {max_messages} are served.", param="prompt")
@@ -58,12 +59,14 @@ class TextCompletions(Dialect):
             num_choices=prompts * number_of_choices(body, max_choices),
             wants_logprobs=body.get("logprobs") is not None,
             wants_token_ids=bool(body.get("return_token_ids")),
+            dropped_fields=dropped_fields,
         )
 
     def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:  # noqa: ARG002  never extended
         """Return the engine request, with the options that capture needs."""
         logprobs = call.body.get("logprobs")
-        return {**call.body, **pinned, "return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
+        body, _ = remove_engine_fields({**call.body, **pinned})
+        return {**body, "return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
 
     def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
         """Capture a whole reply; return it without the fields that the client did not ask for.

@@ -16,7 +16,7 @@ import orjson
 from proxy.dialects import engine_reply
 from proxy.dialects.base import Action, Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments, parts_of
-from proxy.dialects.chat import ChatCompletions, check_kinds
+from proxy.dialects.chat import ChatCompletions, check_kinds, is_json_object
 from proxy.dialects.schemas import MESSAGES, STREAM
 from proxy.dialects.sse import named_event
 from turnwise.errors import InvalidRequest
@@ -172,17 +172,21 @@ class MessageEncoder(BlockEncoder):
         return named_event("content_block_start", {"index": len(self.closed), "content_block": content})
 
     def growing(self, block: Block, logprobs: Json | None) -> bytes:  # noqa: ARG002  Anthropic has none
-        """Add to the open block."""
-        field = {"thinking": "thinking", "text": "text", "tool": "partial_json"}[block.kind]
-        kind = "input_json_delta" if block.kind == "tool" else f"{field}_delta"
-        return self._delta({"type": kind, field: block.text})
+        """Add to the open block; a tool's input is sent when it is complete, so that it is always an object."""
+        if block.kind == "tool":
+            return b""
+        field = "thinking" if block.kind == "thinking" else "text"
+        return self._delta({"type": f"{field}_delta", field: block.text})
 
     def closing(self, block: Block) -> bytes:
-        """Close a block; thinking gets its signature first."""
-        signature = b""
+        """Close a block, after the signature of thinking or the input of a tool."""
+        last = b""
         if block.kind == "thinking":
-            signature = self._delta({"type": "signature_delta", "signature": self._message_id})
-        return signature + named_event("content_block_stop", {"index": len(self.closed)})
+            last = self._delta({"type": "signature_delta", "signature": self._message_id})
+        elif block.kind == "tool":
+            text = block.text if is_json_object(block.text) else "{}"
+            last = self._delta({"type": "input_json_delta", "partial_json": text})
+        return last + named_event("content_block_stop", {"index": len(self.closed)})
 
     def ending(self) -> bytes:
         """End the message with its stop reason and usage."""

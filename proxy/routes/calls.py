@@ -78,8 +78,7 @@ class Sample:
         call = await self._read_call(raw, scope, headers, query, principal)
         reply.encoder = call.encoder
         services.model_names.check(call.model, services.pool.engines)
-        if call.dropped_tools:
-            self._report_dropped(call, reply)
+        self._report_dropped(call, reply)
         if call.previous_turn_id is not None:
             await self._resume(call, principal)
         if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
@@ -87,12 +86,15 @@ class Sample:
         await self._answer(call, principal, identify_request(call, principal, raw), reply, scope["extensions"][LEFT])
 
     def _report_dropped(self, call: Call, reply: Reply) -> None:
-        """Count the tools that were removed from the request, and name them in a header of the reply."""
+        """Count what was removed from the request, and name the removed tools in a header of the reply."""
+        metrics = self._services.metrics
+        for field in call.dropped_fields:
+            metrics.dropped_fields.labels(field).inc()
         names = [_NOT_A_NAME.sub("", tool)[:MAX_TOOL_NAME] or "unknown" for tool in call.dropped_tools]
-        reply.headers[DROPPED_TOOLS] = ", ".join(names)
         for name in names:
-            known = name if name in HOSTED_TOOLS else "other"
-            self._services.metrics.dropped_tools.labels(known).inc()
+            metrics.dropped_tools.labels(name if name in HOSTED_TOOLS else "other").inc()
+        if names:
+            reply.headers[DROPPED_TOOLS] = ", ".join(names)
 
     async def _answer(
         self, call: Call, principal: Principal, identity: RequestIdentity, reply: Reply, left: asyncio.Future[None]

@@ -120,7 +120,7 @@ def test_metadata_of_the_wrong_kind_is_refused(shared, metadata):
 
 @pytest.mark.parametrize(
     "change",
-    [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}, {"kv_transfer_params": [1]}],
+    [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}],
 )
 def test_a_field_that_the_proxy_relies_on_is_checked(shared, change):
     _, http = shared

@@ -112,7 +112,6 @@ CHAT_SHAPES: dict[str, dict[str, Any]] = {
     "text format": {"response_format": {"type": "text"}},
     "a choice of texts": {"structured_outputs": {"choice": ["oslo", "rome"]}},
     "a regex": {"structured_outputs": {"regex": "[ab]{3}"}},
-    "prompt ids": {"kv_transfer_params": {"prompt_token_ids": [40, 41, 42]}, **IDS},
     "metadata and user": {"metadata": {"a": "b"}, "user": "u"},
     "unknown fields": {"no_such_field": 1, "store": True},
     "special tokens kept": {"skip_special_tokens": False, "max_tokens": 30},

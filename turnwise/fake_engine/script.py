@@ -81,8 +81,8 @@ class Reply(_Strict):
     text: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] = pydantic.Field(default_factory=list)
-    finish_reason: Literal["stop", "length"] = "stop"
-    """`length` leaves out the end-of-turn token, as a cut reply does."""
+    finish_reason: Literal["stop", "length", "abort", "error", "repetition"] = "stop"
+    """Any but `stop` leaves out the end-of-turn token, as a cut reply does."""
     pace_seconds: float | None = None
     """Delay before each token; None takes the script's."""
     choices: list[Reply] = pydantic.Field(default_factory=list)

@@ -199,9 +199,11 @@ def _normalised(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(arguments: object) -> object:
+    """Return a tool call's arguments as vLLM passes them to templates: anything but an object is an empty object."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        return json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}")
     except json.JSONDecodeError:
-        return arguments
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
