@@ -54,6 +54,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
     )
     for module in (sessions, tokens, rewards, policies, keys, operations, dashboard):
         app.include_router(module.router)
+    app.include_router(operations.control)
     app.add_exception_handler(TurnwiseError, _answer_error)
     app.add_exception_handler(Exception, _answer_unexpected)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
@@ -75,9 +76,26 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         message = f"the request body is not JSON: {first['ctx']['error']}; NaN and Infinity are not JSON either"
         return _plain(422, problems.body(message, "invalid_request_error", "invalid_json"))
-    where = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
-    message = f"`{where}`: {first['msg'].removeprefix('Value error, ')}"
+    place = [str(part) for part in first["loc"][1:]]
+    if place[:1] == ["0"] and len(error.errors()) and not _is_list(error.body):
+        place = place[1:]  # one reward line is read as a list of one
+    where = ".".join(place) or str(first["loc"][0])
+    message = _sentence(request, first, where)
     return _plain(422, problems.body(message, "invalid_request_error", "invalid_request", where))
+
+
+def _is_list(body: Any) -> bool:
+    return isinstance(body, list)
+
+
+def _sentence(request: Request, first: Mapping[str, Any], where: str) -> str:
+    """Return what is wrong with a request, from FastAPI's first error."""
+    if isinstance(first.get("input"), bytes | str) and where in ("body", "0"):
+        sent = request.headers.get("content-type", "none")
+        return f"The body was not read as JSON (content-type: {sent}). Send content-type: application/json."
+    if first["type"] == "missing":
+        return f"`{where}` is missing."
+    return f"`{where}`: {first['msg'].removeprefix('Value error, ')}"
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:

@@ -62,6 +62,16 @@ class Metrics:
             ["field"],
             registry=r,
         )
+        self.groups = Gauge(
+            "turnwise_groups", "Groups that are not finished, by state; read from the store", ["status"], registry=r
+        )
+        self.last_update = Gauge("turnwise_last_update", "The trainer's last update, by its number", registry=r)
+        self.last_update_timestamp = Gauge(
+            "turnwise_last_update_timestamp_seconds", "When the trainer's last update was committed", registry=r
+        )
+        self.last_update_reward = Gauge(
+            "turnwise_last_update_reward_mean", "Mean session reward in the trainer's last update", registry=r
+        )
         self.refused = Counter("turnwise_refused", "Requests answered with an error of the proxy", ["code"], registry=r)
         self.retries = Counter("turnwise_retries", "Retried operations", ["what"], registry=r)
         self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)

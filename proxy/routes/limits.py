@@ -1,16 +1,18 @@
-"""Control-plane requests under the same limits as calls: size, nesting, and JSON without NaN or half a character.
+"""Control-plane requests under the same limits as calls: size, nesting, and JSON without NaN or lone surrogates.
 
-One decision: the body is read and decoded here, before FastAPI sees it, by the functions that the data plane uses, so
-both planes refuse the same things in the same words.
+The body is read and decoded here, before FastAPI sees it, by the functions that the data plane uses, so both planes
+refuse the same things in the same words. Unknown query parameters are refused as unknown fields are.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import orjson
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import Field
 
@@ -29,6 +31,22 @@ Text = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*$")]
 """A remark in a client's own words."""
 
 
+def _check_parameters(request: Request, known: list[str]) -> None:
+    """Refuse query parameters that the route does not have: a misspelt filter must not return everything.
+
+    Raises:
+        RequestValidationError: the first unknown one, with the name that comes near it.
+    """
+    for name in request.query_params:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            near = near or [each for each in known if each.startswith(name)][:1]
+            hint = f"did you mean `{near[0]}`?" if near else f"there are: {', '.join(known) or 'none'}"
+            raise RequestValidationError(
+                [{"type": "unknown_parameter", "loc": ("query", name), "msg": f"no such query parameter; {hint}"}]
+            )
+
+
 class LimitedRequest(Request):
     """A request whose body is decoded strictly."""
 
@@ -43,8 +61,10 @@ class LimitedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, with the limits in front of it."""
         handle = super().get_route_handler()
+        known = sorted(parameter.alias for parameter in self.dependant.query_params)
 
         async def limited(request: Request) -> Response:
+            _check_parameters(request, known)
             settings = services_of(request).settings
             checked = LimitedRequest(request.scope, request.receive)
             if request.method == "POST":

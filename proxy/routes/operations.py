@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -11,6 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
 
 from proxy.auth import Principal
+from proxy.routes.limits import LimitedRoute
 from proxy.routes.models import Answer, UpdatePage, answer, says
 from proxy.routes.openapi import describe
 from proxy.routes.serialise import caller, page, update_json
@@ -21,6 +23,9 @@ from turnwise.store import policies, queries, trained
 from turnwise.types import Json
 
 router = APIRouter(tags=["operations"])
+log = logging.getLogger(__name__)
+
+control = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["operations"])
 HIDDEN_ERROR = "the last reload failed; present a key to read why"
 
 Caller = Annotated[Principal, Depends(caller)]
@@ -115,7 +120,7 @@ async def _store_error(services: Services) -> str | None:
     return None
 
 
-@router.get("/v1/counts", responses=says(CountsAnswer))
+@control.get("/counts", responses=says(CountsAnswer))
 async def counts(services: Annotated[Services, Depends(services_of)], principal: Caller) -> Response:
     """Count this tenant's sessions, turns and rewards, and the groups that wait for the trainer."""
 
@@ -126,7 +131,7 @@ async def counts(services: Annotated[Services, Depends(services_of)], principal:
     return answer(dataclasses.asdict(await asyncio.to_thread(read)))
 
 
-@router.get("/v1/updates", responses=says(UpdatePage))
+@control.get("/updates", responses=says(UpdatePage))
 async def list_updates(
     services: Annotated[Services, Depends(services_of)],
     principal: Caller,
@@ -155,5 +160,26 @@ async def document(request: Request, _: Caller) -> Response:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request, _: Caller) -> Response:
-    """Give all counts in Prometheus' text format."""
-    return Response(generate_latest(services_of(request).metrics.registry), media_type="text/plain; version=0.0.4")
+    """Give all metrics in Prometheus' text format."""
+    services = services_of(request)
+    try:
+        await asyncio.to_thread(_read_gauges, services)
+    except StoreError as error:
+        services.metrics.background_errors.labels("gauges").inc()
+        log.warning("the gauges that come from the store could not be read: %s", error)
+    return Response(generate_latest(services.metrics.registry), media_type="text/plain; version=0.0.4")
+
+
+def _read_gauges(services: Services) -> None:
+    """Set the gauges that come from the store."""
+    with services.database.read() as connection:
+        unfinished = queries.unfinished_groups(connection)
+        update = queries.last_update(connection)
+    for status, count in unfinished.items():
+        services.metrics.groups.labels(status).set(count)
+    if update is not None:
+        services.metrics.last_update.set(update.update_id)
+        services.metrics.last_update_timestamp.set(update.created_at.timestamp())
+        reward = update.metrics.get("reward_mean")
+        if reward is not None:
+            services.metrics.last_update_reward.set(reward)

@@ -19,6 +19,7 @@ from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
 from proxy.routes.models import RewardsAnswer, answer, says
 from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
+from turnwise.errors import InvalidRequest
 from turnwise.store import experiences, ledger, queries, trained
 from turnwise.types import Credit, Reward, SessionStatus, Split
 
@@ -143,6 +144,12 @@ async def list_experiences(
     merge: Literal["turn", "chain"] = "turn",
 ) -> StreamingResponse:
     """Give what would be trained as JSON Lines, under the sessions' own credit policy or, as a dry run, another."""
+    if gamma and credit is Credit.PROPAGATE:
+        raise InvalidRequest(
+            "`gamma` discounts step rewards and has no effect with credit `propagate`; give credit `step_wise`, or "
+            "leave `gamma` out",
+            param="gamma",
+        )
     wanted = experiences.SessionFilter(
         tenant=principal.tenant, session_id=session_id, task_id=task_id, group_id=group_id, split=split, status=status
     )

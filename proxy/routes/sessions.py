@@ -8,7 +8,7 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from proxy.auth import Principal
 from proxy.continuation.identities import SESSION_ID, check_id
@@ -51,6 +51,15 @@ class NewSession(BaseModel):
     """What the session key of the answer may do: call the model, or also post rewards for its session and end it."""
     key_expires_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
     """How long the session key is accepted; by default for as long as the session is open."""
+
+    @model_validator(mode="after")
+    def _gamma_has_an_effect(self) -> NewSession:
+        if self.gamma and self.credit is Credit.PROPAGATE:
+            raise ValueError(
+                "`gamma` discounts step rewards and has no effect with credit `propagate`; give credit `step_wise`, "
+                "or leave `gamma` out"
+            )
+        return self
 
 
 class Ending(BaseModel):

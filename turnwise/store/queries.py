@@ -19,7 +19,7 @@ from turnwise.store import lineage, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.statements import fetch_at_once, is_among, members
-from turnwise.types import Credit, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
+from turnwise.types import Credit, GroupStatus, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +320,16 @@ def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRec
         found = found.where(tables.updates.c.trainer_id == trainer_id)
     row = conn.execute(found).one_or_none()
     return None if row is None else rows.UPDATES.record(row)
+
+
+def unfinished_groups(conn: sa.Connection) -> dict[str, int]:
+    """Count the groups of all tenants that are open, ready or claimed; their number does not grow with history."""
+    table = tables.groups
+    unfinished = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
+    found = conn.execute(
+        sa.select(table.c.status, sa.func.count()).where(table.c.status.in_(unfinished)).group_by(table.c.status)
+    )
+    return dict.fromkeys(unfinished, 0) | {status: count for status, count in found}  # noqa: C416  mypy knows no Row
 
 
 def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:

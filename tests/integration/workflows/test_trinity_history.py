@@ -289,7 +289,7 @@ def test_step_rewards_become_discounted_credit(proxy, kind, returns):
 
     γ 0.5: the last step's 2, before it 0 + 0.5 · 2 = 1, first 0.5 + 0.5 · 1 = 1. A run's one reward is not discounted.
     """
-    model = ModelWrapper(proxy.url, model="fake", session={"gamma": 0.5})
+    model = ModelWrapper(proxy.url, model="fake", session={"gamma": 0.5} if kind is Stepped else {})
     kind(task=Task(), model=model).run()
     lines = list(model.client.experiences(session_id=model.session_id))
     model.client.close()

@@ -1,0 +1,129 @@
+"""The control plane's answers to what a first user gets wrong, and what it says of sessions and turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+from support.in_process import in_process_proxy
+
+from turnwise.store import claims
+from turnwise.store.database import Database
+from turnwise.types import UpdateRecord
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, Database]]:
+    with in_process_proxy(tmp_path_factory.mktemp("control")) as running:
+        yield running
+
+
+@pytest.fixture
+def http(world) -> TestClient:
+    return world[0]
+
+
+def refusal(reply) -> str:
+    assert reply.status_code in (409, 422), reply.text
+    return reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/v1/experiences?sesion=s", "did you mean `session_id`?"),
+        ("/v1/sessions?group=g", "did you mean `group_id`?"),
+        ("/v1/sessions/s/turns?promt=whole", "did you mean `prompt`?"),
+        ("/v1/counts?tenant=t", "no such query parameter; there are: none"),
+        ("/v1/updates?before=1", "no such query parameter; there are: after, limit"),
+    ],
+)
+def test_a_misspelt_filter_is_refused_and_not_ignored(http, path, sentence) -> None:
+    assert sentence in refusal(http.get(path))
+
+
+def test_a_discount_that_has_no_effect_is_refused(http) -> None:
+    assert "give credit `step_wise`" in refusal(http.post("/v1/sessions", json={"gamma": 0.5}))
+    found = http.get("/v1/experiences?credit=propagate&gamma=0.5")
+    assert found.status_code == 400
+    assert "has no effect with credit `propagate`" in found.json()["error"]["message"]
+    assert http.post("/v1/sessions", json={"gamma": 0.5, "credit": "step_wise"}).status_code == 200
+
+
+def test_a_wrong_body_is_named_in_one_sentence(http) -> None:
+    assert refusal(http.post("/v1/rewards", json={"session_id": "s"})) == "`value` is missing."
+    assert refusal(http.post("/v1/rewards", json=[{"session_id": "s"}])) == "`0.value` is missing."
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    said = refusal(http.post("/v1/rewards", content=b'{"session_id": "s", "value": 1}', headers=form))
+    assert said.endswith("Send content-type: application/json.")
+
+
+def test_a_second_creation_changes_what_calls_and_credit_use(http) -> None:
+    http.post("/sessions/opened/v1/chat/completions", json=CHAT).raise_for_status()
+    body = {"session_id": "opened", "group_id": "g", "group_size": 2, "credit": "step_wise", "sampling": {"top_p": 0.5}}
+    changed = http.post("/v1/sessions", json=body).raise_for_status().json()
+    assert (changed["group_id"], changed["credit"], changed["num_turns"]) == ("g", "step_wise", 1)
+    http.post("/sessions/opened/v1/chat/completions", json=CHAT).raise_for_status()
+    conflict = http.post("/v1/sessions", json={"session_id": "opened", "group_id": "h"})
+    assert (conflict.status_code, conflict.json()["error"]["param"]) == (409, "group_id")
+    assert http.get("/v1/sessions/opened").json()["sampling"] == {"top_p": 0.5}
+
+
+def test_a_turn_is_given_with_what_it_adds_and_on_request_with_its_whole_prompt(http) -> None:
+    said = http.post("/sessions/long/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]
+    messages = [*CHAT["messages"], said, {"role": "user", "content": "Go on."}]
+    second = http.post("/sessions/long/v1/chat/completions", json={**CHAT, "messages": messages}).json()
+    for path in ("/v1/sessions/long/turns?after=" + http.get("/v1/sessions/long/turns").json()["data"][0]["turn_id"],):
+        (added,) = http.get(path).json()["data"]
+        (whole,) = http.get(f"{path}&prompt=whole").json()["data"]
+    assert http.get(f"/v1/turns/{second['id']}").json() == added
+    assert http.get(f"/v1/turns/{second['id']}?prompt=whole").json() == whole
+    assert [message["role"] for message in whole["messages"]] == ["user", "assistant", "user"]
+    if added["parent_turn_id"] is not None:
+        assert added["messages"] == messages[2:]
+    assert len(whole["prompt_token_ids"]) == added["prompt_length"] >= len(added["prompt_token_ids"])
+
+
+def test_a_reward_for_what_was_trained_says_so_and_updates_and_metrics_name_it(world) -> None:
+    http, database = world
+    http.post("/sessions/kim/v1/chat/completions", json=CHAT).raise_for_status()
+    first = http.post("/v1/rewards", json={"session_id": "kim", "value": 1.0}).json()["data"]
+    assert first == [{"turns": 1, "trained_in": None}]
+    ended = http.post("/v1/sessions/kim/end", json={}).json()
+    assert ended["num_turns"] == 1
+    (turn,) = http.get("/v1/sessions/kim/turns").json()["data"]
+    held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
+    assert held is not None
+    update = UpdateRecord(
+        update_id=7,
+        trainer_id="t",
+        policy_version=3,
+        num_groups=1,
+        num_sessions=1,
+        num_tokens=2,
+        metrics={"reward_mean": 1.0},
+    )
+    with database.write() as connection:
+        claims.ack(connection, held, update, trained={("default", "kim"): {turn["turn_id"]: 0.25}})
+    for line in ({"session_id": "kim"}, {"turn_id": turn["turn_id"]}):
+        late = http.post("/v1/rewards", json={**line, "value": 2.0}).json()["data"]
+        assert late == [{"turns": 1, "trained_in": 7}]
+    assert http.get("/v1/sessions/kim").json()["trained_in"] == [{"update_id": 7, "policy_version": 3}]
+    trained = http.get(f"/v1/turns/{turn['turn_id']}").json()["trained_in"]
+    assert trained == [{"update_id": 7, "policy_version": 3, "advantage": 0.25}]
+    (listed,) = http.get("/v1/updates").json()["data"]
+    assert listed["groups"] == [{"group_id": "kim", "status": "trained", "reason": None}]
+    assert listed["sessions"] == [{"session_id": "kim", "group_id": "kim", "advantages": {turn["turn_id"]: 0.25}}]
+    gauges = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for sample in family.samples
+    }
+    assert gauges["turnwise_last_update",] == 7
+    assert gauges["turnwise_last_update_reward_mean",] == 1.0
+    assert gauges["turnwise_groups", "ready"] == 0
+    assert gauges["turnwise_groups", "open"] >= 1
