@@ -32,7 +32,7 @@ def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
 
 def make_agent(settings: TrainerSettings) -> PolicyAgent:
     """Return the policy with its loss; nothing is loaded yet."""
-    needs_reference = settings.kl_coef > 0 and settings.kind is PolicyKind.FULL
+    needs_reference = settings.needs_reference and settings.kind is PolicyKind.FULL
     return PolicyAgent(Policy(settings), settings, Policy(settings) if needs_reference else None)
 
 

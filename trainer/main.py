@@ -17,7 +17,7 @@ import torch
 
 from trainer.loop.base import RLWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
-from trainer.parallel import leave_world
+from trainer.parallel import World, leave_world
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, WeightsAndBiases, check_packages
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
@@ -61,6 +61,8 @@ def check_startable(settings: TrainerSettings) -> None:
         raise SettingsError(f"schedule={settings.schedule!r} needs total_batches: set it, or use schedule='constant'")
     if settings.kind is PolicyKind.LORA and importlib.util.find_spec("peft") is None:
         raise SettingsError("kind='lora' needs the package 'peft', which is not installed: run `pip install peft`")
+    if settings.compile and settings.multi_devices:
+        raise SettingsError("compile=true and multi_devices=true cannot be combined yet: set one of them to false")
     check_packages(settings.tensorboard_dir, settings.wandb_project)
 
 
@@ -74,6 +76,8 @@ def _workflow_class(settings: TrainerSettings) -> type[RLWorkflow]:
 
 def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
     recorders: list[Recorder] = []
+    if not World().is_first:
+        return recorders
     if settings.progress:
         recorders.append(ProgressLine())
     if settings.tensorboard_dir is not None:

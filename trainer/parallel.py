@@ -6,7 +6,9 @@ gradients (inside FSDP2), a few sums and, from the first process, the claimed ba
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,10 @@ from torch import Tensor
 
 Item = TypeVar("Item")
 
+CONTROL_TIMEOUT = timedelta(days=365)
+"""How long a process waits for what another one shares. NCCL's own limit is ten minutes, which rollouts may exceed;
+`torchrun` ends all processes when one dies."""
+
 
 class World:
     """This process among those that train together."""
@@ -22,6 +28,7 @@ class World:
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self._control = _control_group() if self.size > 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -33,7 +40,7 @@ class World:
         if self.size == 1:
             return item
         box: list[Any] = [item]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
     def own(self, rows: Sequence[Item]) -> list[tuple[Item, bool]]:
@@ -68,7 +75,14 @@ def join_world() -> World:
     return World()
 
 
+@functools.cache
+def _control_group() -> Any:
+    """Return the group that plain values travel by: processes wait in it for rollouts, checkpoints and evaluations."""
+    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
 def leave_world() -> None:
-    """Part from the others."""
+    """Leave the group of processes."""
+    _control_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

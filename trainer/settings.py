@@ -8,18 +8,22 @@ settings under its own rule's type.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
-from trainer.learning.advantages import AdvantageRule
 from trainer.learning.optimizer import OptimizerRule
+from trainer.learning.selection import SelectionRule
 from trainer.policy.agent import AgentRule
 from trainer.policy.model import PolicySpec
 from trainer.source import SourceRule
+from turnwise.types import PolicyKind
+
+LORA_LEARNING_RATE = 1e-5
+"""Default of `learning_rate` for adapters."""
 
 
-class TrainerSettings(SourceRule, OptimizerRule, AdvantageRule, AgentRule, PolicySpec):
+class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, PolicySpec):
     """The settings of one trainer process."""
 
     database: SecretStr = SecretStr("sqlite:///turnwise.db")
@@ -36,15 +40,14 @@ class TrainerSettings(SourceRule, OptimizerRule, AdvantageRule, AgentRule, Polic
     """Threads of torch on a CPU; None is torch's own choice. Leave cores to an engine on the same machine: threads that
     wait for a busy core slow each other down. Another number changes the last bits of the weights."""
 
-    sft_min_reward: float = 1.0
-    """Behaviour cloning (`sft`) trains on sessions with at least this reward."""
-
     buffer_groups: int = Field(default=512, ge=1)
     """Off policy: groups that the replay buffer holds; the oldest ones leave first."""
     buffer_min_groups: int = Field(default=32, ge=1)
     """Off policy: groups that the buffer must hold before the first update."""
     buffer_sampling: Literal["uniform", "recency", "priority"] = "uniform"
 
+    min_gap_coverage: float = Field(default=0.01, ge=0, le=1)
+    """Warn when a smaller share of the trained tokens could be compared with the engine's logprobs."""
     keep_versions: int = Field(default=3, ge=1)
     """Versions that stay on disk, besides the active, the pinned and the newest one."""
     evaluate_every: int | None = Field(default=None, ge=1)
@@ -56,6 +59,21 @@ class TrainerSettings(SourceRule, OptimizerRule, AdvantageRule, AgentRule, Polic
     """Time limit of the evaluation command."""
     proxy_url: str = "http://127.0.0.1:8100"
     """Address of the proxy, which evaluation commands get with a key and the version in their environment."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_by_kind(cls, values: Any) -> Any:
+        """Fill in the defaults that depend on another setting."""
+        if not isinstance(values, dict):
+            return values
+        defaults: dict[str, Any] = {}
+        if values.get("kind") == PolicyKind.LORA:
+            defaults["learning_rate"] = LORA_LEARNING_RATE
+        if values.get("estimator") == "dr_grpo":
+            defaults["aggregation"] = "session_sum"
+        elif values.get("algorithm") in ("gspo", "topr"):
+            defaults["aggregation"] = "session_mean"
+        return defaults | values
 
     log_path: Path | None = None
     """JSON Lines, one line a batch and one an optimizer step; None: `trainer.jsonl` in `policies_dir`."""

@@ -27,6 +27,8 @@ class SessionCredit:
     """Reward of each turn, by turn id."""
     turn_returns: dict[str, float]
     """Return of each turn, by turn id: its reward after bonus and discount."""
+    by_name: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The session's reward, split by the names of its lines."""
 
 
 def latest_lines(lines: Iterable[Reward], names: Collection[str] | None = None) -> list[Reward]:
@@ -95,16 +97,17 @@ def assign_credit(
     """
     in_force = latest_lines(lines, names)
     reward = session_reward(in_force, credit) or 0.0
+    by_name = _by_name(in_force, credit)
     if credit is Credit.PROPAGATE:
         rewards = {turn.turn_id: reward for turn in turns}
-        return SessionCredit(reward, rewards, dict(rewards))
+        return SessionCredit(reward, rewards, dict(rewards), by_name)
     of_turn, of_step, step_total = _step_rewards(turns, in_force)
     steps = sorted(step_total)
     shaped = dict(zip(steps, shape_returns([step_total[s] for s in steps], gamma, reward_bonus_coeff), strict=True))
     rewards = {turn.turn_id: of_turn[turn.turn_id] + of_step[_step(turn)] for turn in turns}
     # A turn that was judged by itself stands as far from its step's return as from its step's reward.
     returns = {turn.turn_id: shaped[_step(turn)] + (rewards[turn.turn_id] - step_total[_step(turn)]) for turn in turns}
-    return SessionCredit(reward, rewards, returns)
+    return SessionCredit(reward, rewards, returns, by_name)
 
 
 def _step_rewards(
@@ -125,6 +128,15 @@ def _step_rewards(
     for turn in turns:
         step_total[_step(turn)] += of_turn[turn.turn_id]
     return of_turn, of_step, step_total
+
+
+def _by_name(in_force: Sequence[Reward], credit: Credit) -> dict[str, float]:
+    """Return what `session_reward` adds up, name by name."""
+    names = sorted({line.name for line in in_force})
+    counted = in_force
+    if credit is Credit.PROPAGATE:
+        counted = [line for line in in_force if _is_for_session(line)] or in_force
+    return {name: sum(line.value for line in counted if line.name == name) for name in names}
 
 
 def _step(turn: Turn) -> int:

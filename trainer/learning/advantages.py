@@ -14,12 +14,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.settings import Settings
+from trainer.learning.imports import import_function
+from trainer.learning.rewards import RewardRule, rewards_by_name
 from turnwise.types import Credit, Experience, GroupKey, SessionKey
 
 Floats = npt.NDArray[np.float64]
 
-Estimator = Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Estimator = Literal[
+    "reinforce", "rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
+]
 GroupBy = Literal["auto", "session", "step"]
 Singleton = Literal["zero", "raw"]
 
@@ -30,10 +33,14 @@ STD_EPSILON = 1e-6
 """Added to the standard deviation before a division by it."""
 
 
-class AdvantageRule(Settings):
+class AdvantageRule(RewardRule):
     """Which estimator, over what, and the conventions that papers leave open."""
 
     estimator: Estimator = "grpo"
+    """How values become advantages; docs/training.md lists the estimators with their papers."""
+    custom_advantage: str | None = None
+    """`module:function` that takes the values of one group as an array and returns their advantages; it takes the
+    estimator's place."""
     group_by: GroupBy = "auto"
     """`session`: one value a session, its reward, centred over the group. `step`: one value a turn, its return,
     centred over the turns of the group at the same step. `auto`: by step where the session's credit is step-wise."""
@@ -87,10 +94,14 @@ def estimate(values: Floats, buckets: Sequence[Hashable], rule: AdvantageRule) -
         return reinforce(values)
     if rule.estimator == "reinforce_plus_plus":
         return whiten(values, ddof=rule.ddof)
+    if rule.custom_advantage is not None:
+        custom = import_function(rule.custom_advantage, "custom_advantage")
+        return _by_bucket(values, buckets, lambda members: np.asarray(custom(members), np.float64), rule.singleton)
     centre: dict[str, Callable[[Floats], Floats]] = {
         "rloo": rloo,
         "grpo": lambda members: grpo(members, ddof=rule.ddof),
         "dr_grpo": dr_grpo,
+        "gdpo": lambda members: grpo(members, ddof=rule.ddof),
         "reinforce_plus_plus_baseline": dr_grpo,
     }
     advantages = _by_bucket(values, buckets, centre[rule.estimator], rule.singleton)
@@ -105,6 +116,8 @@ def assign(experiences: Sequence[Experience], rule: AdvantageRule) -> list[Float
     A session is one member of its group however many chains it has; all its turns share its advantage. By step, a
     turn is a member of its own bucket, which is how step rewards reach the loss token by token.
     """
+    if rule.estimator == "gdpo":
+        return gdpo(experiences, rule)
     values: list[float] = []
     buckets: list[Hashable] = []
     sessions: dict[SessionKey, int] = {}
@@ -122,6 +135,26 @@ def assign(experiences: Sequence[Experience], rule: AdvantageRule) -> list[Float
         places.append([sessions[experience.session_key]] * len(experience.turn_ids))
     advantages = estimate(np.asarray(values, np.float64), buckets, rule)
     return [advantages[place] for place in places]
+
+
+def gdpo(experiences: Sequence[Experience], rule: AdvantageRule) -> list[Floats]:
+    """Return Σ_n w_n GRPO(reward n), normalised over the batch: each named reward is compared apart.
+
+    Summed first, rewards of small spread would vanish beside those of large spread. Liu et al. 2026 (GDPO,
+    arXiv:2601.05242), eq. 4 to 6. Sessions only; step rewards count towards their session's.
+    """
+    sessions: dict[SessionKey, int] = {}
+    for experience in experiences:
+        sessions.setdefault(experience.session_key, len(sessions))
+    first = {experience.session_key: experience for experience in reversed(experiences)}
+    rewards = [rewards_by_name(first[key]) for key in sessions]
+    buckets = [first[key].group_key for key in sessions]
+    total = np.zeros(len(sessions))
+    for name in sorted({name for one in rewards for name in one}):
+        values = np.array([one.get(name, 0.0) for one in rewards], np.float64)
+        total += rule.reward_weights.get(name, 1.0) * estimate(values, buckets, rule)
+    advantages = whiten(total, ddof=rule.ddof)
+    return [np.full(len(one.turn_ids), advantages[sessions[one.session_key]]) for one in experiences]
 
 
 def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Floats]) -> set[GroupKey]:

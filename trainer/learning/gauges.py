@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.learning.losses import LossRule, TrainedTokens, anchor, ratio_of
+from trainer.learning.losses import LossRule, clipped
+from trainer.learning.ratios import TrainedTokens, ratio_of
 from trainer.parallel import World
 
 _SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "ratio_squared", "clipped", "gap", "gap_tokens")
@@ -29,9 +30,6 @@ class Gauges:
         """Add the tokens of a row; `on_policy` marks those that the present weights sampled."""
         logprobs = tokens.logprobs.detach()
         ratio = ratio_of(logprobs, tokens.behaviour)
-        step_ratio = ratio_of(logprobs, anchor(tokens))
-        above = (step_ratio > 1 + rule.clip_high) & (tokens.advantages > 0)
-        below = (step_ratio < 1 - rule.clip_low) & (tokens.advantages < 0)
         gap = (logprobs - tokens.behaviour).abs()[on_policy]
         # KL(trainer ‖ behaviour) from the behaviour's samples, in the form whose every term is at least 0.
         kl = ratio * (logprobs - tokens.behaviour) - (ratio - 1)
@@ -42,7 +40,7 @@ class Gauges:
             "kl": kl.sum(),
             "ratio": ratio.sum(),
             "ratio_squared": ratio.square().sum(),
-            "clipped": (above | below).sum(),
+            "clipped": clipped(tokens, rule).sum(),
             "gap": gap.sum(),
             "gap_tokens": len(gap),
         }
@@ -68,6 +66,11 @@ class Gauges:
             self._maxima[name] = max(self._maxima[name], other._maxima[name])
 
     @property
+    def coverage(self) -> float:
+        """Share of the trained tokens whose logprobs were compared with the engine's."""
+        return self._sums["gap_tokens"] / max(self._sums["tokens"], 1.0)
+
+    @property
     def logprob_gap(self) -> float | None:
         """Mean |trainer − engine| over on-policy tokens, nats; None without such tokens."""
         count = self._sums["gap_tokens"]
@@ -87,6 +90,7 @@ class Gauges:
             "clip_fraction": sums["clipped"] / count,
             "effective_sample_size": sums["ratio"] ** 2 / max(sums["ratio_squared"], 1e-12) / count,
             "logprob_gap": self.logprob_gap,
+            "logprob_gap_coverage": self.coverage,
             "logprob_gap_max": self._maxima["gap_max"] if sums["gap_tokens"] else None,
         }
         return {name: finite(value) for name, value in found.items()}

@@ -1,73 +1,90 @@
-"""Policy losses, each a short pure function over trained tokens, with its paper.
+"""Policy losses: each a short pure function over trained tokens, with its paper.
 
-A loss gives one number a token, and how tokens are weighed against each other is data: `weights` sum to
-one over an optimizer step. So the result does not depend on which tokens share a row, a micro-batch or a process,
-and each function stays the formula of its paper. Legend: M trained tokens, S sequences (chains), P pairs.
-Sign: every loss is minimised.
+A loss gives one number a token. How tokens are weighed against each other is data: `weights` sum to one over an
+optimizer step. So the result does not depend on which tokens share a row, a micro-batch or a process. Legend: M trained
+tokens, S sequences (chains), P pairs. Sign: every loss is minimised.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from turnwise.settings import Settings
+from trainer.learning.corrections import CorrectionRule, correction, importance_gate
+from trainer.learning.ratios import TrainedTokens, anchor, ratio_of, sequence_log_ratio, sequence_mean, to_go
 
-Algorithm = Literal["reinforce", "ppo", "gspo", "cispo", "masked_is", "dppo", "sft", "dpo"]
+Algorithm = Literal["reinforce", "ppo", "gspo", "cispo", "masked_is", "dppo", "sapo", "topr", "sft", "dpo", "custom"]
 Estimate = Literal["k1", "k2", "k3"]
 
-MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped here before exp, so that one broken token cannot make the whole loss infinite."""
+BOUNDS: dict[str, tuple[float, float]] = {
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 0.5),
+    "masked_is": (0.5, 4.0),
+}
+"""`clip_low` and `clip_high` of an algorithm, where they are not PPO's: GSPO's paper, section 5.1; CISPO without a
+lower bound; IcePop's [0.5, 5]."""
+WITHOUT_RATIO = {"reinforce", "sft", "dpo"}
+"""Algorithms whose loss carries no importance ratio of its own."""
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class TrainedTokens:
-    """The trained tokens of a micro-batch, whatever rows they lie in."""
-
-    logprobs: Tensor
-    """Under the weights that are trained now; carries the gradient. [M]"""
-    entropy: Tensor
-    """Of the next-token distribution, nats. [M]"""
-    behaviour: Tensor
-    """Captured when the token was sampled. [M]"""
-    advantages: Tensor
-    """[M]"""
-    weights: Tensor
-    """Share of the token in the optimizer step; all tokens of the step sum to 1. [M]"""
-    sequence: Tensor
-    """Index of the chain that the token belongs to, 0 … S − 1. [M]"""
-    proximal: Tensor | None = None
-    """Under the weights at the start of the batch; None where ratios are taken to `behaviour`. [M]"""
-    reference: Tensor | None = None
-    """Under the reference policy; None where no term needs it. [M]"""
-    pair: Tensor | None = None
-    """For DPO: index of the pair of the chain, 0 … P − 1. [S]"""
-    chosen: Tensor | None = None
-    """For DPO: True where the chain belongs to the preferred session. [S]"""
-
-
-class LossRule(Settings):
+class LossRule(CorrectionRule):
     """Which loss, and its constants."""
 
     algorithm: Algorithm = "ppo"
+    """The policy loss; docs/training.md lists them with their papers."""
+    custom_loss: str | None = None
+    """For `custom`: `module:function`, which takes the trained tokens and these settings and returns a loss a token."""
     clip_low: float = Field(default=0.2, ge=0)
-    """Lower bound of the ratio: 1 − clip_low."""
+    """Lower bound of the ratio: 1 − clip_low. Default by algorithm: 3e-4 for gspo, 1 for cispo, 0.5 for masked_is."""
     clip_high: float = Field(default=0.28, ge=0)
-    """Upper bound of the ratio: 1 + clip_high. Above `clip_low` it is DAPO's clip-higher. GSPO wants both near 4e-4,
-    CISPO and masked_is wider ones."""
-    tis_cap: float | None = Field(default=None, gt=0)
-    """Cap of truncated importance sampling; None turns it off."""
+    """Upper bound of the ratio: 1 + clip_high; above `clip_low` it is DAPO's clip-higher. Default by algorithm: 4e-4
+    for gspo, 0.5 for cispo, 4 for masked_is."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """PPO: bound of the ratio where the advantage is negative; None turns it off."""
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    """SAPO: temperature of the gate for positive and for negative advantages."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL to the base model. Above 0, full training holds the base model in memory beside the policy;
     LoRA uses its own base."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL to the loss, or subtract it from the advantages: from each token, the KL of all later ones."""
     kl_estimate: Estimate = "k3"
+    """Estimate of the KL in the loss."""
     dpo_beta: float = Field(default=0.1, gt=0)
+    """DPO's β."""
+    dpo_reference: Literal["base", "behaviour"] = "base"
+    """DPO's reference policy: the base model, or the policy that sampled."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounds_by_algorithm(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("algorithm") not in BOUNDS:
+            return values
+        low, high = BOUNDS[values["algorithm"]]
+        return {"clip_low": low, "clip_high": high} | values
+
+    @model_validator(mode="after")
+    def _has_custom_loss(self) -> Self:
+        if (self.algorithm == "custom") != (self.custom_loss is not None):
+            raise ValueError("algorithm='custom' and custom_loss='module:function' belong together")
+        return self
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether a correction needs the logprobs at the start of the batch, because the ratio is the loss's own."""
+        corrects = self.tis_cap is not None or self.mis_cap is not None
+        return corrects and self.algorithm not in WITHOUT_RATIO
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a term needs the base model's logprobs."""
+        return self.kl_coef > 0 or (self.algorithm == "dpo" and self.dpo_reference == "base")
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -75,13 +92,16 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return -advantages * logprobs
 
 
-def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return −min(r A, clip(r, 1 − low, 1 + high) A).
+def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None) -> Tensor:
+    """Return −min(r A, clip(r, 1 − low, 1 + high) A), and −c A instead where A < 0 and that is smaller.
 
     Schulman et al. 2017 (arXiv:1707.06347), eq. 7; low < high is clip-higher, Yu et al. 2025 (DAPO,
-    arXiv:2503.14476), eq. 10.
+    arXiv:2503.14476), eq. 10; c is the dual clip, Ye et al. 2020 (arXiv:1912.09729), eq. 5.
     """
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
 def gspo_ratio(logprobs: Tensor, old: Tensor, sequence: Tensor) -> Tensor:
@@ -90,8 +110,8 @@ def gspo_ratio(logprobs: Tensor, old: Tensor, sequence: Tensor) -> Tensor:
     Zheng et al. 2025 (arXiv:2507.18071), eq. 7 for the ratio and eq. 14 for the gradient by token: the value is the
     sequence's, the gradient flows through the token's logprob.
     """
-    log_ratio = _sequence_mean(logprobs.detach() - old, sequence)
-    return torch.exp((logprobs - logprobs.detach() + log_ratio[sequence]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    log_ratio = sequence_mean(logprobs.detach() - old, sequence)
+    return ratio_of(logprobs - logprobs.detach() + log_ratio[sequence], torch.zeros_like(old))
 
 
 def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
@@ -118,9 +138,34 @@ def dppo(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: fl
     The binary total variation |π − μ| takes the place of the ratio, which punishes rare tokens. Qi et al. 2026,
     "Rethinking the trust region in LLM reinforcement learning" (DPPO, arXiv:2602.04879), the Binary-TV variant.
     """
-    moved = logprobs.detach().exp() - old.exp()
-    blocked = ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
+    blocked = dppo_blocked(logprobs, old, advantages, low, high)
     return -torch.where(blocked, 0.0, ratio_of(logprobs, old)) * advantages
+
+
+def dppo_blocked(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Return where DPPO's mask is 0."""
+    moved = logprobs.detach().exp() - old.exp()
+    return ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
+
+
+def sapo(ratio: Tensor, advantages: Tensor, temperatures: tuple[float, float]) -> Tensor:
+    """Return −(4 / τ) σ(τ (r − 1)) A: a soft gate in place of the clip, steeper for negative advantages.
+
+    Gao et al. 2025 (SAPO, arXiv:2511.20347), eq. 5 and 6.
+    """
+    positive, negative = temperatures
+    tau = torch.where(advantages > 0, positive, negative)
+    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
+
+
+def topr(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return −w A log π with w = 1 where A > 0 and w = sg(min(ρ, 1)) elsewhere, ρ the ratio of the whole chain.
+
+    Good samples are imitated however old they are, bad ones count as far as the policy would still produce them.
+    Le Roux et al. 2025 (TOPR, arXiv:2503.14286), eq. 8. `log_ratio` is each token's log ρ. [M]
+    """
+    tapered = log_ratio.detach().clamp(max=0.0).exp()
+    return -torch.where(advantages > 0, torch.ones_like(tapered), tapered) * advantages * logprobs
 
 
 def sft(logprobs: Tensor) -> Tensor:
@@ -139,73 +184,110 @@ def dpo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 def kl(logprobs: Tensor, reference: Tensor, estimate: Estimate) -> Tensor:
     """Return an estimate of KL(π ‖ π_ref) a token, from samples of π. Schulman 2020, "Approximating KL divergence".
 
-    With d = log π_ref − log π: k1 = −d, unbiased; k2 = d²/2, its gradient is the KL's; k3 = e^d − d − 1, unbiased and
-    never negative.
+    With d = log π_ref − log π: k1 = −d, unbiased; k2 = d²/2; k3 = e^d − d − 1, unbiased and never negative. The
+    gradient of the KL is that of k2. The gradient of k1 is zero in expectation, whatever the reference is, so `k1` has
+    the value of k1 and the gradient of k2. k3 keeps its own gradient, as in GRPO's paper: that of KL(π_ref ‖ π).
     """
-    difference = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = (reference - logprobs).clamp(-20.0, 20.0)
+    k2 = difference.square() / 2
     if estimate == "k1":
-        return -difference
-    if estimate == "k2":
-        return difference.square() / 2
-    return torch.expm1(difference) - difference
+        return -difference.detach() + k2 - k2.detach()
+    return k2 if estimate == "k2" else torch.expm1(difference) - difference
 
 
-def truncated_importance(proximal: Tensor, behaviour: Tensor, cap: float) -> Tensor:
-    """Return min(π_prox / μ, cap), without gradient: corrects for an engine that is not quite the trainer.
+def kl_in_advantages(tokens: TrainedTokens, coefficient: float) -> Tensor:
+    """Return A_t − β Σ_{t' ≥ t} log(π / π_ref)_{t'} over the chain, without gradient: the KL as part of the reward.
 
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; with PPO it is the
-    decoupled loss of Hilton et al. 2022 (arXiv:2110.00641).
+    The policy gradient of −β KL over whole chains: each token answers for the divergence from it on.
     """
-    return ratio_of(proximal, behaviour).detach().clamp(max=cap)
+    divergence = (tokens.logprobs - needed(tokens.reference)).detach()
+    return tokens.advantages - coefficient * to_go(divergence, tokens.sequence)
 
 
-def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:
-    """Return π / π_old a token."""
-    return torch.exp((logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+def loss_of(tokens: TrainedTokens, rule: LossRule, custom: Callable[..., Tensor] | None = None) -> Tensor:
+    """Return the micro-batch's share of the optimizer step's loss, a scalar.
 
-
-def loss_of(tokens: TrainedTokens, rule: LossRule) -> Tensor:
-    """Return the micro-batch's share of the optimizer step's loss, a scalar."""
+    Args:
+        tokens: The trained tokens.
+        rule: The loss and its constants.
+        custom: The function behind `custom_loss`.
+    """
     if rule.algorithm == "dpo":
         return _preference_loss(tokens, rule)
-    loss_M = POLICY_LOSSES[rule.algorithm](tokens, rule)
-    if rule.tis_cap is not None:
-        proximal = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
-        loss_M = loss_M * truncated_importance(proximal, tokens.behaviour, rule.tis_cap)
+    if rule.kl_coef and rule.kl_in == "reward":
+        tokens.advantages = kl_in_advantages(tokens, rule.kl_coef)
+    loss_M = (custom or POLICY_LOSSES[rule.algorithm])(tokens, rule)
+    loss_M = loss_M * importance_gate(tokens, rule) * _correction(tokens, rule)
     if rule.entropy_coef:
         loss_M = loss_M - rule.entropy_coef * tokens.entropy
-    if rule.kl_coef:
-        loss_M = loss_M + rule.kl_coef * kl(tokens.logprobs, _needed(tokens.reference), rule.kl_estimate)
+    if rule.kl_coef and rule.kl_in == "loss":
+        loss_M = loss_M + rule.kl_coef * kl(tokens.logprobs, needed(tokens.reference), rule.kl_estimate)
     return (tokens.weights * loss_M).sum()
 
 
-def anchor(tokens: TrainedTokens) -> Tensor:
-    """Return the logprobs that ratios are taken to: the proximal ones where there are any, else the behaviour's."""
-    return tokens.behaviour if tokens.proximal is None else tokens.proximal
+def clipped(tokens: TrainedTokens, rule: LossRule) -> Tensor:
+    """Return where the algorithm's bound takes effect: the gradient is cut off, or its weight is bounded. [M]."""
+    bounded = CLIPPED.get(rule.algorithm)
+    with torch.no_grad():
+        return torch.zeros_like(tokens.advantages, dtype=torch.bool) if bounded is None else bounded(tokens, rule)
 
 
 def _ratio(tokens: TrainedTokens) -> Tensor:
     return ratio_of(tokens.logprobs, anchor(tokens))
 
 
+def _gspo_ratio(tokens: TrainedTokens) -> Tensor:
+    return gspo_ratio(tokens.logprobs, anchor(tokens), tokens.sequence)
+
+
+def _outside(ratio: Tensor, tokens: TrainedTokens, rule: LossRule) -> Tensor:
+    """Return where PPO's clip cuts the gradient off."""
+    above = (ratio > 1 + rule.clip_high) & (tokens.advantages > 0)
+    below = (ratio < 1 - rule.clip_low) & (tokens.advantages < 0)
+    return above | below
+
+
+def _out_of_bounds(tokens: TrainedTokens, rule: LossRule) -> Tensor:
+    ratio = _ratio(tokens)
+    return (ratio > 1 + rule.clip_high) | (ratio < 1 - rule.clip_low)
+
+
 POLICY_LOSSES: dict[str, Callable[[TrainedTokens, LossRule], Tensor]] = {
     "reinforce": lambda t, _: reinforce(t.logprobs, t.advantages),
-    "ppo": lambda t, rule: ppo_clip(_ratio(t), t.advantages, rule.clip_low, rule.clip_high),
-    "gspo": lambda t, rule: ppo_clip(
-        gspo_ratio(t.logprobs, anchor(t), t.sequence), t.advantages, rule.clip_low, rule.clip_high
-    ),
+    "ppo": lambda t, rule: ppo_clip(_ratio(t), t.advantages, rule.clip_low, rule.clip_high, rule.dual_clip),
+    "gspo": lambda t, rule: ppo_clip(_gspo_ratio(t), t.advantages, rule.clip_low, rule.clip_high),
     "cispo": lambda t, rule: cispo(t.logprobs, _ratio(t), t.advantages, rule.clip_low, rule.clip_high),
     "masked_is": lambda t, rule: masked_importance(t.logprobs, _ratio(t), t.advantages, rule.clip_low, rule.clip_high),
     "dppo": lambda t, rule: dppo(t.logprobs, anchor(t), t.advantages, rule.clip_low, rule.clip_high),
+    "sapo": lambda t, rule: sapo(_ratio(t), t.advantages, rule.sapo_temperatures),
+    "topr": lambda t, _: topr(
+        t.logprobs, sequence_log_ratio(t.logprobs.detach(), t.behaviour, t.sequence), t.advantages
+    ),
     "sft": lambda t, _: sft(t.logprobs),
 }
 """The loss of each token by the name of its algorithm. [M]"""
 
+CLIPPED: dict[str, Callable[[TrainedTokens, LossRule], Tensor]] = {
+    "ppo": lambda t, rule: _outside(_ratio(t), t, rule),
+    "gspo": lambda t, rule: _outside(_gspo_ratio(t), t, rule),
+    "cispo": _out_of_bounds,
+    "masked_is": _out_of_bounds,
+    "dppo": lambda t, rule: dppo_blocked(t.logprobs, anchor(t), t.advantages, rule.clip_low, rule.clip_high),
+}
+"""Where the bound of an algorithm takes effect; those that have none are not here."""
+
+
+def _correction(tokens: TrainedTokens, rule: LossRule) -> Tensor | float:
+    """Return the weight that corrects for the engine; 1 where the loss carries that ratio itself."""
+    if tokens.proximal is None and rule.algorithm not in WITHOUT_RATIO:
+        return 1.0
+    return correction(tokens, rule)
+
 
 def _preference_loss(tokens: TrainedTokens, rule: LossRule) -> Tensor:
     """Sum a pair's chains, the preferred session's apart from the other's, and weigh each pair once."""
-    pair_S, chosen_S = _needed(tokens.pair), _needed(tokens.chosen)
-    reference = tokens.behaviour if tokens.reference is None else tokens.reference
+    pair_S, chosen_S = needed(tokens.pair), needed(tokens.chosen)
+    reference = tokens.behaviour if rule.dpo_reference == "behaviour" else needed(tokens.reference)
     pair_M, chosen_M = pair_S[tokens.sequence], chosen_S[tokens.sequence]
     num_pairs = int(pair_S.max()) + 1
     margin_M = tokens.logprobs - reference
@@ -216,14 +298,7 @@ def _preference_loss(tokens: TrainedTokens, rule: LossRule) -> Tensor:
     return (weights * dpo(chosen, rejected, rule.dpo_beta)).sum()
 
 
-def _sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
-    """Return the mean of each sequence's tokens."""
-    num_sequences = int(sequence.max()) + 1
-    sums = values.new_zeros(num_sequences).index_add(0, sequence, values)
-    counts = values.new_zeros(num_sequences).index_add(0, sequence, torch.ones_like(values))
-    return sums / counts.clamp(min=1)
-
-
-def _needed(tensor: Tensor | None) -> Tensor:
+def needed(tensor: Tensor | None) -> Tensor:
+    """Return the tensor, which the batch must have for this loss."""
     assert tensor is not None, "the batch was built without what this loss needs"
     return tensor

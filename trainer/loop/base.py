@@ -98,7 +98,7 @@ class RLWorkflow(abc.ABC):
 
     def enable_shmap(self, axis_name: str) -> None:
         """Shard this instance's policy with FSDP2 over a device mesh whose dimension has this name; before `setup`."""
-        self.agent.policy.mesh_axis = axis_name
+        self.agent.shard(axis_name)
 
     def setup(self, seed: int) -> State:
         """Return the state of the last committed batch, or that of a new run on an empty ledger.

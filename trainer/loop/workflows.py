@@ -6,21 +6,24 @@ A batch that was in progress at a crash is done again, draw by draw.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Self, TypeVar
 
 import numpy as np
 
 from trainer.build import make_agent, optimizer_factory
 from trainer.learning.batch import Batch, build, minibatches
 from trainer.learning.gauges import Gauges, finite
+from trainer.learning.selection import Selection, select, without_groups
 from trainer.loop.base import RLWorkflow
 from trainer.loop.evaluator import LedgerEvaluator
 from trainer.loop.resume import saved_settings
-from trainer.loop.selection import Selection, select
 from trainer.loop.state import MOST_RECENT_VERSIONS, State
 from trainer.pacing import Position, Rewind
+from trainer.policy.agent import OutOfMemory
 from trainer.publish import directory
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource
@@ -29,6 +32,8 @@ from turnwise.store.database import Database
 from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class OnPolicyWorkflow(RLWorkflow):
@@ -87,13 +92,20 @@ class OnPolicyWorkflow(RLWorkflow):
             pairs=chosen.pairs,
             chosen=chosen.chosen,
         )
+        too_large: dict[GroupKey, str] = {}
         try:
-            num_steps, gauges = self._update(state, batch, _num_minibatches(claimed, batch, self.config))
+            num_steps, gauges = self._update(state, batch, _num_minibatches(claimed, batch, self.config), too_large)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no bug of ours
             reasons = {group.key: f"refused: {error}" for group in claimed.claim.groups}
             return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, reasons)
+        if too_large:
+            chosen = without_groups(chosen, too_large)
+            metrics |= {"num_refused_groups": len(chosen.refused), "num_groups_out_of_memory": len(too_large)}
+        if not num_steps:
+            return self._finish_untrained(state, claimed, metrics, chosen.refused)
         metrics |= gauges | {"num_updates": num_steps, "seconds": time.monotonic() - started}
+        self._warn_of_coverage(gauges)
         return self._commit(state, claimed, chosen, metrics, num_steps)
 
     def _select(self, claimed: ClaimedBatch) -> Selection:
@@ -102,19 +114,28 @@ class OnPolicyWorkflow(RLWorkflow):
             sorted({experience.group_key for experience in claimed.experiences} | _group_keys(claimed)),
             self.config.algorithm,
             self.config,
-            self.config.sft_min_reward,
         )
 
-    def _update(self, state: State, batch: Batch, num_minibatches: int) -> tuple[int, Json]:
-        """Take so many optimizer steps in each of `reuse_epochs` passes; return how many, and the gauges."""
+    def _update(
+        self, state: State, batch: Batch, num_minibatches: int, too_large: dict[GroupKey, str]
+    ) -> tuple[int, Json]:
+        """Take so many optimizer steps in each of `reuse_epochs` passes; return how many, and the gauges.
+
+        Groups that do not fit into memory are left out from there on, and added to `too_large` with the reason.
+        """
         rng = state.rng()
-        proximal = self.agent.proximal_logprobs(batch)
+        everything = range(len(batch.experiences))
+        proximal = self._fitting(batch, everything, too_large, lambda fit: self.agent.proximal_logprobs(batch, fit))
         total, norms, num_steps = Gauges(), list[float](), 0
         for _ in range(self.config.reuse_epochs):
             for members in minibatches(batch, num_minibatches, rng):
-                gauges, norm = self.agent.optimizer_step(
-                    state.optimizer, batch, members, proximal=proximal, is_first=num_steps == 0
+                step = functools.partial(
+                    self.agent.optimizer_step, state.optimizer, batch, proximal=proximal, is_first=num_steps == 0
                 )
+                taken = self._fitting(batch, members, too_large, step)
+                if taken is None:
+                    continue
+                gauges, norm = taken
                 state.scheduler.step()
                 num_steps += 1
                 total.add(gauges)
@@ -123,13 +144,43 @@ class OnPolicyWorkflow(RLWorkflow):
                 self._record(
                     {"update": number, **gauges.read(), "grad_norm": finite(norm)}, state.progress.num_batches + 1
                 )
-        taken = [norm for norm in norms if np.isfinite(norm)]
+        finite_norms = [norm for norm in norms if np.isfinite(norm)]
         read = total.read() | {
-            "grad_norm": float(np.mean(taken)) if taken else None,
-            "num_skipped_updates": len(norms) - len(taken),
+            "grad_norm": float(np.mean(finite_norms)) if finite_norms else None,
+            "num_skipped_updates": len(norms) - len(finite_norms),
             "learning_rate": state.optimizer.param_groups[0]["lr"],
         }
         return num_steps, read
+
+    def _warn_of_coverage(self, gauges: Json) -> None:
+        """Warn where hardly a token was sampled by the weights that it could be compared with."""
+        share = gauges["logprob_gap_coverage"]
+        if share < self.config.min_gap_coverage and self.config.algorithm not in ("sft", "dpo"):
+            log.warning(
+                "only %.1f %% of the trained tokens could be compared with the engine's logprobs, since older versions "
+                "sampled the others: a wrong engine may go unnoticed (min_gap_coverage)",
+                100 * share,
+            )
+
+    def _fitting(
+        self,
+        batch: Batch,
+        members: Sequence[int],
+        too_large: dict[GroupKey, str],
+        compute: Callable[[list[int]], Result],
+    ) -> Result | None:
+        """Compute over the members whose groups fit into memory; None where none does."""
+        while fit := [member for member in members if batch.experiences[member].group_key not in too_large]:
+            try:
+                return compute(fit)
+            except OutOfMemory as error:
+                if self.agent.world.size > 1:
+                    raise
+                for member in error.units.values():
+                    key = batch.experiences[member].group_key
+                    too_large[key] = f"out_of_memory: {error}; set max_chain_tokens below that"
+                    log.error("group %s is not trained: %s", key[1], too_large[key])  # noqa: TRY400  no defect
+        return None
 
     def _commit(
         self, state: State, claimed: ClaimedBatch, chosen: Selection, metrics: Json, num_steps: int

@@ -6,7 +6,9 @@ that the step needs anyway; so a batch from a mismatched engine is refused befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,15 @@ from torch import Tensor
 
 from trainer.learning.batch import Aggregation, Batch, Packing, Reals, Row, pack
 from trainer.learning.gauges import Gauges
-from trainer.learning.losses import LossRule, TrainedTokens, loss_of
+from trainer.learning.imports import import_function
+from trainer.learning.losses import LossRule, loss_of
+from trainer.learning.ratios import TrainedTokens
 from trainer.parallel import World
 from trainer.policy.model import Policy
 from turnwise.errors import BatchRefused
 from turnwise.types import PolicyKind
+
+log = logging.getLogger(__name__)
 
 
 class AgentRule(LossRule):
@@ -43,6 +49,16 @@ class AgentRule(LossRule):
     """Mean |trainer − engine| over on-policy tokens, in nats, above which a batch is refused."""
 
 
+class OutOfMemory(Exception):
+    """A row does not fit into the device's memory."""
+
+    def __init__(self, num_tokens: int, units: dict[int, int]) -> None:
+        super().__init__(f"a row of {num_tokens} tokens does not fit into the device's memory")
+        self.num_tokens = num_tokens
+        self.units = units
+        """The chains, or pairs, of the row, each with one of its experiences. A row of one of them cannot be cut."""
+
+
 class PolicyAgent:
     """A policy and how it learns."""
 
@@ -51,16 +67,26 @@ class PolicyAgent:
         self.rule = rule
         self._reference = reference
         self.world = World()
+        self._custom_loss = None if rule.custom_loss is None else import_function(rule.custom_loss, "custom_loss")
+        self._memory_bound: int | None = None
+        """Row tokens that fitted into memory after a row did not."""
 
     @property
     def row_tokens(self) -> int:
         """Tokens of one packed row. On a CPU attention over a long row costs more than another row does."""
-        return self.rule.row_tokens or (8192 if self.policy.device.type == "cuda" else 512)
+        wanted = self.rule.row_tokens or (8192 if self.policy.device.type == "cuda" else 512)
+        return wanted if self._memory_bound is None else min(wanted, self._memory_bound)
 
     @property
     def packing(self) -> Packing:
         """Rows hold one chain each where a layer does not attend to every earlier token."""
         return self.rule.packing if self.policy.attends_to_all else "chain"
+
+    def shard(self, axis: str) -> None:
+        """Shard the policy and the reference over a device mesh whose dimension has this name; before `load`."""
+        self.policy.mesh_axis = axis
+        if self._reference is not None:
+            self._reference.mesh_axis = axis
 
     def load(self, seed: int) -> None:
         """Load the policy afresh, and the reference if a loss needs one."""
@@ -70,11 +96,19 @@ class PolicyAgent:
             self._reference.load(seed)
             self._reference.model.requires_grad_(requires_grad=False)
 
-    def proximal_logprobs(self, batch: Batch) -> Reals | None:
-        """Return the logprobs of all trained tokens under the present weights; None where no ratio needs them. [M]."""
-        if not self.rule.proximal:
+    def proximal_logprobs(self, batch: Batch, members: Sequence[int]) -> Reals | None:
+        """Return the logprobs of the trained tokens under the present weights; None where no ratio needs them. [M].
+
+        Raises:
+            OutOfMemory: A single chain, or pair, does not fit into memory.
+        """
+        if not (self.rule.proximal or self.rule.needs_proximal):
             return None
-        return self._without_gradient(self.policy, batch, range(len(batch.experiences)))
+        while True:
+            try:
+                return self._without_gradient(self.policy, batch, members)
+            except OutOfMemory as error:
+                self._shorten_rows(error)
 
     def optimizer_step(
         self,
@@ -91,9 +125,9 @@ class PolicyAgent:
 
         Raises:
             BatchRefused: On the first step of a batch: engine and trainer disagree on on-policy tokens.
+            OutOfMemory: A single chain, or pair, does not fit into memory. The gradient is cleared.
         """
-        optimizer.zero_grad(set_to_none=True)
-        gauges = self.accumulate_gradient(batch, members, proximal=proximal, is_first=is_first)
+        gauges = self._gradient_in_memory(optimizer, batch, members, proximal, is_first=is_first)
         if gauges.logprob_gap is not None and not gauges.logprob_gap <= self.rule.max_logprob_gap:
             optimizer.zero_grad(set_to_none=True)
             raise BatchRefused(
@@ -105,6 +139,42 @@ class PolicyAgent:
         if np.isfinite(norm):
             optimizer.step()
         return gauges, norm
+
+    def _gradient_in_memory(
+        self,
+        optimizer: torch.optim.Optimizer,
+        batch: Batch,
+        members: Sequence[int],
+        proximal: Reals | None,
+        *,
+        is_first: bool,
+    ) -> Gauges:
+        """Accumulate the gradient anew, in shorter rows each time that a row does not fit into memory."""
+        while True:
+            optimizer.zero_grad(set_to_none=True)
+            try:
+                return self.accumulate_gradient(batch, members, proximal=proximal, is_first=is_first)
+            except OutOfMemory as error:
+                optimizer.zero_grad(set_to_none=True)
+                self._shorten_rows(error)
+
+    def _shorten_rows(self, error: OutOfMemory) -> None:
+        """Halve the rows from now on; raise the error again where that cannot help."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        # With several processes the others already wait in a collective: only a restart brings them back together.
+        if len(error.units) <= 1 or self.world.size > 1:
+            raise error
+        self._memory_bound = max(error.num_tokens // 2, 1)
+        log.warning("%s; rows hold at most %d tokens from now on", error, self._memory_bound)
+
+    @contextlib.contextmanager
+    def _reporting_memory(self, batch: Batch, row: Row) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            members = np.unique(batch.table.experience[row.token]).tolist()
+            raise OutOfMemory(len(row.layout.tokens), {batch.unit_of[m]: m for m in members}) from error
 
     def accumulate_gradient(
         self, batch: Batch, members: Sequence[int], *, proximal: Reals | None = None, is_first: bool = False
@@ -122,10 +192,11 @@ class PolicyAgent:
         weights = batch.weights(members, aggregation, self.rule.session_tokens)
         gauges = Gauges()
         for row, counts in self.world.own(rows):
-            tokens = self._tokens(batch, row, weights if counts else np.zeros_like(weights), proximal)
-            loss = loss_of(tokens, self.rule)
-            # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
-            (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
+            with self._reporting_memory(batch, row):
+                tokens = self._tokens(batch, row, weights if counts else np.zeros_like(weights), proximal)
+                loss = loss_of(tokens, self.rule, self._custom_loss)
+                # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
+                (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
             if counts:
                 on_policy = torch.from_numpy(batch.table.on_policy[row.token]).to(self.policy.device)
                 gauges.observe(tokens, loss, on_policy if is_first else torch.zeros_like(on_policy), self.rule)
@@ -150,18 +221,16 @@ class PolicyAgent:
             weights=column(weights),
             sequence=torch.from_numpy(sequence).to(device),
             proximal=None if proximal is None else column(proximal),
-            reference=self._reference_logprobs(batch, row),
+            reference=self._reference_logprobs(batch, row) if self.rule.needs_reference else None,
             pair=torch.from_numpy(pair).to(device),
             chosen=torch.from_numpy(np.array(batch.chosen)[members]).to(device),
         )
 
-    def _reference_logprobs(self, batch: Batch, row: Row) -> Tensor | None:
-        if not self.rule.kl_coef:
-            return None
+    def _reference_logprobs(self, batch: Batch, row: Row) -> Tensor:
         if self.policy.spec.kind is PolicyKind.LORA:
             with self.policy.as_reference():
                 return self._forward(self.policy, batch, row)[0]
-        assert self._reference is not None, "a KL term was asked for and no reference was built"
+        assert self._reference is not None, "the loss needs a reference and none was built"
         with torch.no_grad():
             return self._forward(self._reference, batch, row)[0]
 
@@ -170,7 +239,8 @@ class PolicyAgent:
         rows = pack(batch, members, self.row_tokens, self.packing)
         with torch.no_grad():
             for row, counts in self.world.own(rows):
-                logprobs, _ = self._forward(policy, batch, row)
+                with self._reporting_memory(batch, row):
+                    logprobs, _ = self._forward(policy, batch, row)
                 if counts:
                     gathered[torch.from_numpy(row.token).to(policy.device)] = logprobs
         result: Reals = self.world.sum(gathered).cpu().numpy()

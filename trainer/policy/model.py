@@ -41,6 +41,11 @@ class PolicySpec(Settings):
     """`auto` is CUDA where it is available, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the computation; weights and optimizer stay in float32. `auto`: bfloat16 on CUDA, else float32."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of transformers."""
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the weights that engines load. `auto` is that of the computation. The trainer's own state stays in
+    float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     lora_rank: int = Field(default=16, ge=1)
@@ -75,9 +80,9 @@ class Policy:
         """Whether `load` compiles the forward pass. Rows differ in length, hence dynamic shapes."""
         self.mesh_axis: str | None = None
         """Name of the mesh's dimension that `load` shards over; None keeps the model whole."""
-        self.device = torch.device(_device(spec.device))
-        compute = spec.dtype if spec.dtype != "auto" else ("bfloat16" if self.device.type == "cuda" else "float32")
-        self.compute_dtype: torch.dtype = getattr(torch, compute)
+        self.device = torch.device("cpu")
+        """Where `load` puts the model. It is resolved there, since `torchrun`'s processes get theirs as they join."""
+        self.compute_dtype = torch.float32
 
     def load(self, seed: int) -> None:
         """Load the base model, with a fresh adapter for LoRA, compiled and sharded as was asked for.
@@ -86,7 +91,9 @@ class Policy:
             BadCheckpoint: There is no such model.
         """
         torch.manual_seed(seed)
-        self.model: nn.Module = _load(self.spec).to(self.device)
+        self.device = resolve_device(self.spec.device)
+        self.compute_dtype = _compute_dtype(self.spec.dtype, self.device)
+        self.model: nn.Module = _without_dropout(_load(self.spec)).to(self.device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(_base(self.model).forward).parameters
         if self.mesh_axis is not None:
             self._shard(self.mesh_axis)
@@ -174,8 +181,15 @@ class Policy:
     def save(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Write weights (or the adapter), configuration and tokenizer in the Hugging Face layout."""
         model = cast("Any", self.model)
-        model.save_pretrained(directory, state_dict=state, safe_serialization=True)
+        model.save_pretrained(directory, state_dict=self._published(state), safe_serialization=True)
         _copy_tokenizer(self.spec.model, directory)
+
+    def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that engines load: in `publish_dtype`, a tied output layer left out."""
+        dtypes = {"auto": self.compute_dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
+        dtype = dtypes[self.spec.publish_dtype]
+        tied = _tied_names(_base(self.model)) if self.spec.kind is PolicyKind.FULL else set()
+        return {name: value.to(dtype) for name, value in state.items() if name not in tied}
 
     def trained_state(self) -> dict[str, Tensor]:
         """Return everything a checkpoint must hold: the whole weights, or the adapter's, on the CPU and not sharded."""
@@ -264,10 +278,39 @@ def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
         yield slice(start, min(start + size, num_rows))
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+def resolve_device(name: str) -> torch.device:
+    """Return the device: `auto` is CUDA where it is available, and CUDA without an index is this process's own GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """Turn dropout off: the engine samples without it, so a ratio under dropout would compare two policies."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    return model
+
+
+def _tied_names(model: Any) -> set[str]:
+    """Return the names under which tied weights are stored a second time."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return set()
+    first: dict[int, str] = {}
+    again = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            again.add(name)
+    return again
 
 
 def _load(spec: PolicySpec) -> nn.Module:
@@ -275,7 +318,9 @@ def _load(spec: PolicySpec) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.model, dtype=torch.float32, attn_implementation=spec.attention
+        )
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"cannot load the model {spec.model!r}: {error}") from error
     if spec.gradient_checkpointing:

@@ -177,5 +177,7 @@ def _experience(
             "credit": session.credit.value,
             # What a session pins wins over what a call asked for. One a turn.
             "sampling": [{**turn.sampling, **session.sampling} for turn in sequence.turns],
+            "finish_reasons": [turn.finish_reason for turn in sequence.turns],
+            "rewards": credit.by_name,
         },
     )

@@ -97,6 +97,12 @@ LEARNERS = [
     {"algorithm": "ppo", "kl_coef": 0.01, "entropy_coef": 0.001},
     {"algorithm": "sft", "sft_min_reward": 0.6},
     {"algorithm": "dpo"},
+    {"algorithm": "dpo", "dpo_reference": "behaviour", "dpo_pairs": "all"},
+    {"algorithm": "sapo", "tis_cap": 2.0},
+    {"algorithm": "topr"},
+    {"estimator": "gdpo"},
+    {"algorithm": "ppo", "kl_coef": 0.01, "kl_in": "reward"},
+    {"algorithm": "reinforce", "mis_cap": 2.0, "importance_level": "sequence", "off_policy_mask": 0.5},
 ]
 
 
@@ -182,3 +188,24 @@ def test_settings_need_no_model_until_training_starts():
     """`turnwise train --dry-run` prints settings without a model; a start without one ends in a sentence."""
     with pytest.raises(SettingsError, match=r"no model: set model in \[trainer\], TURNWISE_TRAINER_MODEL, or --model"):
         run(TrainerSettings())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"learning_rate": 1e-6, "aggregation": "token_mean", "clip_low": 0.2}),
+        ({"kind": "lora"}, {"learning_rate": 1e-5}),
+        ({"kind": "lora", "learning_rate": 3e-5}, {"learning_rate": 3e-5}),
+        ({"estimator": "dr_grpo"}, {"aggregation": "session_sum"}),
+        ({"algorithm": "gspo"}, {"aggregation": "session_mean", "clip_low": 3e-4, "clip_high": 4e-4}),
+        ({"algorithm": "gspo", "aggregation": "token_mean"}, {"aggregation": "token_mean"}),
+    ],
+)
+def test_defaults_follow_the_kind_and_the_algorithm_unless_they_are_set(given, expected):
+    settings = TrainerSettings(**given)
+    assert {name: getattr(settings, name) for name in expected} == expected
+
+
+def test_several_devices_and_compilation_are_refused_together():
+    with pytest.raises(SettingsError, match="compile=true and multi_devices=true cannot be combined"):
+        run(TrainerSettings(model="m", compile=True, multi_devices=True))

@@ -7,9 +7,8 @@ import time
 import pytest
 from support.ledger_samples import add_session, finish
 
-from trainer.learning.advantages import AdvantageRule
 from trainer.learning.batch import build
-from trainer.loop.selection import select
+from trainer.learning.selection import SelectionRule, select
 from trainer.pacing import Position
 from trainer.source import LedgerSource, SourceRule
 from turnwise.store import queries
@@ -83,7 +82,7 @@ def test_groups_of_two_tenants_with_equal_names_are_centred_apart(database):
             finish(database, f"kim-{run}", reward, tenant)
     batch = source_for(database, groups_per_batch=2).next_batch(Position())
     keys = [group.key for group in batch.claim.groups]
-    chosen = select(batch.experiences, keys, "reinforce", AdvantageRule(estimator="dr_grpo"), 0.0)
+    chosen = select(batch.experiences, keys, "reinforce", SelectionRule(estimator="dr_grpo"))
     advantages = {
         experience.session_key: float(turns[0])
         for experience, turns in zip(chosen.experiences, chosen.advantages, strict=True)

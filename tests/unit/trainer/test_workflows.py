@@ -280,7 +280,7 @@ def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger)
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_written_down(tmp_path, model, ledger, monkeypatch):
     """The weights stay as they are and the run goes on; JSON knows no NaN, so the line says null."""
     losses = iter([1.0, float("nan")])
-    monkeypatch.setattr(agent, "loss_of", lambda tokens, rule: loss_of(tokens, rule) * next(losses))
+    monkeypatch.setattr(agent, "loss_of", lambda tokens, rule, _: loss_of(tokens, rule) * next(losses))
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=1, row_tokens=1000))
     assert (state.progress.num_optimizer_steps, state.metrics["num_skipped_updates"]) == (2, 1)

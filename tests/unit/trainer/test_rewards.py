@@ -1,0 +1,97 @@
+"""Rewards as they are trained: weighed by name, normalised apart, shaped by length, or by a function of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from support.experience_factory import experience
+
+from trainer.learning.advantages import AdvantageRule, assign
+from trainer.learning.rewards import RewardRule, overlong_penalty, shape_rewards
+from trainer.learning.selection import SelectionRule, select
+from turnwise.errors import SettingsError
+
+
+def named(session_id, rewards, **fields):
+    made = experience(session_id=session_id, reward=sum(rewards.values()), **fields)
+    return dataclasses.replace(made, info=made.info | {"rewards": rewards, "metadata": {"bonus": 2.0}})
+
+
+def test_named_rewards_are_weighed_by_hand():
+    """3 * 1 + 1 * 2 = 5: names that are not listed weigh 1. All turns of a propagated session get it."""
+    (shaped,) = shape_rewards(
+        [named("s", {"correct": 1.0, "style": 2.0}, turns=2)], RewardRule(reward_weights={"correct": 3})
+    )
+    assert (shaped.reward, shaped.turn_returns.tolist()) == (5.0, [5.0, 5.0])
+
+
+def test_a_function_of_the_users_own_makes_the_reward(tmp_path, monkeypatch):
+    """0.5 * 1 + 2 = 2.5."""
+    (tmp_path / "my_rewards.py").write_text(
+        "def combine(rewards, metadata):\n    return 0.5 * rewards['correct'] + metadata['bonus']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (shaped,) = shape_rewards([named("s", {"correct": 1.0})], RewardRule(custom_reward="my_rewards:combine"))
+    assert shaped.reward == 2.5
+
+
+def test_a_function_that_is_not_there_is_named_with_its_setting():
+    with pytest.raises(SettingsError, match="custom_reward='nowhere:f' cannot be imported"):
+        shape_rewards([named("s", {"a": 1.0})], RewardRule(custom_reward="nowhere:f"))
+
+
+@pytest.mark.parametrize(("num_tokens", "penalty"), [(60, 0.0), (70, 0.25), (100, 1.0), (500, 1.0)])
+def test_the_overlong_penalty_by_hand(num_tokens, penalty):
+    """From 60 to 100 tokens it rises from 0 to 1: at 70 it is 10 / 40."""
+    assert overlong_penalty(num_tokens, RewardRule(overlong_tokens=100, overlong_buffer=40)) == penalty
+
+
+def test_rewards_are_normalised_apart_by_hand():
+    """GDPO: the large reward a and the small reward b count alike.
+
+    Of (a, b): (0, 0), (100, 0), (0, 1), (100, 1). Each is normalised in its group to ± 0.866025 (ddof 1): sums -1.732,
+    0, 0, 1.732. Over the batch: squares 6, ddof 1, deviation sqrt(2) = 1.414214.
+    """
+    group = [
+        named(f"s{i}", {"a": a, "b": b})
+        for i, (a, b) in enumerate([(0.0, 0.0), (100.0, 0.0), (0.0, 1.0), (100.0, 1.0)])
+    ]
+    advantages = [turns[0] for turns in assign(group, AdvantageRule(estimator="gdpo"))]
+    np.testing.assert_allclose(advantages, [-1.224745, 0, 0, 1.224745], atol=1e-5)
+    summed = [turns[0] for turns in assign(group, AdvantageRule(estimator="grpo"))]
+    assert abs(summed[1] - summed[2]) > 1.7  # summed first, a hides b
+
+
+def test_long_and_truncated_chains_are_not_trained_but_count_in_the_baseline():
+    """Rewards 1, 0, 0: without the two that are left out, nothing would be left to compare the first with."""
+    good = experience(session_id="good", reward=1.0)
+    long = experience(session_id="long", reward=0.0, turns=4)
+    cut = dataclasses.replace(experience(session_id="cut", reward=0.0), info={"finish_reasons": ["length"]})
+    rule = SelectionRule(max_chain_tokens=10, overlong_mask=True, estimator="dr_grpo")
+    chosen = select([good, long, cut], [("default", "g")], "ppo", rule)
+    assert [one.session_id for one in chosen.experiences] == ["good"]
+    assert chosen.advantages[0].tolist() == [pytest.approx(2 / 3)]
+    assert chosen.refused == {}
+
+
+def test_a_group_of_long_chains_is_refused_with_the_reason():
+    chosen = select(
+        [experience(turns=4)], [("default", "g")], "ppo", SelectionRule(max_chain_tokens=10, estimator="dr_grpo")
+    )
+    assert chosen.refused == {("default", "g"): "chain_too_long: 12 tokens, max_chain_tokens=10"}
+
+
+def test_dpo_pairs_every_better_session_with_every_worse_one():
+    """Rewards 2, 1, 0: three pairs, of best and worst alone one."""
+    group = [experience(session_id=f"s{reward}", reward=reward) for reward in (2.0, 1.0, 0.0)]
+    found = {}
+    for pairs in ("all", "best_worst"):
+        chosen = select(group, [("default", "g")], "dpo", SelectionRule(dpo_pairs=pairs))
+        found[pairs] = [
+            (chosen.experiences[n].session_id, chosen.pairs[n], chosen.chosen[n]) for n in range(len(chosen.pairs))
+        ]
+    assert [name for name, _, is_chosen in found["all"] if is_chosen] == ["s2.0", "s2.0", "s1.0"]
+    assert {pair for _, pair, _ in found["all"]} == {0, 1, 2}
+    assert found["best_worst"] == [("s2.0", 0, True), ("s0.0", 0, False)]

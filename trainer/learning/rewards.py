@@ -1,0 +1,97 @@
+"""The reward of a session as the trainer sees it: named rewards weighed, a custom function, overlong sessions shaped.
+
+Nothing here is stored: the ledger keeps the rewards as they were posted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from trainer.learning.imports import import_function
+from turnwise.settings import Settings
+from turnwise.types import Credit, Experience, SessionKey
+
+
+class RewardRule(Settings):
+    """How the reward of a session is made from what was posted."""
+
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each reward name, for sessions with propagated credit; names that are not listed weigh 1."""
+    custom_reward: str | None = None
+    """`module:function` that takes a session's rewards by name and its metadata and returns the session's reward."""
+    overlong_tokens: int | None = Field(default=None, ge=1)
+    """Sampled tokens of a session above which the whole `overlong_penalty` is subtracted; None turns it off."""
+    overlong_buffer: int = Field(default=512, ge=1)
+    """Tokens before `overlong_tokens` over which the penalty rises linearly from 0."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Largest penalty of an overlong session."""
+    overlong_mask: bool = False
+    """Do not train sessions with a turn that ended at the token limit; they still count in their group's baseline."""
+
+    @field_validator("reward_weights", mode="before")
+    @classmethod
+    def _parse_json(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
+
+
+def shape_rewards(experiences: Sequence[Experience], rule: RewardRule) -> list[Experience]:
+    """Return the experiences with the rewards and returns that are trained."""
+    combine = _combination(rule)
+    lengths: dict[SessionKey, int] = defaultdict(int)
+    for experience in experiences:
+        lengths[experience.session_key] += int(experience.loss_mask.sum())
+    shaped = []
+    for experience in experiences:
+        reward = experience.reward if combine is None else combine(rewards_by_name(experience), experience)
+        penalty = overlong_penalty(lengths[experience.session_key], rule)
+        changed = reward != experience.reward or penalty
+        shaped.append(_with_reward(experience, reward, penalty) if changed else experience)
+    return shaped
+
+
+def rewards_by_name(experience: Experience) -> dict[str, float]:
+    """Return the session's rewards by name; one without names is its reward under the name `reward`."""
+    found: Mapping[str, float] = experience.info.get("rewards") or {"reward": experience.reward}
+    return dict(found)
+
+
+def overlong_penalty(num_tokens: int, rule: RewardRule) -> float:
+    """Return min(max((L − (L_max − L_buffer)) / L_buffer, 0), 1) · penalty.
+
+    Yu et al. 2025 (DAPO, arXiv:2503.14476), eq. 13, soft overlong punishment.
+    """
+    if rule.overlong_tokens is None:
+        return 0.0
+    over = num_tokens - (rule.overlong_tokens - rule.overlong_buffer)
+    return rule.overlong_penalty * min(max(over / rule.overlong_buffer, 0.0), 1.0)
+
+
+def is_truncated(experience: Experience) -> bool:
+    """Whether a turn of the chain ended at the token limit."""
+    return "length" in (experience.info.get("finish_reasons") or ())
+
+
+def _combination(rule: RewardRule) -> Callable[[dict[str, float], Experience], float] | None:
+    if rule.custom_reward is not None:
+        function = import_function(rule.custom_reward, "custom_reward")
+        return lambda rewards, experience: float(function(rewards, experience.info.get("metadata") or {}))
+    if not rule.reward_weights:
+        return None
+    return lambda rewards, _: sum(rule.reward_weights.get(name, 1.0) * value for name, value in rewards.items())
+
+
+def _with_reward(experience: Experience, reward: float, penalty: float) -> Experience:
+    """Return the experience under another session reward; step by step, the penalty falls on its last turn."""
+    if experience.info.get("credit") == Credit.STEP_WISE:
+        returns = experience.turn_returns.copy()
+        returns[-1] -= penalty
+        return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns)
+    returns = np.full(len(experience.turn_ids), reward - penalty)
+    return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns, turn_rewards=returns)

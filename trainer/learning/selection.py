@@ -1,0 +1,185 @@
+"""Which of a batch's experiences are trained, and with what credit; the rest is refused group by group, with a reason.
+
+Every learner reads the same ledger and differs only here: policy gradients take the groups whose rewards differ,
+behaviour cloning the good sessions, DPO pairs of a better and a worse session.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from trainer.learning.advantages import AdvantageRule, Floats, assign, uniform_groups
+from trainer.learning.losses import Algorithm
+from trainer.learning.rewards import is_truncated, shape_rewards
+from trainer.learning.sampling import why_untrainable
+from turnwise.types import Experience, GroupKey, SessionKey
+
+UNIFORM = "uniform_rewards"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What is trained."""
+
+    experiences: Sequence[Experience]
+    advantages: Sequence[Floats]
+    """Of each turn of each experience; [K] each."""
+    pairs: Sequence[int] | None
+    """For DPO the pair of each experience; else None."""
+    chosen: Sequence[bool]
+    """For DPO whether the experience is of its pair's better session."""
+    refused: dict[GroupKey, str]
+    """Groups of which nothing is trained, with the reason."""
+
+    def advantages_by_session(self) -> dict[SessionKey, dict[str, float]]:
+        """Return the advantage of each trained turn, by session and turn id."""
+        by_session: dict[SessionKey, dict[str, float]] = {}
+        for experience, turns in zip(self.experiences, self.advantages, strict=True):
+            of_session = by_session.setdefault(experience.session_key, {})
+            of_session |= {turn_id: float(value) for turn_id, value in zip(experience.turn_ids, turns, strict=True)}
+        return by_session
+
+
+class SelectionRule(AdvantageRule):
+    """What is trained of a batch."""
+
+    sft_min_reward: float = 1.0
+    """Behaviour cloning (`sft`) trains on sessions with at least this reward."""
+    dpo_pairs: Literal["best_worst", "all"] = "best_worst"
+    """DPO: one pair a group, its best and its worst session, or every two sessions of different reward."""
+    max_chain_tokens: int | None = Field(default=None, ge=2)
+    """Chains of more tokens are not trained, which bounds memory; they still count in their group's baseline."""
+
+
+def select(
+    experiences: Sequence[Experience], keys: Iterable[GroupKey], algorithm: Algorithm, rule: SelectionRule
+) -> Selection:
+    """Choose what is trained.
+
+    Args:
+        experiences: Everything that the claimed groups hold.
+        keys: The claimed groups.
+        algorithm: The loss.
+        rule: How rewards become advantages, and what is left out.
+    """
+    keys, experiences = list(keys), shape_rewards(experiences, rule)
+    reasons = _left_out(experiences, rule)
+    fit = [experience for experience, reason in zip(experiences, reasons, strict=True) if reason is None]
+    refused = _groups_left_out(experiences, reasons, keys)
+    if algorithm == "sft":
+        good = [experience for experience in fit if experience.reward >= rule.sft_min_reward]
+        return _flat(good, keys, refused, "reward_too_low")
+    if algorithm == "dpo":
+        return _pairs(fit, keys, refused, rule)
+    # Turns that are left out still count in their group's baseline.
+    advantages = assign(experiences, rule)
+    uniform = uniform_groups(experiences, advantages)
+    kept = [
+        (experience, turns)
+        for experience, turns, reason in zip(experiences, advantages, reasons, strict=True)
+        if reason is None and experience.group_key not in uniform
+    ]
+    return Selection(
+        experiences=[experience for experience, _ in kept],
+        advantages=[turns for _, turns in kept],
+        pairs=None,
+        chosen=[True] * len(kept),
+        refused={group: UNIFORM for group in keys if group in uniform} | refused,
+    )
+
+
+def without_groups(selection: Selection, reasons: dict[GroupKey, str]) -> Selection:
+    """Return the selection without these groups, which are refused for these reasons."""
+    kept = [n for n, experience in enumerate(selection.experiences) if experience.group_key not in reasons]
+    return Selection(
+        experiences=[selection.experiences[n] for n in kept],
+        advantages=[selection.advantages[n] for n in kept],
+        pairs=None if selection.pairs is None else [selection.pairs[n] for n in kept],
+        chosen=[selection.chosen[n] for n in kept],
+        refused=selection.refused | reasons,
+    )
+
+
+def _left_out(experiences: Sequence[Experience], rule: SelectionRule) -> list[str | None]:
+    """Return for each experience why it is not trained, None where it is."""
+    overlong = {one.session_key for one in experiences if is_truncated(one)} if rule.overlong_mask else set()
+
+    def reason(experience: Experience) -> str | None:
+        if None not in why_untrainable(experience):
+            return "no_trainable_turn"
+        if experience.session_key in overlong:
+            return "overlong"
+        if rule.max_chain_tokens is not None and len(experience.tokens) > rule.max_chain_tokens:
+            return f"chain_too_long: {len(experience.tokens)} tokens, max_chain_tokens={rule.max_chain_tokens}"
+        return None
+
+    return [reason(experience) for experience in experiences]
+
+
+def _groups_left_out(
+    experiences: Sequence[Experience], reasons: Sequence[str | None], keys: Sequence[GroupKey]
+) -> dict[GroupKey, str]:
+    """Return the groups of which nothing is trained, with the reason of their first experience."""
+    refused = dict.fromkeys(keys, "no_trainable_turn")
+    for experience, reason in reversed(list(zip(experiences, reasons, strict=True))):
+        if reason is not None:
+            refused[experience.group_key] = reason
+    for experience, reason in zip(experiences, reasons, strict=True):
+        if reason is None:
+            refused.pop(experience.group_key, None)
+    return refused
+
+
+def _flat(good: Sequence[Experience], keys: Sequence[GroupKey], refused: dict[GroupKey, str], reason: str) -> Selection:
+    kept = {experience.group_key for experience in good}
+    return Selection(
+        experiences=good,
+        advantages=[np.ones(len(experience.turn_ids)) for experience in good],
+        pairs=None,
+        chosen=[True] * len(good),
+        refused={group: reason for group in keys if group not in kept} | refused,
+    )
+
+
+def _pairs(
+    fit: Sequence[Experience], keys: Sequence[GroupKey], refused: dict[GroupKey, str], rule: SelectionRule
+) -> Selection:
+    """Choose pairs of sessions of a group; a session of several pairs is there once for each."""
+    kept: list[Experience] = []
+    pairs: list[int] = []
+    chosen: list[bool] = []
+    refused, number = dict(refused), 0
+    for group in keys:
+        members = [experience for experience in fit if experience.group_key == group]
+        found = _session_pairs({experience.session_key: experience.reward for experience in members}, rule)
+        if not found:
+            refused.setdefault(group, UNIFORM)
+        for best, worst in found:
+            for experience in members:
+                if experience.session_key in (best, worst):
+                    kept.append(experience)
+                    pairs.append(number)
+                    chosen.append(experience.session_key == best)
+            number += 1
+    return Selection(
+        experiences=kept,
+        advantages=[np.ones(len(experience.turn_ids)) for experience in kept],
+        pairs=pairs,
+        chosen=chosen,
+        refused=refused,
+    )
+
+
+def _session_pairs(rewards: dict[SessionKey, float], rule: SelectionRule) -> list[tuple[SessionKey, SessionKey]]:
+    """Return the pairs of a better and a worse session."""
+    if rule.dpo_pairs == "all":
+        return [(a, b) for a, b in itertools.permutations(rewards, 2) if rewards[a] > rewards[b]]
+    if not rewards or max(rewards.values()) == min(rewards.values()):
+        return []
+    return [(max(rewards, key=rewards.__getitem__), min(rewards, key=rewards.__getitem__))]
