@@ -1,9 +1,10 @@
 """Token sequences as a forest: what several sequences begin with is laid out, and computed, once.
 
-Sharing is decided by the token ids alone. A chain, its branches, and other rollouts of the same task are
-inserted into one radix tree; each token attends to itself and to its ancestors, its position is its depth, so every
-root-to-leaf path computes exactly what it would compute alone. Legend: N tokens of a row, S segments of its tree,
-L tokens of one sequence.
+Sharing is decided by the token ids alone. A chain, its branches, and other rollouts of the same task are inserted into
+one radix tree. The tree is laid out in preorder, so the descendants of a token are the places from its own to the end
+of its subtree. **The rule of attention**: token q sees token k where k ≤ q < subtree_end[k], that is, itself and its
+ancestors. A token's position is its depth, so every root-to-leaf path computes exactly what it would compute alone.
+Legend: N tokens of a row, L tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -40,20 +41,13 @@ class Layout:
     """[N]"""
     positions: Indices
     """Depth of each token, as the model's position id. [N]"""
-    segment: Indices
-    """Index of each token's segment. [N]"""
-    reach: npt.NDArray[np.bool_]
-    """True where segment i's tokens may see segment j's: j is i or an ancestor of it. [S, S]"""
+    subtree_end: Indices
+    """Place behind the last descendant of each token: token q sees token k where k ≤ q < subtree_end[k]. [N]"""
 
     @property
     def is_one_sequence(self) -> bool:
         """Whether plain causal attention is all that is needed."""
-        return len(self.reach) <= 1
-
-    def attention(self) -> npt.NDArray[np.bool_]:
-        """Return who attends to whom, True where row token i sees row token j. [N, N]."""
-        visible = self.reach[self.segment[:, None], self.segment[None, :]]
-        return np.tril(visible)
+        return bool((self.subtree_end == len(self.tokens)).all())
 
 
 class Forest:
@@ -105,16 +99,16 @@ class Forest:
             pending.extend((child, len(segments)) for child in reversed(segment.children.values()))
             segments.append(segment)
             parents.append(parent)
-        reach = np.eye(len(segments), dtype=np.bool_)
-        for index, parent in enumerate(parents):
-            if parent >= 0:
-                reach[index] |= reach[parent]
         lengths = [len(segment.tokens) for segment in segments]
+        ends = np.cumsum(lengths)
+        # In preorder a segment's descendants follow it, so each parent's end is that of its last descendant.
+        for index in range(len(segments) - 1, -1, -1):
+            if parents[index] >= 0:
+                ends[parents[index]] = max(ends[parents[index]], ends[index])
         return Layout(
             tokens=np.concatenate([segment.tokens for segment in segments]),
             positions=np.concatenate([segment.depth + np.arange(len(segment.tokens)) for segment in segments]),
-            segment=np.repeat(np.arange(len(segments)), lengths),
-            reach=reach,
+            subtree_end=np.repeat(ends, lengths),
         )
 
     def places(self, tokens: TokenIds) -> Indices:

@@ -20,8 +20,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask
 
+from trainer.learning.attention import block_mask, dense_mask
 from trainer.learning.batch import Row
+from trainer.learning.forest import Layout
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.settings import Settings
 from turnwise.types import PolicyKind
@@ -41,8 +44,9 @@ class PolicySpec(Settings):
     """`auto` is CUDA where it is available, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the computation; weights and optimizer stay in float32. `auto`: bfloat16 on CUDA, else float32."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers."""
+    attention: Literal["auto", "flex_attention", "sdpa", "eager"] = "auto"
+    """Attention implementation of transformers. `auto`: FlexAttention on CUDA, which skips what the tokens of a packed
+    row do not see, else SDPA. On a CPU FlexAttention has no backward."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights that engines load. `auto` is that of the computation. The trainer's own state stays in
     float32."""
@@ -83,6 +87,7 @@ class Policy:
         self.device = torch.device("cpu")
         """Where `load` puts the model. It is resolved there, since `torchrun`'s processes get theirs as they join."""
         self.compute_dtype = torch.float32
+        self.attention = "sdpa"
 
     def load(self, seed: int) -> None:
         """Load the base model, with a fresh adapter for LoRA, compiled and sharded as was asked for.
@@ -93,7 +98,8 @@ class Policy:
         torch.manual_seed(seed)
         self.device = resolve_device(self.spec.device)
         self.compute_dtype = _compute_dtype(self.spec.dtype, self.device)
-        self.model: nn.Module = _without_dropout(_load(self.spec)).to(self.device)
+        self.attention = _attention(self.spec.attention, self.device)
+        self.model: nn.Module = _without_dropout(_load(self.spec, self.attention)).to(self.device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(_base(self.model).forward).parameters
         if self.mesh_axis is not None:
             self._shard(self.mesh_axis)
@@ -153,12 +159,17 @@ class Policy:
             "use_cache": False,
         }
         if not row.layout.is_one_sequence:
-            inputs["attention_mask"] = torch.from_numpy(row.layout.attention())[None, None].to(self.device)
+            inputs["attention_mask"] = self._mask(row.layout)
         if self._keeps_logits:
             inputs["logits_to_keep"] = keep
         with self._autocast():
             logits = self._forward(**inputs).logits[0]
         return cast("Tensor", logits if self._keeps_logits else logits[keep])
+
+    def _mask(self, layout: Layout) -> Tensor | BlockMask:
+        if self.attention == "flex_attention":
+            return block_mask(layout, self.device)
+        return dense_mask(layout, self.device)[None, None]
 
     def next_logprobs(self, tokens: list[int]) -> Tensor:
         """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""
@@ -291,6 +302,12 @@ def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
+def _attention(name: str, device: torch.device) -> str:
+    if name == "auto":
+        return "flex_attention" if device.type == "cuda" else "sdpa"
+    return name
+
+
 def _without_dropout(model: nn.Module) -> nn.Module:
     """Turn dropout off: the engine samples without it, so a ratio under dropout would compare two policies."""
     for module in model.modules():
@@ -313,14 +330,12 @@ def _tied_names(model: Any) -> set[str]:
     return again
 
 
-def _load(spec: PolicySpec) -> nn.Module:
+def _load(spec: PolicySpec, attention: str) -> nn.Module:
     """Load the base model in float32, with an adapter for LoRA."""
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            spec.model, dtype=torch.float32, attn_implementation=spec.attention
-        )
+        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation=attention)
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"cannot load the model {spec.model!r}: {error}") from error
     if spec.gradient_checkpointing:

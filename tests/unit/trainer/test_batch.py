@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
+from trainer.learning.attention import dense_mask
 from trainer.learning.batch import build, minibatches, pack
 from trainer.learning.forest import Forest
 from trainer.learning.losses import loss_of
@@ -16,6 +17,8 @@ from trainer.policy.model import Policy, PolicySpec, selected_logprobs
 from turnwise.chains import merge_session, split_session
 from turnwise.store import experiences
 from turnwise.types import EID, Experience, Turn
+
+CPU = torch.device("cpu")
 
 
 def ids(*tokens):
@@ -31,7 +34,8 @@ def test_what_sequences_begin_with_is_laid_out_once():
     assert forest.num_tokens == 6
     assert layout.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert layout.positions.tolist() == [0, 1, 2, 3, 2, 0]
-    assert layout.attention().astype(int).tolist() == [
+    assert layout.subtree_end.tolist() == [5, 5, 4, 4, 5, 6]
+    assert dense_mask(layout, CPU).int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -51,7 +55,7 @@ def test_every_sequence_sees_exactly_itself(sequences):
         forest.insert(ids(*tokens))
         assert forest.num_tokens == expected
     layout = forest.lay_out()
-    attention = layout.attention()
+    attention = dense_mask(layout, CPU).numpy()
     assert (
         len(layout.tokens) == forest.num_tokens == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
     )
@@ -207,7 +211,7 @@ def test_experiences_of_a_real_ledger_pack_to_the_same_logprobs(tmp_path, policy
     db.close()
     batch = build(found, [np.zeros(len(e.turn_ids)) for e in found], policy_version=0)
     agent = PolicyAgent(policy, AgentRule(proximal=True, row_tokens=90))
-    logprobs = agent.proximal_logprobs(batch)
+    logprobs = agent.proximal_logprobs(batch, range(len(batch.experiences)))
     np.testing.assert_allclose(logprobs, batch.table.behaviour, atol=2e-5)
 
 

@@ -63,7 +63,7 @@ def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(base, "join_world", join)
-    monkeypatch.setattr(policy_model, "_load", lambda _: Gpu())
+    monkeypatch.setattr(policy_model, "_load", lambda *_: Gpu())
     workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, kl_coef=0.1), enable_multi_devices=True)
     for policy in (workflow.agent.policy, workflow.agent._reference):
         with pytest.raises(InterruptedError):

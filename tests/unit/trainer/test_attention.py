@@ -1,0 +1,105 @@
+"""The forest's rule of attention, in the forms that kernels take, over real architectures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from trainer.learning.attention import BLOCK, block_mask, dense_mask
+from trainer.learning.batch import Row
+from trainer.learning.forest import Forest
+from trainer.policy.model import Policy, PolicySpec
+
+CPU = torch.device("cpu")
+VOCABULARY = 64
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+ARCHITECTURES = {
+    "Qwen3": {},
+    "Llama": {"tie_word_embeddings": True},
+    "Gemma": {},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+}
+
+
+def grown_forest(seed, num_sequences=12, length=60):
+    """Return a forest of sequences that branch from earlier ones at random places, and the sequences."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(num_sequences):
+        stem = sequences[rng.integers(len(sequences))] if sequences and rng.random() < 0.8 else np.empty(0, np.int32)
+        stem = stem[: rng.integers(len(stem) + 1)]
+        sequences.append(np.concatenate([stem, rng.integers(1, VOCABULARY, length)]).astype(np.int32))
+    forest = Forest()
+    for tokens in sequences:
+        forest.insert(tokens)
+    return forest, sequences
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_blocks_cover_what_the_rule_lets_be_seen_and_whole_blocks_are_seen_whole(seed):
+    """Against the dense mask, cut into blocks: each visible pair is covered, each invisible one is checked by token."""
+    layout = grown_forest(seed)[0].lay_out()
+    length = len(layout.tokens)
+    num_blocks = -(-length // BLOCK)
+    assert num_blocks >= 4
+    dense = np.zeros((num_blocks * BLOCK,) * 2, bool)
+    dense[:length, :length] = dense_mask(layout, CPU).numpy()
+    cut = dense.reshape(num_blocks, BLOCK, num_blocks, BLOCK)
+    mask = block_mask(layout, CPU)
+    for query in range(num_blocks):
+        partial = set(mask.kv_indices[0, 0, query, : mask.kv_num_blocks[0, 0, query]].tolist())
+        whole = set(mask.full_kv_indices[0, 0, query, : mask.full_kv_num_blocks[0, 0, query]].tolist())
+        rows = min(BLOCK, length - query * BLOCK)
+        assert {key for key in range(num_blocks) if cut[query, :, key].any()} == partial | whole
+        assert all(cut[query, :rows, key].all() for key in whole)
+        assert not partial & whole
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_with_the_block_mask_equals_sdpa_with_the_dense_one():
+    """Forward, on a CPU; FlexAttention's backward needs a GPU."""
+    layout = grown_forest(0)[0].lay_out()
+    query, key, value = torch.randn(3, 1, 2, len(layout.tokens), 16, generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=dense_mask(layout, CPU)[None, None]
+    )
+    torch.testing.assert_close(flex_attention(query, key, value, block_mask=block_mask(layout, CPU)), expected)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_packed_row_gives_each_sequence_the_logprobs_that_it_has_alone(tmp_path, name):
+    """Over real architectures with random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SMALL | ARCHITECTURES[name]))
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
+    policy.load(0)
+    assert policy.attends_to_all
+    forest, sequences = grown_forest(1, num_sequences=5, length=12)
+    layout = forest.lay_out()
+    assert not layout.is_one_sequence
+    for tokens in sequences:
+        places = forest.places(tokens)
+        row = Row(layout=layout, predictor=places[:-1], token=np.arange(len(tokens) - 1))
+        targets = torch.from_numpy(tokens[1:].astype(np.int64))
+        with torch.no_grad():
+            packed, _ = policy.logprobs(row, torch.ones(len(targets)), targets)
+            alone = policy.next_logprobs(tokens.tolist())[:-1].gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)
