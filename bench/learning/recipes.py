@@ -44,6 +44,10 @@ RECIPES = {
         settings={"algorithm": "gspo", "aggregation": "session_mean", "clip_low": 0.1, "clip_high": 0.2},
     ),
     "cispo": Recipe(settings=CALM | {"algorithm": "cispo", "clip_low": 1.0, "clip_high": 0.5}),
+    "dr_grpo": Recipe(settings={"estimator": "dr_grpo", "session_tokens": 32}),
+    "sapo": Recipe(settings={"algorithm": "sapo"}),
+    "topr": Recipe(settings=CALM | {"algorithm": "topr"}),
+    "decoupled": Recipe(settings={"proximal": True, "tis_cap": 2.0}),
     "replay": Recipe(
         settings=CALM
         | {

@@ -1,9 +1,8 @@
 """The trained model: any Hugging Face causal LM, whole or through a LoRA adapter, on one device or several.
 
-The model is only ever asked for one thing, the logprob and entropy of given tokens in a packed row, and
-logits exist for the tokens that predict a trained one alone. Their log-softmax is taken chunk by chunk in float32, in
-both directions, so that no float32 copy of [m, vocabulary] is ever whole. Legend: N tokens of a row, m trained tokens
-of it, U distinct predictors, V vocabulary, C predictors of a chunk.
+The model is only ever asked for one thing, the logprob and entropy of given tokens in a packed row, and the output
+layer runs for the tokens that predict a trained one alone. Legend: N tokens of a row, m trained tokens of it,
+U distinct predictors, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.learning.attention import block_mask, dense_mask
 from trainer.learning.batch import Row
 from trainer.learning.forest import Layout
+from trainer.learning.logprobs import linear_logprobs, selected_logprobs
+from trainer.policy.head import OutputLayer
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.settings import Settings
 from turnwise.types import PolicyKind
-
-LOGITS_IN_CHUNK = 1 << 24
-"""Float32 logits that exist at once while log-probabilities are taken: 64 MiB."""
 
 
 class PolicySpec(Settings):
@@ -47,6 +44,8 @@ class PolicySpec(Settings):
     attention: Literal["auto", "flex_attention", "sdpa", "eager"] = "auto"
     """Attention implementation of transformers. `auto`: FlexAttention on CUDA, which skips what the tokens of a packed
     row do not see, else SDPA. On a CPU FlexAttention has no backward."""
+    float32_head: bool = False
+    """Compute logits in float32 also where the rest is computed in bfloat16; on one device, without `compile`."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights that engines load. `auto` is that of the computation. The trainer's own state stays in
     float32."""
@@ -100,6 +99,8 @@ class Policy:
         self.compute_dtype = _compute_dtype(self.spec.dtype, self.device)
         self.attention = _attention(self.spec.attention, self.device)
         self.model: nn.Module = _without_dropout(_load(self.spec, self.attention)).to(self.device)
+        can_split = self.mesh_axis is None and not self.compiled
+        self._head = OutputLayer.of(_base(self.model)) if can_split else None
         self._keeps_logits = "logits_to_keep" in inspect.signature(_base(self.model).forward).parameters
         if self.mesh_axis is not None:
             self._shard(self.mesh_axis)
@@ -148,11 +149,16 @@ class Policy:
         pairs = torch.stack([predictor.double(), temperature.double()])
         distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
         keep = distinct[0].long().to(self.device)
-        logits_UV = self._logits(row, keep)
-        scale_U = distinct[1].float().to(self.device)
-        return selected_logprobs(logits_UV, which.to(self.device), target.long().to(self.device), scale_U)
+        places = which.to(self.device), target.long().to(self.device), distinct[1].float().to(self.device)
+        if self._head is None:
+            return selected_logprobs(self._output(row, keep), *places)
+        with self._head.left_out():
+            hidden_UH = self._output(row, keep)
+        dtype = torch.float32 if self.spec.float32_head else self.compute_dtype
+        return linear_logprobs(hidden_UH.to(dtype), self._head.weight.to(dtype), *places)
 
-    def _logits(self, row: Row, keep: Tensor) -> Tensor:
+    def _output(self, row: Row, keep: Tensor) -> Tensor:
+        """Return what the model gives at the kept places: logits, or hidden states while the head is left out."""
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(row.layout.tokens.astype(np.int64))[None].to(self.device),
             "position_ids": torch.from_numpy(row.layout.positions)[None].to(self.device),
@@ -229,64 +235,6 @@ class Policy:
         if self.compute_dtype is torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
-
-
-def selected_logprobs(logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logprob of each target under its scaled logits, and the entropy there, both [m] in float32."""
-    logprobs, entropy_U = cast(
-        "tuple[Tensor, Tensor]",
-        _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-            logits_UV, which, target, temperature_U
-        ),
-    )
-    return logprobs, entropy_U[which]
-
-
-class _SelectedLogprobs(torch.autograd.Function):
-    """Log-softmax, gather and entropy in one, with the softmax recomputed chunk by chunk on the way back.
-
-    d log p_t / dz_k = (1[k = t] − p_k) / τ and dH / dz_k = −p_k (log p_k + H) / τ.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        num_rows, vocabulary = logits_UV.shape
-        normaliser_U = logits_UV.new_empty(num_rows, dtype=torch.float32)
-        entropy_U = torch.empty_like(normaliser_U)
-        for chunk in _chunks(num_rows, vocabulary):
-            scaled_CV = logits_UV[chunk].float() / temperature_U[chunk, None]
-            normaliser_U[chunk] = torch.logsumexp(scaled_CV, dim=-1)
-            log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
-            entropy_U[chunk] = -(log_p_CV.exp() * log_p_CV).sum(-1)
-        selected = logits_UV[which, target].float() / temperature_U[which] - normaliser_U[which]
-        ctx.save_for_backward(logits_UV, which, target, temperature_U, normaliser_U, entropy_U)
-        return selected, entropy_U
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_selected: Tensor, grad_entropy_U: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_UV, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
-        gradient_UV = torch.empty_like(logits_UV)
-        pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
-        needs_entropy = bool(grad_entropy_U.any())
-        for chunk in _chunks(*logits_UV.shape):
-            log_p_CV = logits_UV[chunk].float() / temperature_U[chunk, None] - normaliser_U[chunk, None]
-            p_CV = log_p_CV.exp()
-            gradient_CV = p_CV * -pulled_U[chunk, None]
-            if needs_entropy:
-                gradient_CV -= p_CV * (log_p_CV + entropy_U[chunk, None]) * grad_entropy_U[chunk, None]
-            gradient_UV[chunk] = (gradient_CV / temperature_U[chunk, None]).to(gradient_UV.dtype)
-        own = (grad_selected / temperature_U[which]).to(gradient_UV.dtype)
-        gradient_UV.index_put_((which, target), own, accumulate=True)
-        return gradient_UV, None, None, None
-
-
-def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, LOGITS_IN_CHUNK // vocabulary)
-    for start in range(0, num_rows, size):
-        yield slice(start, min(start + size, num_rows))
 
 
 def resolve_device(name: str) -> torch.device:

@@ -11,9 +11,10 @@ from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 from trainer.learning.attention import dense_mask
 from trainer.learning.batch import build, minibatches, pack
 from trainer.learning.forest import Forest
+from trainer.learning.logprobs import linear_logprobs, selected_logprobs
 from trainer.learning.losses import loss_of
 from trainer.policy.agent import AgentRule, PolicyAgent
-from trainer.policy.model import Policy, PolicySpec, selected_logprobs
+from trainer.policy.model import Policy, PolicySpec
 from turnwise.chains import merge_session, split_session
 from turnwise.store import experiences
 from turnwise.types import EID, Experience, Turn
@@ -217,7 +218,7 @@ def test_experiences_of_a_real_ledger_pack_to_the_same_logprobs(tmp_path, policy
 
 def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax(monkeypatch):
     """In chunks of two predictors, one of them shared, at several temperatures, with entropy in the loss."""
-    monkeypatch.setattr("trainer.policy.model.LOGITS_IN_CHUNK", 2 * 11)
+    monkeypatch.setattr("trainer.learning.logprobs.LOGITS_IN_CHUNK", 2 * 11)
     torch.manual_seed(0)
     logits = torch.randn(5, 11, requires_grad=True)
     which, target = torch.tensor([0, 1, 1, 4, 3]), torch.tensor([2, 3, 9, 0, 10])
@@ -234,3 +235,40 @@ def test_selected_logprobs_and_their_gradient_equal_autograd_through_log_softmax
     torch.testing.assert_close(logprobs.double(), log_p[which, target], atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-6, rtol=0)
     torch.testing.assert_close(logits.grad.double(), plain.grad, atol=1e-6, rtol=0)
+
+
+def test_logprobs_from_hidden_states_equal_those_from_logits_and_so_do_all_gradients(monkeypatch):
+    """Logits exist for two predictors at a time; gradients reach hidden states and the output layer's weight."""
+    monkeypatch.setattr("trainer.learning.logprobs.LOGITS_IN_CHUNK", 2 * 11)
+    torch.manual_seed(0)
+    which, target = torch.tensor([0, 1, 1, 4, 3]), torch.tensor([2, 3, 9, 0, 10])
+    temperature, pull, push = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0]), torch.randn(5), torch.randn(5)
+    hidden, weight = torch.randn(5, 7), torch.randn(11, 7)
+    found = []
+    for compute in (linear_logprobs, lambda h, w, *rest: selected_logprobs(h @ w.T, *rest)):
+        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropy = compute(*inputs, which, target, temperature)
+        (pull @ logprobs + push @ entropy).backward()
+        found.append([logprobs, entropy, inputs[0].grad, inputs[1].grad])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_changes_its_logits_keeps_its_own_output_layer(tmp_path):
+    """Gemma 2 caps its logits after the output layer: leaving the layer out would skip that."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        final_logit_softcapping=5.0,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
+    policy.load(0)
+    assert policy._head is None

@@ -80,7 +80,9 @@ def test_bfloat16_computes_in_bfloat16_and_holds_weights_and_gradients_in_float3
     loss, gradient = loss_and_gradient(policy_for(model), batch)
     policy = policy_for(model, dtype="bfloat16")
     computed: set[torch.dtype] = set()
-    policy.model.lm_head.register_forward_hook(lambda _module, _inputs, output: computed.add(output.dtype))
+    policy.model.model.layers[0].self_attn.q_proj.register_forward_hook(
+        lambda _module, _inputs, output: computed.add(output.dtype)
+    )
     rounded, rounded_gradient = loss_and_gradient(policy, batch)
     assert computed == {torch.bfloat16}
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}

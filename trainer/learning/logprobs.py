@@ -1,0 +1,141 @@
+"""Logprob and entropy of given tokens, chunk by chunk, in both directions.
+
+The softmax is recomputed on the way back, so no float32 copy of all logits is ever held. `linear_logprobs` goes
+further: it starts from the hidden states and computes the logits chunk by chunk as well, so they are never whole in any
+precision. Legend: m trained tokens, U distinct predictors, V vocabulary, C predictors of a chunk, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LOGITS_IN_CHUNK = 1 << 24
+"""Float32 logits that exist at once while log-probabilities are computed: 64 MiB."""
+
+
+def selected_logprobs(logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logprob of each target under its scaled logits, and the entropy there, both [m] in float32."""
+    found = _FromLogits.apply(logits_UV, which, target, temperature_U)  # type: ignore[no-untyped-call]
+    logprobs, entropy_U = cast("tuple[Tensor, Tensor]", found)
+    return logprobs, entropy_U[which]
+
+
+def linear_logprobs(
+    hidden_UH: Tensor, weight_VH: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the same from hidden states and the output layer's weight."""
+    found = _FromHidden.apply(hidden_UH, weight_VH, which, target, temperature_U)  # type: ignore[no-untyped-call]
+    logprobs, entropy_U = cast("tuple[Tensor, Tensor]", found)
+    return logprobs, entropy_U[which]
+
+
+class _FromLogits(torch.autograd.Function):
+    """Log-softmax, gather and entropy in one.
+
+    d log p_t / dz_k = (1[k = t] − p_k) / τ and dH / dz_k = −p_k (log p_k + H) / τ.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_UV: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        normaliser_U = logits_UV.new_empty(len(logits_UV), dtype=torch.float32)
+        entropy_U = torch.empty_like(normaliser_U)
+        for chunk in _chunks(*logits_UV.shape):
+            log_p_CV, normaliser_U[chunk] = _log_softmax(logits_UV[chunk], temperature_U[chunk])
+            entropy_U[chunk] = _entropy(log_p_CV)
+        selected = logits_UV[which, target].float() / temperature_U[which] - normaliser_U[which]
+        ctx.save_for_backward(logits_UV, which, target, temperature_U, normaliser_U, entropy_U)
+        return selected, entropy_U
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_selected: Tensor, grad_entropy_U: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_UV, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
+        gradient_UV = torch.empty_like(logits_UV)
+        pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
+        pulled_entropy_U = grad_entropy_U if bool(grad_entropy_U.any()) else None
+        for chunk in _chunks(*logits_UV.shape):
+            log_p_CV = logits_UV[chunk].float() / temperature_U[chunk, None] - normaliser_U[chunk, None]
+            gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], pulled_entropy_U, chunk)
+            gradient_UV[chunk] = (gradient_CV / temperature_U[chunk, None]).to(gradient_UV.dtype)
+        own = (grad_selected / temperature_U[which]).to(gradient_UV.dtype)
+        gradient_UV.index_put_((which, target), own, accumulate=True)
+        return gradient_UV, None, None, None
+
+
+class _FromHidden(torch.autograd.Function):
+    """The same, with the output layer inside: logits z = h Wᵀ exist for one chunk at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_UH: Tensor, weight_VH: Tensor, which: Tensor, target: Tensor, temperature_U: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        normaliser_U = hidden_UH.new_empty(len(hidden_UH), dtype=torch.float32)
+        entropy_U = torch.empty_like(normaliser_U)
+        selected = hidden_UH.new_empty(len(which), dtype=torch.float32)
+        for chunk in _chunks(len(hidden_UH), len(weight_VH)):
+            log_p_CV, normaliser_U[chunk] = _log_softmax(hidden_UH[chunk] @ weight_VH.T, temperature_U[chunk])
+            entropy_U[chunk] = _entropy(log_p_CV)
+            inside = (which >= chunk.start) & (which < chunk.stop)
+            selected[inside] = log_p_CV[which[inside] - chunk.start, target[inside]]
+        ctx.save_for_backward(hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U)
+        return selected, entropy_U
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_selected: Tensor, grad_entropy_U: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
+        grad_hidden_UH = torch.empty_like(hidden_UH)
+        # Summed in float32: many small chunks would lose their sum in bfloat16.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
+        pulled_entropy_U = grad_entropy_U if bool(grad_entropy_U.any()) else None
+        for chunk in _chunks(len(hidden_UH), len(weight_VH)):
+            scaled_CV = (hidden_UH[chunk] @ weight_VH.T).float() / temperature_U[chunk, None]
+            log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
+            gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], pulled_entropy_U, chunk)
+            inside = (which >= chunk.start) & (which < chunk.stop)
+            places = (which[inside] - chunk.start, target[inside])
+            gradient_CV.index_put_(places, grad_selected[inside], accumulate=True)
+            gradient_CV = (gradient_CV / temperature_U[chunk, None]).to(hidden_UH.dtype)
+            grad_hidden_UH[chunk] = gradient_CV @ weight_VH
+            if grad_weight_VH is not None:
+                grad_weight_VH += gradient_CV.T @ hidden_UH[chunk]
+        weight_gradient = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_UH, weight_gradient, None, None, None
+
+
+def _log_softmax(logits_CV: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the float32 log-probabilities of scaled logits, and their normaliser."""
+    scaled_CV = logits_CV.float() / temperature_C[:, None]
+    normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
+    return scaled_CV.sub_(normaliser_C[:, None]), normaliser_C
+
+
+def _entropy(log_p_CV: Tensor) -> Tensor:
+    return -(log_p_CV.exp() * log_p_CV).sum(-1)
+
+
+def _softmax_gradient(
+    log_p_CV: Tensor, pulled_C: Tensor, entropy_C: Tensor, pulled_entropy_U: Tensor | None, chunk: slice
+) -> Tensor:
+    """Return what the normaliser and the entropy give to the gradient of scaled logits."""
+    p_CV = log_p_CV.exp()
+    gradient_CV = p_CV * -pulled_C[:, None]
+    if pulled_entropy_U is not None:
+        gradient_CV -= p_CV * (log_p_CV + entropy_C[:, None]) * pulled_entropy_U[chunk, None]
+    return gradient_CV
+
+
+def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, LOGITS_IN_CHUNK // vocabulary)
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
