@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import httpx2
 import pytest
+from support.control_plane import metric
 from support.proxies import RunningProxy, StartProxy
+from support.waiting import wait_until
 
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.fake_engine.script import Reply, Rule
@@ -24,15 +25,11 @@ def outcomes(proxy: RunningProxy) -> list[tuple[str, str | None]]:
 def test_a_call_without_a_healthy_engine_is_stored_and_counted(start_proxy: StartProxy):
     with running_fake_engine() as engine:
         proxy = start_proxy(engine.url)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while httpx2.get(f"{proxy.url}/readyz").status_code == 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: httpx2.get(f"{proxy.url}/readyz").status_code != 200, "the engine is known to be gone")
     reply = httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
     assert outcomes(proxy) == [("error", "engine_unavailable")]
-    counted = 'turnwise_turns_total{outcome="error",reason="engine_unavailable"} 1.0'
-    assert counted in httpx2.get(f"{proxy.url}/metrics").text
+    assert metric(proxy, "turnwise_turns_total", outcome="error", reason="engine_unavailable") == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -41,6 +38,7 @@ def test_a_call_that_is_cut_off_by_sigterm_is_stored(
 ):
     """After the drain time; of a stream with the tokens that were sampled until then. The client gets an error."""
     proxy = start_proxy(fake_engine.url, "--drain-seconds", "0.5")
+    fake_engine.calls.clear()  # those of the proxy's own probe
     fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 500, pace_seconds=0.05)))
     seen = bytearray()
 
@@ -52,10 +50,10 @@ def test_a_call_that_is_cut_off_by_sigterm_is_stored(
 
     client = threading.Thread(target=call)
     client.start()
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while seen.count(b"data:") <= 3 if stream else not any("Hello." in str(each.body) for each in fake_engine.calls):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    if stream:
+        wait_until(lambda: seen.count(b"data:") > 3, "the stream has begun")
+    else:
+        wait_until(lambda: fake_engine.calls, "the engine has the call")
     proxy.process.send_signal(signal.SIGTERM)
     assert proxy.process.wait(DEADLINE_SECONDS) in (0, -signal.SIGTERM)
     client.join(DEADLINE_SECONDS)

@@ -16,6 +16,7 @@ import pytest
 from support.private_postgres import PrivatePostgres, binary
 from support.proxies import RunningProxy, running_proxy
 from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
+from support.waiting import wait_until
 
 from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import ledger
@@ -118,10 +119,7 @@ def test_a_disk_that_is_full_loses_nothing_and_is_used_again_once_it_is_not(how,
         agents.go()
         wait_for(agents, 16)
         with how(proxy, database):
-            deadline = time.monotonic() + DEADLINE_SECONDS
-            while (503, "store_unavailable") not in agents.refusals:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_until(lambda: (503, "store_unavailable") in agents.refusals, "a call is refused")
             assert "space" in refused(proxy)
         wait_for(agents, 16)
         agents.stop()

@@ -13,6 +13,7 @@ import aiohttp
 import httpx2
 import pytest
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
+from support.waiting import wait_until
 
 from turnwise.fake_engine import Rule, Script, running_fake_engine
 from turnwise.fake_engine.script import Reply
@@ -151,18 +152,20 @@ def test_a_client_that_leaves_stops_the_engines_work(limited, stream):
         url = f"{limited.proxy.url}/sessions/{session_id}/v1/chat/completions"
         async with aiohttp.ClientSession() as http:
             request = asyncio.create_task(http.post(url, json=asked))
-            await asyncio.sleep(0.6)
-            request.cancel()
             if stream:
-                (await request).close()
+                reply = await request
+                await reply.content.readany()
+                reply.close()
+            else:
+                await asyncio.to_thread(wait_until, lambda: len(limited.engine.calls) > before, "the engine is called")
+                request.cancel()
 
     before = len(limited.engine.calls)
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(leave())
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (turns := limited.proxy.turns(session_id)) or limited.engine.calls[before].outcome != "aborted":
-        assert time.monotonic() < deadline, limited.engine.calls[before].outcome
-        time.sleep(0.05)
+    wait_until(lambda: limited.engine.calls[before].outcome == "aborted", "the engine's call is aborted")
+    wait_until(lambda: limited.proxy.turns(session_id), "the turn is stored")
+    turns = limited.proxy.turns(session_id)
     assert [view.turn.outcome for view in turns] == ["aborted"]
     assert bool(len(turns[0].turn.token_ids)) == stream
 

@@ -13,9 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import pytest
-from support.engines import RunningEngine
+from support.engines import RunningEngine, load_own_weights
 from support.proxies import RunningProxy, StartProxy
 
 from turnwise.client import Client
@@ -76,23 +75,12 @@ def wait_for_version(client: Client, version: int, trainer_log: Path) -> dict:
     pytest.fail(f"version {version} did not become active; the trainer said:\n{trainer_log.read_text()[-3000:]}")
 
 
-def load_base_weights(engine: RunningEngine) -> None:
-    """Give the shared engine its own weights, under the label that it started with."""
-    for path, body in (
-        ("/pause?mode=keep&clear_cache=true", None),
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(engine.model_dir)}}),
-        ("/update_weight_version", {"new_version": "default"}),
-        ("/resume", None),
-    ):
-        httpx2.post(engine.url + path, json=body, timeout=60).raise_for_status()
-
-
 @pytest.fixture
 def base_weights(engine: RunningEngine) -> Iterator[None]:
     """Begin and end with the engine's own weights: it serves other tests before and after."""
-    load_base_weights(engine)
+    load_own_weights(engine)
     yield
-    load_base_weights(engine)
+    load_own_weights(engine)
 
 
 def test_rewards_become_a_version_that_is_served_and_a_killed_trainer_goes_on(

@@ -25,7 +25,7 @@ from openai import APIError, AsyncOpenAI, OpenAI
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_checkpoint, write_perturbed
 from support.control_plane import ask, policy, publish, wait_for_status
-from support.engines import RunningEngine
+from support.engines import RunningEngine, load_own_weights
 from support.proxies import RunningProxy, StartProxy, running_proxy
 from support.waiting import assert_stays, wait_until
 
@@ -53,17 +53,7 @@ def served(engine: RunningEngine, start_proxy: StartProxy) -> Iterator[RunningPr
     finally:
         if proxy.process.poll() is None:
             proxy.kill()
-        as_started(engine)
-
-
-def as_started(engine: RunningEngine) -> None:
-    ask(engine.url, "/pause?mode=keep", {})
-    ask(engine.url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(engine.model_dir)}})
-    ask(engine.url, "/update_weight_version", {"new_version": "default"})
-    ask(engine.url, "/resume", {})
-    for model in ask(engine.url, "/v1/models")["data"]:
-        if model["parent"] is not None:
-            ask(engine.url, "/v1/unload_lora_adapter", {"lora_name": model["id"]})
+        load_own_weights(engine)
 
 
 def greedy_gap(proxy: RunningProxy, forward: Forward) -> float:
@@ -384,11 +374,11 @@ def test_an_engine_that_was_restarted_is_brought_to_the_active_version(
     """Whether it comes back under a running proxy or before a new one: fresh weights are replaced."""
     path = write_perturbed(engine.model_dir, tmp_path / "v1", 1)
     wait_for_status(served, publish(served, path))
-    as_started(engine)
+    load_own_weights(engine)
     wait_until(lambda: ask(engine.url, "/weight_info")["weight_version"] == "1", "the engine has version 1")
     assert greedy_gap(served, forward_of(path)) < TOLERANCE
     served.kill()
-    as_started(engine)
+    load_own_weights(engine)
     with running_proxy(engine.url, served.database_url, tmp_path) as another:
         assert greedy_gap(another, forward_of(path)) < TOLERANCE
         assert another.turns()[-1].turn.policy_version_first == 1

@@ -20,7 +20,7 @@ import torch
 from openai import APIError, AsyncOpenAI
 from support.checkpoints import Forward, forward_of, write_perturbed
 from support.control_plane import ask, publish, versions_of_engines
-from support.engines import RunningEngine, _end_group, _wait_healthy
+from support.engines import RunningEngine, _end_group, _wait_healthy, load_own_weights
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 
@@ -161,10 +161,4 @@ def test_an_engine_killed_in_mid_reload_is_left_out_and_mended_when_it_returns(
         for url in (other_url, engine.url):
             assert greedy_gap(url, forward_of(paths[3])) < TOLERANCE
         proxy.kill()
-    for path, body in (
-        ("/pause?mode=keep", {}),
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(small_model_dir)}}),
-        ("/update_weight_version", {"new_version": "default"}),
-        ("/resume", {}),
-    ):
-        ask(engine.url, path, body)
+    load_own_weights(engine)

@@ -11,10 +11,10 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import ports
@@ -23,13 +23,6 @@ from turnwise.processes.supervisor import Child, State, Supervisor, describe_exi
 
 ROOT = Path(__file__).parents[2]
 SLEEPER = "import time\nopen({path!r}, 'a').write(f'{{__import__(\"os\").getpid()}}\\n')\ntime.sleep(600)"
-
-
-def _eventually(law: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not law():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
 
 
 def _alive(pid: int) -> bool:
@@ -99,8 +92,8 @@ def test_a_child_that_dies_is_named_and_started_again(tmp_path):
         [_sleeper(path)], log_directory=tmp_path, say=lambda *line: said.append(line), first_delay_seconds=0.05
     ) as stack:
         os.kill(_pids(path)[0], signal.SIGKILL)
-        _eventually(lambda: len(_pids(path)) == 2)
-        _eventually(lambda: stack.state("sleeper") is State.READY)
+        wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
+        wait_until(lambda: stack.state("sleeper") is State.READY, "it is ready again")
         stack.check()
     assert any(text.startswith("died with signal SIGKILL") for _, text in said)
 
@@ -247,7 +240,7 @@ def test_grandchildren_end_with_their_child(tmp_path):
     with Supervisor([child], log_directory=tmp_path):
         pids = _pids(path)
         assert all(map(_alive, pids))
-    _eventually(lambda: not any(map(_alive, pids)))
+    wait_until(lambda: not any(map(_alive, pids)), "all processes are gone")
 
 
 def test_what_a_dead_child_leaves_in_its_group_is_ended_before_it_starts_again(tmp_path):
@@ -256,7 +249,7 @@ def test_what_a_dead_child_leaves_in_its_group_is_ended_before_it_starts_again(t
     code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {inner!r}])\ntime.sleep(1)"
     child = Child(name="careless", argv=_python(code))
     with Supervisor([child], log_directory=tmp_path, first_delay_seconds=0.05) as stack:
-        _eventually(lambda: stack.num_starts("careless") == 2)
+        wait_until(lambda: stack.num_starts("careless") == 2, "it starts again")
         assert not _alive(_pids(path)[0])
 
 
@@ -288,7 +281,7 @@ def test_a_killed_supervisor_leaves_no_process_behind(tmp_path):
     process.kill()
     process.wait(5)
     process.stdout.close()
-    _eventually(lambda: not any(map(_alive, pids)))
+    wait_until(lambda: not any(map(_alive, pids)), "all processes are gone")
 
 
 def test_ctrl_c_stops_everything(tmp_path):
@@ -307,7 +300,7 @@ def test_a_killed_guard_takes_its_child_along_and_is_replaced(tmp_path):
     with Supervisor([_sleeper(path)], log_directory=tmp_path, first_delay_seconds=0.05) as stack:
         first = _pids(path)[0]
         os.kill(stack.pid("sleeper"), signal.SIGKILL)
-        _eventually(lambda: len(_pids(path)) == 2)
+        wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
         assert not _alive(first)
 
 

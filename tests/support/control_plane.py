@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
-from support.proxies import RunningProxy
 from support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from support.proxies import RunningProxy
 
 CALL_SECONDS = 120.0
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.control_plane import ask
 
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.processes.engine_command import EngineSettings, build_command
@@ -77,6 +78,18 @@ def running_engine(model_dir: Path, log: Path, *extra: str) -> Iterator[RunningE
         yield RunningEngine(url, "small", model_dir, log, process.pid)
     finally:
         _end_group(process)
+
+
+def load_own_weights(engine: RunningEngine) -> None:
+    """Give the shared engine the weights and the label that it started with, and no adapter."""
+    load = {"method": "reload_weights", "kwargs": {"weights_path": str(engine.model_dir)}}
+    ask(engine.url, "/pause?mode=keep", {})
+    ask(engine.url, "/collective_rpc", load)
+    ask(engine.url, "/update_weight_version", {"new_version": "default"})
+    ask(engine.url, "/resume", {})
+    for model in ask(engine.url, "/v1/models")["data"]:
+        if model["parent"] is not None:
+            ask(engine.url, "/v1/unload_lora_adapter", {"lora_name": model["id"]})
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ Where the original records less, or refuses, the docstring says both.
 """
 
 import asyncio
-import time
 
 import openai
 import pydantic
 import pytest
+from support.waiting import wait_until
 
 from turnwise.fake_engine import Reply, Rule, ToolCall, tokens
 from turnwise.workflows import RewardPropagationWorkflow, StepWiseRewardWorkflow, Task
@@ -216,11 +216,8 @@ def test_a_stream_that_is_closed_early_is_kept_as_aborted(model, proxy, fake_eng
 
 def wait_for_turn(proxy, session_id):
     """Return the session's first turn; a dropped stream is stored as soon as the proxy notices."""
-    deadline = time.monotonic() + 10
-    while not (views := proxy.turns(session_id)):
-        assert time.monotonic() < deadline, "the closed stream was never stored"
-        time.sleep(0.02)
-    return views[0].turn
+    wait_until(lambda: proxy.turns(session_id), "the closed stream is stored")
+    return proxy.turns(session_id)[0].turn
 
 
 def test_extracting_returns_and_clears(model, fake_engine):
