@@ -16,7 +16,6 @@ import time
 
 import numpy as np
 import pytest
-from support.waiting import wait_until
 
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
@@ -200,7 +199,10 @@ def errors_of_writer(metrics: Metrics) -> float | None:
 
 
 def wait_for_errors(metrics: Metrics, count: int) -> None:
-    wait_until(lambda: (errors_of_writer(metrics) or 0) >= count, f"{count} errors are counted")
+    deadline = time.monotonic() + 20
+    while (errors_of_writer(metrics) or 0) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_writing_process_that_cannot_be_replaced_at_once_is_replaced_later(database, database_url):
