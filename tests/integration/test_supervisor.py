@@ -135,7 +135,7 @@ def test_chosen_lines_of_a_childs_log_are_printed_as_they_come(tmp_path):
     child = Child(name="trainer", argv=_python(code), shown_lines=lines_of("trainer.pacing"))
     (tmp_path / "trainer.log").write_text("2026-01-01 12:00:00,000 WARNING old: of an earlier run\n")
     with Supervisor([child], log_directory=tmp_path, say=lambda *line: said.append(line)):
-        _eventually(lambda: ("trainer", "low on disk") in said)
+        wait_until(lambda: ("trainer", "low on disk") in said, "the warning is printed")
     shown = [text for _, text in said if not text.startswith(("starting", "ready", "stopped"))]
     assert shown == ["waiting: 4 of 32 groups are ready, starts in 41 s", "low on disk"]
 
