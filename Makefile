@@ -48,7 +48,7 @@ up: .venv/.demo ## Run engine, proxy and trainer on this machine
 test: setup lint .conformance/.installed ## Run the tests that a commit must pass: real vLLM, SQLite and PostgreSQL
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
-test-all: setup lint .conformance/.installed ## Run the slow ones too
+test-all: setup lint .conformance/.installed .demo-agent/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS)
 
 chaos: setup ## Break every part under load, on SQLite and PostgreSQL: make chaos MINUTES=30 SEED=7

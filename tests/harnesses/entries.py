@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from turnwise.fake_engine import ToolCall
+from turnwise.fake_engine import Reply, ToolCall
 
 PROMPT = "Run the check and report."
 """What every agent is asked."""
@@ -19,6 +19,8 @@ OUTPUT = "checked-42"
 ANSWER = "FINISHED-WELL"
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+"""Agents that use an SDK as its documentation does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class Harness:
     """Its entry in the table of `turnwise run`."""
     tool: ToolCall
     """What the engine answers first."""
+    last: Reply = dataclasses.field(default_factory=lambda: Reply(text=ANSWER))
+    """What it answers once it has seen the tool's output."""
     prompt: str = PROMPT
     output: str = OUTPUT
     """What its tool prints."""
@@ -76,7 +80,7 @@ def _example(name: str, package: str, version: str, pointing: str) -> Harness:
         tool=ToolCall(name="get_weather", arguments={"city": "Oslo"}),
         prompt="umbrella",
         output="It rains in Oslo",
-        program=ROOT / "examples" / package.replace("-", "_") / "agent.py",
+        program=ROOT / "examples" / package.replace("-slim", "").replace("-", "_") / "agent.py",
     )
 
 
@@ -149,11 +153,39 @@ HARNESSES = (
         argv=_pip("mini", "-y", "--exit-immediately", "-t", PROMPT),
         agent="mini-swe-agent",
         tool=ToolCall(name="bash", arguments={"command": COMMAND}),
+        last=Reply(
+            text="Done.",
+            tool_calls=[
+                ToolCall(
+                    name="bash", arguments={"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {ANSWER}"}
+                )
+            ],
+        ),
         environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"},
     ),
     _example("openai (Python)", "openai", "", "`OPENAI_BASE_URL=…/v1` or `base_url=`"),
+    Harness(
+        name="anthropic (Python)",
+        kind="dev",
+        package="anthropic",
+        version="",
+        dialect="messages",
+        pointing="`ANTHROPIC_BASE_URL=…` (no `/v1`) or `base_url=`",
+        argv=lambda _: [sys.executable, str(PROGRAMS / "anthropic_agent.py"), PROMPT],
+        tool=ToolCall(name="bash", arguments={"command": COMMAND}),
+    ),
+    Harness(
+        name="openai (Python), Responses API",
+        kind="dev",
+        package="openai",
+        version="",
+        dialect="responses",
+        pointing="`OPENAI_BASE_URL=…/v1` or `base_url=`",
+        argv=lambda _: [sys.executable, str(PROGRAMS / "responses_agent.py"), PROMPT],
+        tool=ToolCall(name="bash", arguments={"command": COMMAND}),
+    ),
     _example("LangGraph", "langgraph", "", "`ChatOpenAI(base_url=…/v1)`"),
     _example("OpenAI Agents SDK", "openai-agents", "", "`AsyncOpenAI(base_url=…/v1)`"),
-    _example("pydantic-ai", "pydantic-ai", "", "`OpenAIProvider(base_url=…/v1)`"),
+    _example("pydantic-ai", "pydantic-ai-slim", "", "`OpenAIProvider(base_url=…/v1)`"),
     _example("smolagents", "smolagents", "", "`OpenAIModel(api_base=…/v1)`"),
 )

@@ -134,11 +134,11 @@ def is_one_exact_chain(turns: list[Json]) -> bool:
 
 def _rules(harness: Harness) -> list[Rule]:
     return [
-        Rule(contains=harness.output, reply=Reply(text=ANSWER)),
+        Rule(contains=harness.output, reply=harness.last),
         Rule(
             contains=harness.prompt, reply=Reply(text="I look.", tool_calls=[harness.tool]), count=1, needs_tools=True
         ),
-        Rule(reply=Reply(text=ANSWER)),
+        Rule(reply=harness.last),
     ]
 
 

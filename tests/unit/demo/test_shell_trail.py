@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+from itertools import pairwise
+
+import pytest
+
+from turnwise.demo import shell_trail, trail
+from turnwise.demo.small_model import SmallModelSpec, train_tokenizer
+
+BLOCK = re.compile(r"```mswea_bash_command\s*\n(.*?)\n```", re.DOTALL)
+"""How mini-swe-agent's text mode finds the command of a reply."""
+NUM_TASKS = 20
+
+
+def conversations():
+    for index in range(NUM_TASKS):
+        task = trail.make_task("warm_up", index, 0)
+        yield task, shell_trail.warm_up_conversation(task, random.Random(index))
+
+
+def test_what_the_warm_up_shows_is_what_a_real_shell_prints(tmp_path):
+    """Each command of a conversation, run in the task's directory, gives the message that follows it."""
+    num_run = 0
+    for task, messages in conversations():
+        directory = tmp_path / task.task_id
+        directory.mkdir()
+        shell_trail.write_files(shell_trail.for_agent(task)["files"], directory)
+        for reply, shown in zip(messages[2::2], messages[3::2], strict=False):
+            (command,) = BLOCK.findall(reply["content"])
+            ran = subprocess.run(
+                command,
+                shell=True,
+                cwd=directory,
+                env={"PATH": "/usr/bin:/bin", "LC_ALL": "C"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            assert shown["content"] == f"<returncode>{ran.returncode}</returncode>\n<output>\n{ran.stdout}</output>"
+            num_run += 1
+    assert num_run > NUM_TASKS
+
+
+def test_the_right_commands_end_in_the_right_answer(tmp_path):
+    """Following each boss from the first person reaches the city that the reward asks for, within the step limit."""
+    for index in range(NUM_TASKS):
+        task = trail.make_task("eval", index, 0)
+        told = shell_trail.for_agent(task)
+        name, steps = trail.first_person(task), 0
+        while name in told["files"]:
+            name = told["files"][name].split()[1]
+            steps += 1
+        assert name == told["answer"]
+        assert steps + 1 <= told["step_limit"], "the submission is a step of its own"
+        assert told["answer"] not in told["question"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(SmallModelSpec(world="shell_trail"))
+
+
+def test_a_turn_is_few_tokens_and_its_prompt_extends_the_turn_before(tokenizer):
+    for _, messages in conversations():
+        rendered = [
+            tokenizer.apply_chat_template(messages[:end], add_generation_prompt=True)["input_ids"]
+            for end in range(2, len(messages), 2)
+        ]
+        for earlier, later in pairwise(rendered):
+            assert later[: len(earlier)] == earlier
+            assert len(later) - len(earlier) < 25
