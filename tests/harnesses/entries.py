@@ -18,6 +18,9 @@ COMMAND = "echo checked-$((6*7))"
 OUTPUT = "checked-42"
 ANSWER = "FINISHED-WELL"
 
+FINAL_ANSWER = Reply(text="Done.", tool_calls=[ToolCall(name="final_answer", arguments={"answer": ANSWER})])
+"""How smolagents is told the end."""
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 """Agents that use an SDK as its documentation does."""
@@ -68,14 +71,15 @@ def _pip(program: str, *arguments: str) -> Callable[[Path], list[str]]:
     return lambda directory: [str(directory / "bin" / program), *arguments]
 
 
-def _example(name: str, package: str, version: str, pointing: str) -> Harness:
+def _example(name: str, package: str, pointing: str, last: Reply | None = None) -> Harness:
     return Harness(
         name=name,
         kind="dev",
         package=package,
-        version=version,
+        version="",
         dialect="chat",
         pointing=pointing,
+        last=last or Reply(text=ANSWER),
         argv=lambda _: [sys.executable],
         tool=ToolCall(name="get_weather", arguments={"city": "Oslo"}),
         prompt="umbrella",
@@ -163,7 +167,7 @@ HARNESSES = (
         ),
         environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"},
     ),
-    _example("openai (Python)", "openai", "", "`OPENAI_BASE_URL=…/v1` or `base_url=`"),
+    _example("openai (Python)", "openai", "`OPENAI_BASE_URL=…/v1` or `base_url=`"),
     Harness(
         name="anthropic (Python)",
         kind="dev",
@@ -184,8 +188,8 @@ HARNESSES = (
         argv=lambda _: [sys.executable, str(PROGRAMS / "responses_agent.py"), PROMPT],
         tool=ToolCall(name="bash", arguments={"command": COMMAND}),
     ),
-    _example("LangGraph", "langgraph", "", "`ChatOpenAI(base_url=…/v1)`"),
-    _example("OpenAI Agents SDK", "openai-agents", "", "`AsyncOpenAI(base_url=…/v1)`"),
-    _example("pydantic-ai", "pydantic-ai-slim", "", "`OpenAIProvider(base_url=…/v1)`"),
-    _example("smolagents", "smolagents", "", "`OpenAIModel(api_base=…/v1)`"),
+    _example("LangGraph", "langgraph", "`ChatOpenAI(base_url=…/v1)`"),
+    _example("OpenAI Agents SDK", "openai-agents", "`AsyncOpenAI(base_url=…/v1)`"),
+    _example("pydantic-ai", "pydantic-ai-slim", "`OpenAIProvider(base_url=…/v1)`"),
+    _example("smolagents", "smolagents", "`OpenAIModel(api_base=…/v1)`", FINAL_ANSWER),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import tempfile
 from collections.abc import Mapping
 from itertools import pairwise
@@ -20,6 +21,8 @@ from turnwise.rollouts.agents import AGENTS, Address
 from turnwise.types import Json
 
 RUN_SECONDS = 150.0
+DOCUMENTED_URL = re.compile(r"http://127\.0\.0\.1:8100[^\"]*/v1")
+"""The address in the examples, which is replaced by the run's."""
 MAX_MODEL_LENGTH = 262_144
 """Of the fake engine, whose tokens are characters: the first prompts of some agents have more than 100,000."""
 
@@ -159,7 +162,7 @@ def _run(harness: Harness, directory: Path, address: Address) -> tuple[Ended, st
         argv = harness.argv(directory)
         if harness.program is not None:
             program = work / "agent.py"
-            program.write_text(harness.program.read_text().replace("http://127.0.0.1:8100/v1", address.base_url))
+            program.write_text(DOCUMENTED_URL.sub(address.base_url, harness.program.read_text()))
             argv = [*argv, str(program)]
         command = agents.command_line(agent, argv, address)
         ended = asyncio.run(

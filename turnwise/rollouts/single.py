@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import signal
 import tempfile
 import time
 import uuid
@@ -99,12 +99,27 @@ async def _play(agent: Agent, command: list[str], run: Run, settings: RunSetting
         reason = "timeout" if ended.timed_out else f"exit_status_{ended.exit_status}"
         return Played(termination_reason=reason, seconds=ended.seconds)
     started = time.monotonic()
-    code = await asyncio.to_thread(_in_this_terminal, argv, environment)
+    code = await _in_this_terminal(argv, environment)
     return Played(termination_reason=f"exit_status_{code}", seconds=time.monotonic() - started)
 
 
-def _in_this_terminal(argv: list[str], environment: dict[str, str]) -> int:
-    """Run a command with this process's terminal; an interrupt reaches it as it reaches this process."""
-    with subprocess.Popen(argv, env=environment) as process:  # noqa: S603  the user's own command, no shell
-        code = process.wait()
+async def _in_this_terminal(argv: list[str], environment: dict[str, str]) -> int:
+    """Run a command with this process's terminal and return its exit status, as a shell counts it.
+
+    The session is ended whatever ends the command: an interrupt from the terminal reaches the command by itself, a
+    term signal is passed on to it.
+    """
+    process = await asyncio.create_subprocess_exec(*argv, env=environment)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, _leave_to_the_command)
+    loop.add_signal_handler(signal.SIGTERM, process.terminate)
+    try:
+        code = await process.wait()
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)
     return code if code >= 0 else 128 - code
+
+
+def _leave_to_the_command() -> None:
+    """Ignore an interrupt: the command decides what it means."""

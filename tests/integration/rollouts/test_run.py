@@ -55,6 +55,17 @@ def test_one_command_runs_in_a_session_of_its_own_and_gives_its_exit_status(url,
     assert [turn["outcome"] for turn in turns] == ["exact"]
 
 
+def test_a_term_signal_reaches_the_command_and_its_session_is_ended(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask('hello')\nopen('asked', 'w').close()\nimport time\ntime.sleep(600)\n")
+    process = start_run(tmp_path, "--proxy", url, "--", sys.executable, str(agent))
+    wait_for((tmp_path / "asked").exists, "the agent's call")
+    os.kill(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM
+    session = client.session(said.split("session ")[1].split(",")[0])
+    assert (session["status"], session["termination_reason"]) == ("ended", "exit_status_143")
+
+
 def test_one_command_can_be_graded_and_limited(url, client, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\nimport time\ntime.sleep(600)\n")
     grader = write_program(tmp_path / "grade.sh", "#!/bin/sh\nexit 1\n")
