@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import functools
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -76,6 +84,20 @@ class Metrics:
         self.retries = Counter("turnwise_retries", "Retried operations", ["what"], registry=r)
         self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)
         self.in_flight = Gauge("turnwise_calls_in_flight", "Calls that wait for an engine or run on one", registry=r)
+        self.queued_calls = Gauge("turnwise_queued_calls", "Calls that wait in the queue of a limit", registry=r)
+        self.limited = Counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"], registry=r)
+        self.writer_queue = Gauge("turnwise_writer_queue", "Jobs that wait for their commit", registry=r)
+        self.engine_seconds = Histogram(
+            "turnwise_engine_head_seconds",
+            "Time from a call's request to the head of the engine's answer",
+            ["engine"],
+            buckets=SECONDS,
+            registry=r,
+        )
+        self.engine_calls = Gauge("turnwise_engine_calls", "Running calls of an engine", ["engine"], registry=r)
+        ProcessCollector(registry=r)
+        PlatformCollector(registry=r)
+        GCCollector(registry=r)
         self.policy_version = Gauge("turnwise_policy_version", "Policy version that is served", registry=r)
         self.reloads = Counter("turnwise_reloads", "Weight reloads by result", ["result"], registry=r)
         self.reload_seconds = Histogram(

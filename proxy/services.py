@@ -24,6 +24,7 @@ from proxy.engines.http_client import Access
 from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora
 from proxy.fault import FaultPoints
+from proxy.limits import Limits
 from proxy.metrics import Metrics
 from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
@@ -59,6 +60,7 @@ class Services:
     relay: Relay
     reloader: Reloader
     authenticator: Authenticator
+    limits: Limits
     replays: Replays
 
 
@@ -122,6 +124,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         relay=relay,
         reloader=reloader,
         authenticator=Authenticator(database, secret),
+        limits=Limits(settings, metrics),
         replays=Replays(settings.replay_bytes),
     )
     await reloader.start()

@@ -72,8 +72,21 @@ class ProxySettings(Settings):
     """Largest `n` of one call."""
     max_concurrent_calls: int = Field(default=1024, gt=0)
     """Concurrent calls; more are answered 429."""
+    queue_seconds: float = Field(default=0.0, ge=0)
+    """How long a call over a limit waits in a fair queue before it is answered 429; 0 answers at once."""
+    key_max_calls: int | None = Field(default=None, gt=0)
+    """Concurrent calls of one key; by default without limit, as the five settings below."""
+    key_requests_per_minute: int | None = Field(default=None, gt=0)
+    key_tokens_per_minute: int | None = Field(default=None, gt=0)
+    """Prompt and sampled tokens of one key in a minute; counted when a call ends."""
+    tenant_max_calls: int | None = Field(default=None, gt=0)
+    """Concurrent calls of all keys of one tenant."""
+    tenant_requests_per_minute: int | None = Field(default=None, gt=0)
+    tenant_tokens_per_minute: int | None = Field(default=None, gt=0)
     header_timeout_seconds: float = Field(default=30.0, gt=0)
     """A request whose headers and body are not complete by then is closed."""
+    stream_keep_alive_seconds: float = Field(default=15.0, ge=0)
+    """A stream that has been silent for this long gets a comment, so that no load balancer cuts it; 0 sends none."""
     client_stall_seconds: float = Field(default=30.0, gt=0)
     """A client that reads nothing of its reply for this long is disconnected, and its call ends."""
     engine_timeout_seconds: float = Field(default=600.0, gt=0)

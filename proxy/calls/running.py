@@ -43,6 +43,12 @@ class Running:
         """The completion's id, as the engine derives it from the request id."""
         return f"{self.call.dialect.id_prefix}{self.call_id}"
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and sampled tokens so far."""
+        sampled = sum(len(choice.token_ids) for choice in self.captured.choices.values())
+        return len(self.captured.prompt_token_ids) + sampled
+
     def timing(self) -> Timing:
         """Return the times and policy versions of the call so far."""
         first = self.first_token_at

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -70,6 +71,8 @@ class Engine:
         """Its LoRA adapters by policy version, in the order of loading."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+        self.observe_head: Callable[[float], None] | None = None
+        """Called with the seconds from each call's request to the head of its answer."""
         self.sampling_defaults: Json = {}
         """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
         self._gone_seconds = gone_seconds
@@ -83,6 +86,11 @@ class Engine:
     def state(self) -> EngineState:
         """What the proxy may do with it now."""
         return self.status.current
+
+    @property
+    def num_calls(self) -> int:
+        """Running calls of this process."""
+        return self.base_lane.num_calls + sum(lane.num_calls for lane in self.adapters.values())
 
     @property
     def is_serving(self) -> bool:
@@ -104,8 +112,11 @@ class Engine:
         context = current_request.get()
         if context is not None:
             headers = {**headers, "traceparent": context.traceparent}
+        started = time.perf_counter()
         try:
             answer = await self._http.request("POST", path, body, headers)
+            if self.observe_head is not None:
+                self.observe_head(time.perf_counter() - started)
             if answer.status >= 400:
                 with answer:
                     raise EngineRefused(answer.status, await answer.read())

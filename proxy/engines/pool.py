@@ -8,6 +8,7 @@ here; while no engine serves but one is expected back, all new calls wait for up
 from __future__ import annotations
 
 import asyncio
+import functools
 from hashlib import blake2b
 from typing import Protocol
 
@@ -57,6 +58,8 @@ class EnginePool:
         for engine in self.engines:
             engine.status.on_change = lambda _state, engine=engine: self._note_change(engine)
             metrics.engine_up.labels(engine.url).set(0)
+            engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
+            metrics.engine_calls.labels(engine.url).set_function(functools.partial(_num_calls, engine))
 
     def _note_change(self, engine: Engine) -> None:
         """Export an engine's new state, and wake the calls that wait for one."""
@@ -169,3 +172,7 @@ class EnginePool:
         """Close all idle connections."""
         for engine in self.engines:
             engine.close()
+
+
+def _num_calls(engine: Engine) -> int:
+    return engine.num_calls

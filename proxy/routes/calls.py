@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 
 from proxy.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.auth import Principal
-from proxy.calls.client_left import ClientLeft
+from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.replays import RequestIdentity, identify_request, rebuilt_answer
 from proxy.calls.running import Running
 from proxy.connections import LEFT
@@ -122,8 +122,16 @@ class Sample:
         reply: Reply,
         left: asyncio.Future[None],
     ) -> bytes:
-        async with self._services.relay.begin(call, principal, identity, call_id) as running:
-            return await self._reply_to(running, reply, left)
+        with cancelled_when_client_leaves(left):
+            admission = await self._services.limits.admit(principal)
+        try:
+            async with self._services.relay.begin(call, principal, identity, call_id) as running:
+                try:
+                    return await self._reply_to(running, reply, left)
+                finally:
+                    admission.num_tokens = running.num_tokens
+        finally:
+            admission.release()
 
     async def _reply_to(self, running: Running, reply: Reply, left: asyncio.Future[None]) -> bytes:
         call, relay = running.call, self._services.relay
@@ -134,7 +142,8 @@ class Sample:
             await reply.again(answer, stream=call.stream)
             return answer
         if call.stream:
-            await relay.stream(running, reply.part, left)
+            with reply.kept_alive(self._services.settings.stream_keep_alive_seconds):
+                await relay.stream(running, reply.part, left)
             await reply.end()
             return b"".join(reply.parts)
         answer = await relay.whole(running, left)

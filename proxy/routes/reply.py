@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from proxy import problems
@@ -14,6 +17,11 @@ if TYPE_CHECKING:
     from proxy.services import Services
 
 
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which every client of server-sent events ignores."""
+MIN_CHECK_SECONDS = 0.01
+
+
 class Reply:
     """One reply: it knows whether its head has been sent, and so how an error can still be reported."""
 
@@ -21,6 +29,7 @@ class Reply:
         self._send = send
         self._dialect = dialect
         self._started = False
+        self._sent_at = 0.0
         self.encoder: Encoder = Verbatim()
         """Writes the error event at the end of a failed stream."""
         self.headers: dict[str, str] = {}
@@ -43,12 +52,45 @@ class Reply:
 
     async def part(self, data: bytes) -> None:
         """Send some events."""
+        self.parts.append(data)
+        await self._send_part(data)
+
+    @contextlib.contextmanager
+    def kept_alive(self, seconds: float) -> Iterator[None]:
+        """Send a comment whenever a stream of events has been silent for so long, until the block ends."""
+        if seconds <= 0 or not self.encoder.content_type.startswith("text/event-stream"):
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        sending: set[asyncio.Task[None]] = set()
+        timer: asyncio.TimerHandle
+
+        def check() -> None:
+            nonlocal timer
+            silent = loop.time() - self._sent_at
+            if silent >= seconds and not sending:
+                silent = 0.0
+                task = loop.create_task(self._send_part(KEEP_ALIVE))
+                sending.add(task)
+                task.add_done_callback(sending.discard)
+            timer = loop.call_later(max(seconds - silent, MIN_CHECK_SECONDS), check)
+
+        timer = loop.call_later(seconds, check)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            for task in sending:
+                task.cancel()
+
+    async def _send_part(self, data: bytes) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
         if not self._started:
             self._started = True
             headers = [(b"content-type", self.encoder.content_type.encode()), (b"cache-control", b"no-cache")]
             headers += [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self.parts.append(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:

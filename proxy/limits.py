@@ -1,0 +1,240 @@
+"""Limits per key and per tenant, with a fair queue in front of them.
+
+Each proxy process counts for itself. A call over a limit waits for `queue_seconds`: keys take turns, so that a key with
+many waiting calls delays no other key by more than one call. Without any limit set, nothing is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import math
+
+from proxy.auth import Principal
+from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
+from turnwise.errors import Overloaded
+
+MAX_SCOPES = 10_000
+"""Keys and tenants that are remembered; idle ones beyond that are dropped."""
+EVERYBODY = "the proxy"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """The limits of each key, or of each tenant; None for no limit."""
+
+    max_calls: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it limits anything."""
+        return any(limit is not None for limit in dataclasses.astuple(self))
+
+
+class Bucket:
+    """A token bucket that refills within a minute."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self._per_minute = per_minute
+        self._level = float(per_minute)
+        self._updated_at = now
+
+    def blocked_seconds(self, needed: float, now: float) -> float:
+        """Return when the level reaches what is needed, in seconds from now; 0 if it does."""
+        self._level = min(self._per_minute, self._level + (now - self._updated_at) * self._per_minute / 60)
+        self._updated_at = now
+        return max(0.0, (needed - self._level) * 60 / self._per_minute)
+
+    def take(self, amount: float) -> None:
+        """Take an amount; the level may become negative, and is then refilled first."""
+        self._level -= amount
+
+
+class Scope:
+    """What one key, one tenant or the whole proxy uses now."""
+
+    def __init__(self, name: str, rule: Rule, now: float) -> None:
+        self.name = name
+        self.num_calls = 0
+        self._max_calls = math.inf if rule.max_calls is None else rule.max_calls
+        self._requests = None if rule.requests_per_minute is None else Bucket(rule.requests_per_minute, now)
+        self._tokens = None if rule.tokens_per_minute is None else Bucket(rule.tokens_per_minute, now)
+
+    def blocked_seconds(self, now: float) -> float:
+        """Return how long another call is blocked; infinity until a running one ends."""
+        if self.num_calls >= self._max_calls:
+            return math.inf
+        buckets = ((self._requests, 1.0), (self._tokens, 0.0))
+        return max((bucket.blocked_seconds(needed, now) for bucket, needed in buckets if bucket), default=0.0)
+
+    def enter(self) -> None:
+        """Count a call that starts."""
+        self.num_calls += 1
+        if self._requests:
+            self._requests.take(1)
+
+    def leave(self, num_tokens: int) -> None:
+        """Count a call that ended, and the tokens that it used."""
+        self.num_calls -= 1
+        if self._tokens:
+            self._tokens.take(num_tokens)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Waiter:
+    """A call in the queue."""
+
+    scopes: list[Scope]
+    granted: asyncio.Future[None]
+
+
+class Limits:
+    """Admits calls."""
+
+    def __init__(self, settings: ProxySettings, metrics: Metrics) -> None:
+        self._key_rule = Rule(settings.key_max_calls, settings.key_requests_per_minute, settings.key_tokens_per_minute)
+        self._tenant_rule = Rule(
+            settings.tenant_max_calls, settings.tenant_requests_per_minute, settings.tenant_tokens_per_minute
+        )
+        self._queue_seconds = settings.queue_seconds
+        self._metrics = metrics
+        self._everybody = Scope(EVERYBODY, Rule(settings.max_concurrent_calls), 0.0)
+        self._scopes: dict[str, Scope] = {}
+        self._queues: collections.OrderedDict[str, collections.deque[Waiter]] = collections.OrderedDict()
+        """Waiting calls by key; the first key is served next."""
+        self._timer: asyncio.TimerHandle | None = None
+        self.are_set = self._key_rule.is_set or self._tenant_rule.is_set or self._queue_seconds > 0
+        """Whether calls are counted at all."""
+
+    async def admit(self, principal: Principal) -> Admission:
+        """Take a place in all scopes of the caller, after waiting in the queue if there is none.
+
+        Raises:
+            Overloaded: no place within `queue_seconds`.
+        """
+        if not self.are_set:
+            return Admission(self, [])
+        scopes = self._scopes_of(principal)
+        if not self._queues and not self._blocked_seconds(scopes):
+            _enter(scopes)
+            return Admission(self, scopes)
+        if self._queue_seconds <= 0:
+            raise self._overloaded(scopes)
+        await self._wait(principal.key_id, scopes)
+        return Admission(self, scopes)
+
+    def leave(self, scopes: list[Scope], num_tokens: int) -> None:
+        """Return the place of a call."""
+        for scope in scopes:
+            scope.leave(num_tokens)
+        self._dispatch()
+
+    async def _wait(self, key_id: str, scopes: list[Scope]) -> None:
+        waiter = Waiter(scopes, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(key_id, collections.deque()).append(waiter)
+        self._metrics.queued_calls.inc()
+        self._dispatch()
+        try:
+            async with asyncio.timeout(self._queue_seconds):
+                await asyncio.shield(waiter.granted)
+        except BaseException as error:
+            self._withdraw(key_id, waiter)
+            if isinstance(error, TimeoutError):
+                raise self._overloaded(scopes) from error
+            raise
+        finally:
+            self._metrics.queued_calls.dec()
+
+    def _withdraw(self, key_id: str, waiter: Waiter) -> None:
+        """Remove a call that gave up; return its place if it was granted at the same time."""
+        if waiter.granted.done():
+            self.leave(waiter.scopes, 0)
+            return
+        queue = self._queues[key_id]
+        queue.remove(waiter)
+        if not queue:
+            del self._queues[key_id]
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Admit waiting calls, one of each key in turn, until none can enter; then set a timer for the next one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        soonest, admitted = math.inf, True
+        while self._queues and admitted:
+            soonest, admitted = math.inf, False
+            for key_id in list(self._queues):
+                queue = self._queues[key_id]
+                blocked = self._blocked_seconds(queue[0].scopes)
+                if blocked:
+                    soonest = min(soonest, blocked)
+                    continue
+                waiter = queue.popleft()
+                _enter(waiter.scopes)
+                waiter.granted.set_result(None)
+                admitted = True
+                self._queues.move_to_end(key_id)
+                if not queue:
+                    del self._queues[key_id]
+        if soonest < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(soonest, self._dispatch)
+
+    def _blocked_seconds(self, scopes: list[Scope]) -> float:
+        now = asyncio.get_running_loop().time()
+        return max(scope.blocked_seconds(now) for scope in scopes)
+
+    def _overloaded(self, scopes: list[Scope]) -> Overloaded:
+        now = asyncio.get_running_loop().time()
+        blocked, name = max((scope.blocked_seconds(now), scope.name) for scope in scopes)
+        self._metrics.limited.labels(name.partition(" ")[0]).inc()
+        seconds = 1 if blocked in (0, math.inf) else math.ceil(blocked)
+        waited = f" after {self._queue_seconds:g} s in the queue" if self._queue_seconds else ""
+        return Overloaded(
+            f"the limit of {name} is reached{waited}; retry after {seconds} s", retry_after_seconds=seconds
+        )
+
+    def _scopes_of(self, principal: Principal) -> list[Scope]:
+        scopes = [self._everybody]
+        if self._key_rule.is_set:
+            scopes.append(self._scope(f"key {principal.key_id!r}", self._key_rule))
+        if self._tenant_rule.is_set:
+            scopes.append(self._scope(f"tenant {principal.tenant!r}", self._tenant_rule))
+        return scopes
+
+    def _scope(self, name: str, rule: Rule) -> Scope:
+        scope = self._scopes.get(name)
+        if scope is None:
+            now = asyncio.get_running_loop().time()
+            if len(self._scopes) >= MAX_SCOPES:
+                self._scopes = {name: each for name, each in self._scopes.items() if not _is_idle(each, now)}
+            scope = self._scopes[name] = Scope(name, rule, now)
+        return scope
+
+
+def _is_idle(scope: Scope, now: float) -> bool:
+    return not scope.num_calls and not scope.blocked_seconds(now)
+
+
+def _enter(scopes: list[Scope]) -> None:
+    for scope in scopes:
+        scope.enter()
+
+
+@dataclasses.dataclass(slots=True)
+class Admission:
+    """The place of one call."""
+
+    limits: Limits
+    scopes: list[Scope]
+    num_tokens: int = 0
+    """Prompt and sampled tokens, to be set before the place is returned."""
+
+    def release(self) -> None:
+        """Return the place."""
+        if self.scopes:
+            self.limits.leave(self.scopes, self.num_tokens)

@@ -1,0 +1,56 @@
+"""Limits, the queue, keep-alives and the metrics of a running proxy."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from turnwise.fake_engine import Reply, Rule
+
+BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+
+
+def chat(url: str, **more: object) -> httpx2.Response:
+    return httpx2.post(f"{url}/chat/completions", json={**BODY, **more}, timeout=60)
+
+
+def test_over_its_rate_a_key_is_told_when_to_retry(fake_engine, start_proxy):
+    proxy = start_proxy(fake_engine.url, "--key-requests-per-minute", "2")
+    answers = [chat(proxy.v1) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+
+
+def test_calls_over_the_limit_wait_in_the_queue_and_are_all_served(fake_engine, start_proxy):
+    proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "2", "--queue-seconds", "60")
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: chat(proxy.v1), range(12)))
+    assert {answer.status_code for answer in answers} == {200}
+
+
+def test_a_silent_stream_gets_comments_that_change_nothing_for_a_client(fake_engine, start_proxy):
+    proxy = start_proxy(fake_engine.url, "--stream-keep-alive-seconds", "0.2")
+    fake_engine.answer(Rule(reply=Reply(text="slow", pace_seconds=0.7)))
+    answer = chat(proxy.v1, stream=True)
+    events = [line for line in answer.text.split("\n\n") if line]
+    assert events.count(": keep-alive") >= 2
+    assert events[-1] == "data: [DONE]"
+    data = [event for event in events if event.startswith("data: {")]
+    assert len(data) + events.count(": keep-alive") + 1 == len(events)
+
+
+def test_metrics_of_the_process_its_queues_and_each_engine_are_exported(proxy, fake_engine):
+    assert chat(proxy.v1).status_code == 200
+    text = httpx2.get(f"{proxy.url}/metrics", timeout=60).text
+    samples = {
+        (sample.name, sample.labels.get("engine")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["turnwise_engine_head_seconds_count", fake_engine.url] == 1
+    assert samples["turnwise_engine_calls", fake_engine.url] == 0
+    assert samples["turnwise_queued_calls", None] == 0
+    assert samples["turnwise_writer_queue", None] >= 0
+    assert samples["process_resident_memory_bytes", None] > 0

@@ -1,0 +1,118 @@
+"""Limits per key and per tenant, and the queue in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from proxy.auth import Principal
+from proxy.limits import Admission, Bucket, Limits
+from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
+from turnwise.errors import Overloaded
+
+
+def make_limits(**settings: Any) -> Limits:
+    return Limits(ProxySettings(**settings), Metrics())
+
+
+def caller(key_id: str, tenant: str = "default") -> Principal:
+    return Principal(tenant=tenant, role="agent", key_id=key_id)
+
+
+def test_a_bucket_refills_within_a_minute_and_pays_its_debt_first():
+    """60 a minute is one a second: after 70 were taken, 10 are owed, and one more is there after 11 s."""
+    bucket = Bucket(60, 0.0)
+    assert bucket.blocked_seconds(1, 0.0) == 0
+    bucket.take(70)
+    assert bucket.blocked_seconds(1, 0.0) == 11
+    assert bucket.blocked_seconds(1, 10.0) == 1
+    assert bucket.blocked_seconds(60, 1000.0) == 0
+
+
+async def test_without_a_limit_nothing_is_counted():
+    limits = make_limits()
+    assert not limits.are_set
+    places = [await limits.admit(caller("a")) for _ in range(5000)]
+    assert not any(place.scopes for place in places)
+
+
+async def test_one_key_at_its_limit_does_not_stop_another():
+    limits = make_limits(key_max_calls=1)
+    held = await limits.admit(caller("a"))
+    with pytest.raises(Overloaded, match="key 'a'"):
+        await limits.admit(caller("a"))
+    await limits.admit(caller("b"))
+    held.release()
+    await limits.admit(caller("a"))
+
+
+async def test_a_tenants_limit_counts_all_of_its_keys():
+    limits = make_limits(tenant_max_calls=2)
+    for key_id in ("a", "b"):
+        await limits.admit(caller(key_id, "x"))
+    with pytest.raises(Overloaded, match="tenant 'x'"):
+        await limits.admit(caller("c", "x"))
+    await limits.admit(caller("c", "y"))
+
+
+async def test_requests_and_tokens_of_a_minute_are_limited_and_the_answer_says_when_to_retry():
+    limits = make_limits(key_requests_per_minute=2)
+    for _ in range(2):
+        (await limits.admit(caller("a"))).release()
+    with pytest.raises(Overloaded) as caught:
+        await limits.admit(caller("a"))
+    assert caught.value.retry_after_seconds == 30
+    limits = make_limits(key_tokens_per_minute=60)
+    place = await limits.admit(caller("a"))
+    place.num_tokens = 90
+    place.release()
+    with pytest.raises(Overloaded) as caught:
+        await limits.admit(caller("a"))
+    assert caught.value.retry_after_seconds == 30
+
+
+async def test_keys_take_turns_in_the_queue_however_many_calls_one_of_them_has():
+    """One place; `greedy` waits with three calls before `modest` comes with one, which is served second."""
+    limits = make_limits(max_concurrent_calls=1, queue_seconds=20)
+    held = await limits.admit(caller("first"))
+    served: list[str] = []
+
+    async def call(key_id: str) -> None:
+        place: Admission = await limits.admit(caller(key_id))
+        served.append(key_id)
+        await asyncio.sleep(0)
+        place.release()
+
+    waiting = [asyncio.ensure_future(call("greedy")) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting.append(asyncio.ensure_future(call("modest")))
+    await asyncio.sleep(0)
+    held.release()
+    await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    assert served == ["greedy", "modest", "greedy", "greedy"]
+    assert limits._everybody.num_calls == 0
+
+
+async def test_a_call_that_waited_too_long_or_whose_client_left_gives_its_place_in_the_queue_back():
+    limits = make_limits(max_concurrent_calls=1, queue_seconds=0.05)
+    held = await limits.admit(caller("a"))
+    with pytest.raises(Overloaded, match=r"after 0\.05 s in the queue"):
+        await limits.admit(caller("b"))
+    limits._queue_seconds = 20.0
+    left = asyncio.ensure_future(limits.admit(caller("c")))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    assert not limits._queues
+    held.release()
+    await asyncio.wait_for(limits.admit(caller("d")), 5)
+
+
+async def test_a_call_that_waits_for_a_rate_is_admitted_when_the_bucket_has_refilled():
+    limits = make_limits(key_requests_per_minute=1200, queue_seconds=20)
+    async with asyncio.timeout(20):
+        for _ in range(1210):  # ten more than the bucket holds
+            (await limits.admit(caller("a"))).release()
