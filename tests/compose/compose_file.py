@@ -1,7 +1,7 @@
-"""Reads docker-compose.yml as the tests need it: variables filled in, one profile chosen, services in start order.
+"""Read docker-compose.yml for the tests: variables filled in, one profile chosen, services in start order.
 
-One decision: what is checked, what is run as processes and what is run in containers all comes from here, so none of
-them can drift from the file that people deploy.
+The rules, the processes and the containers of the tests are all made from this file, so none of them can differ from
+what people deploy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Docker or podman, whichever this machine has, driven through their own command lines.
+"""Docker or podman, whichever this machine has, driven by their own command lines.
 
-One decision: the compose file is brought up by a compose implementation as it stands. What podman lacks without systemd
-is done here in its place: it never runs health checks by itself, and podman-compose does not wait for them, so the
-services are started one by one in the file's own order.
+A compose implementation brings the compose file up unchanged. Podman without systemd never runs health checks by
+itself, and podman-compose does not wait for them, so the services are started one by one in the file's own order.
 """
 
 from __future__ import annotations

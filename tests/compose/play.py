@@ -1,6 +1,6 @@
-"""Plays the part of agents: sessions, completions and rewards, over plain HTTP as any language would.
+"""Act as agents: sessions, completions and rewards, over plain HTTP as in any language.
 
-One decision: nothing of ours is imported. What is checked is what the containers serve to strangers.
+Nothing of ours is imported: the check covers what the containers serve to any client.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Builds base images where none can be pulled, and our own image on top, with podman.
+"""Build base images where none can be pulled, and our own image on top, with podman.
 
-One decision: a stand-in takes the place of an image through the compose file's own variable, under a name that says
-what it is, so the file is run unchanged and nobody mistakes a stand-in for the image that it stands in for. Its tag is
-a digest of its recipe: what has been built once is not built again, and a changed recipe is.
+A stand-in replaces an image through the compose file's own variable, under a name that says what it is, so the file
+runs unchanged and nobody takes a stand-in for the image. Its tag is a digest of its recipe: an unchanged recipe is
+not built again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a workflow is made of: agents that talk to the model, and environments that answer them."""
+"""Base classes of a workflow: agents, which talk to the model, and environments, which answer the agents."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class BaseAgent(ABC):
 
     @abstractmethod
     def update_from_env(self, observation: Any, reward: float, done: bool, info: Json, **kwargs: Any) -> None:
-        """Take in what the environment answered."""
+        """Record the answer of the environment."""
 
     @abstractmethod
     def update_from_model(self, response: str, **kwargs: Any) -> Action:
-        """Take in what the model replied, and return what to do."""
+        """Record the reply of the model and return the action."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Begin a new trajectory."""
+        """Start a new trajectory."""
 
     def get_current_state(self) -> Step | None:
         """Return the newest step; None before the first."""
@@ -40,11 +40,11 @@ class BaseAgent(ABC):
 
 
 class BaseEnv(ABC):
-    """A world that an agent acts in."""
+    """An environment in which an agent acts."""
 
     @property
     def idx(self) -> Any:
-        """Where in a batch of environments this one stands."""
+        """Position in a batch of environments."""
         return getattr(self, "_idx", None)
 
     @idx.setter
@@ -53,21 +53,21 @@ class BaseEnv(ABC):
 
     @abstractmethod
     def reset(self, task: Json | None = None) -> tuple[Any, Json]:
-        """Begin a task; return the first observation and its info."""
+        """Start a task; return the first observation and its info."""
 
     @abstractmethod
     def step(self, action: Any) -> tuple[Any, float, bool, Json]:
-        """Act; return observation, reward, whether it is done, and info."""
+        """Perform an action; return observation, reward, whether the task is done, and info."""
 
-    def close(self) -> None:  # noqa: B027 most environments hold nothing to give back
-        """Give back what the environment holds."""
+    def close(self) -> None:  # noqa: B027 most environments hold nothing to release
+        """Release what the environment holds."""
 
     @staticmethod
     def from_dict(info: Json) -> BaseEnv:
-        """Make an environment from a task's description."""
+        """Return an environment for a task's description."""
         raise NotImplementedError(f"this environment cannot be made from {sorted(info)!r}: define from_dict on it")
 
     @staticmethod
     def is_multithread_safe() -> bool:
-        """Return whether instances may live in several threads of one process."""
+        """Return whether several threads of one process may use instances."""
         return True

@@ -1,8 +1,8 @@
-"""rLLM's `AgentWorkflowEngine`: many runs at once over a pool of workflow objects, each failed run tried again.
+"""rLLM's `AgentWorkflowEngine`: run many tasks concurrently over a pool of workflow objects, and retry failed runs.
 
-One decision: a run *is* a session of the proxy. The engine opens it, says to the ledger how it ended and what it was
-worth, and the trainer on the other side needs nothing from this process. What the engine returns, episodes or a verl
-batch, is the same data once more for those who train here.
+A run is a session of the proxy. The engine opens it and writes the end and the rewards of the run to the ledger, so a
+trainer needs nothing from this process. The returned episodes, or verl batch, hold the same data for callers that
+train here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class AgentWorkflowEngine:
-    """Runs tasks by a workflow class, `n_parallel_tasks` at a time."""
+    """Runs tasks with a workflow class, `n_parallel_tasks` at a time."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class AgentWorkflowEngine:
         raise_on_error: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Keep what runs are made of.
+        """Store the parts of a run.
 
         Args:
             workflow_cls: what runs.
@@ -68,7 +68,7 @@ class AgentWorkflowEngine:
         self.workflow_queue: asyncio.Queue[Workflow] | None = None
 
     async def initialize_pool(self) -> None:
-        """Make the workflow objects, once.
+        """Create the workflow objects, once.
 
         Raises:
             InvalidRequest: the workflow holds an environment that cannot share a process.
@@ -88,7 +88,7 @@ class AgentWorkflowEngine:
     async def process_task_with_retry(
         self, task: Json, task_id: str, rollout_idx: int, **kwargs: Any
     ) -> tuple[str, int, Episode]:
-        """Run one rollout of a task, again while it ends in an error, and return its id, index and episode.
+        """Run one rollout of a task, retry it after an error, and return its id, index and episode.
 
         Raises:
             RolloutFailed: it ended in an error `retry_limit` times, and `raise_on_error` is on.
@@ -113,7 +113,7 @@ class AgentWorkflowEngine:
                 by_task[task_id].append(episode)
                 progress.advance(failed=_is_error(episode))
         finally:
-            # Nothing runs on behind the back of a caller whose batch has failed.
+            # No run continues after the batch has failed.
             for rollout in rollouts:
                 rollout.cancel()
             await asyncio.gather(*rollouts, return_exceptions=True)
@@ -140,7 +140,7 @@ class AgentWorkflowEngine:
         return to_data_proto(episodes, list(task_ids), self.config, self.rollout_engine.pad_token_id)
 
     def shutdown(self) -> None:
-        """Wait for blocking calls and let the threads go."""
+        """Wait for blocking calls and stop the threads."""
         if self.executor is not None:
             self.executor.shutdown(wait=True)
             self.executor = None
@@ -166,7 +166,7 @@ class AgentWorkflowEngine:
         return run.task_id, run.rollout_idx, episode
 
     def _identities(self, task_ids: list[str]) -> list[RunIdentity]:
-        """Number the rollouts of each id, and make each id of this batch one group."""
+        """Number the rollouts of each id; each id of this batch becomes one group."""
         batch = uuid.uuid4().hex[:8]
         sizes = collections.Counter(task_ids)
         seen: collections.Counter[str] = collections.Counter()
@@ -187,7 +187,7 @@ def _is_error(episode: Episode | None) -> bool:
 
 
 class Progress:
-    """One line on a terminal's stderr; silent elsewhere."""
+    """A progress line on a terminal's stderr; prints nothing elsewhere."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -197,7 +197,7 @@ class Progress:
         self._visible = sys.stderr.isatty()
 
     def advance(self, *, failed: bool) -> Self:
-        """Count one more run."""
+        """Count a finished run."""
         self.done += 1
         self.failed += failed
         if self._visible:
@@ -205,7 +205,7 @@ class Progress:
         return self
 
     def close(self) -> None:
-        """Leave the line as it is."""
+        """End the line."""
         if self._visible:
             sys.stderr.write("\n")
 

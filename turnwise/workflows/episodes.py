@@ -1,7 +1,7 @@
-"""What a run of an agent leaves behind, in rLLM's words: steps, trajectories, an episode, and why it ended.
+"""The records of a run, as in rLLM: steps, trajectories, an episode, and the reason for its end.
 
-One decision: these are plain mutable records, because agents fill them as they go. What was sampled is not theirs to
-remember: the tokens come from the ledger, by way of `ModelOutput`.
+These are plain mutable records, because agents fill them as they run. Sampled tokens come from the ledger, through
+`ModelOutput`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TerminationReason(enum.Enum):
 
 
 class TerminationEvent(Exception):
-    """Raised by a workflow to end its episode for a reason: the normal way to end one, and no failure."""
+    """Raised by a workflow to end its episode with a reason. This is the normal end, not a failure."""
 
     def __init__(self, reason: TerminationReason = TerminationReason.UNKNOWN) -> None:
         super().__init__(f"the episode ended: {reason.value}")
@@ -36,7 +36,7 @@ class TerminationEvent(Exception):
 
 @dataclasses.dataclass
 class Action:
-    """What an agent does to its environment."""
+    """An action of an agent on its environment."""
 
     action: Any = None
 
@@ -50,9 +50,9 @@ class ModelOutput:
     reasoning: str = ""
     tool_calls: list[Any] = dataclasses.field(default_factory=list)
     prompt_ids: list[int] = dataclasses.field(default_factory=list)
-    """Tokens of the whole prompt, as the engine saw them."""
+    """Tokens of the whole prompt, as the engine received them."""
     completion_ids: list[int] = dataclasses.field(default_factory=list)
-    """Sampled tokens, end-of-turn included."""
+    """Sampled tokens, including the end of the turn."""
     multi_modal_inputs: Json | None = None
     logprobs: list[float] = dataclasses.field(default_factory=list)
     """Behaviour logprobs of `completion_ids`."""
@@ -65,7 +65,7 @@ class ModelOutput:
     """Policy version that sampled the first token."""
     metrics: Json | None = None
     turn_id: str | None = None
-    """The turn in the ledger; a step's reward finds its tokens by it."""
+    """The turn in the ledger; the reward of a step refers to it."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class Step:
     """One iteration of an agent's loop."""
 
     chat_completions: list[Json] = dataclasses.field(default_factory=list)
-    """The conversation so far, the model's reply included."""
+    """The conversation so far, including the model's reply."""
     observation: Any = None
     thought: str = ""
     action: Any = None
@@ -81,7 +81,7 @@ class Step:
     model_output: ModelOutput | None = None
     info: Json = dataclasses.field(default_factory=dict)
     reward: float = 0.0
-    """The raw reward until post-processing; then its bonus and discounted return, where these are on."""
+    """The raw reward; after post-processing with bonus and discounted return, where these are on."""
     done: bool = False
     mc_return: float = 0.0
 
@@ -99,7 +99,7 @@ class Trajectory:
     info: Json = dataclasses.field(default_factory=dict)
 
     def is_cumulative(self) -> bool:
-        """Return whether each step's conversation starts with the whole of the step before."""
+        """Return whether each step's conversation starts with that of the step before."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return all(b.chat_completions[: len(a.chat_completions)] == a.chat_completions for a, b in pairs)
 
@@ -119,7 +119,7 @@ class Episode:
 
     @property
     def task_id(self) -> str:
-        """The task's part of `id`; a task id may hold colons itself."""
+        """The task's part of `id`; a task id may contain colons."""
         return self.id.rpartition(":")[0] or self.id
 
     @property

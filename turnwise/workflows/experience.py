@@ -1,7 +1,7 @@
-"""Trinity-RFT's `Experience` and `EID`, over numpy.
+"""Trinity-RFT's `Experience` and `EID`, with numpy arrays.
 
-One decision: the tokens are what the proxy captured, with the turn that they come from. Trinity builds experiences in
-the agent's process; here they are a view of the ledger, so nothing that happens to this process can lose one.
+Tokens are those that the proxy captured, with the turn that they come from. Trinity builds experiences in the agent's
+process; here they are a view of the ledger, so a failure of this process loses none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turnwise.types import Json, Logprobs, TokenIds
 
 @dataclasses.dataclass
 class EID:
-    """Identity of an experience: the run fills in what its workflow left open."""
+    """Identity of an experience; the run fills in the fields that its workflow leaves empty."""
 
     batch: int | str = ""
     task: int | str = ""
@@ -44,7 +44,7 @@ class EID:
 
     @property
     def tid(self) -> str:
-        """All runs of a task: what GRPO centres together."""
+        """All runs of a task, the group of GRPO."""
         return f"{self.batch}/{self.task}"
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class EID:
 
 @dataclasses.dataclass(kw_only=True)
 class Experience:
-    """One trainable piece: a turn of the ledger, or what a workflow made itself."""
+    """A trainable unit: a turn of the ledger, or one that a workflow created."""
 
     eid: EID = dataclasses.field(default_factory=EID)
     tokens: TokenIds
@@ -92,7 +92,7 @@ class Experience:
     routed_experts: npt.NDArray[np.uint8] | None = None
     custom_fields: list[Any] = dataclasses.field(default_factory=list)
     turn_id: str | None = None
-    """The turn in the ledger; None for what a workflow made itself."""
+    """The turn in the ledger; None for an experience that a workflow created."""
     experience_type: str = dataclasses.field(init=False)
     """`multi_turn` when a mask is given, `dpo` when a pair is, else `single_turn`."""
 
@@ -142,7 +142,7 @@ _ARRAYS: dict[str, type[np.generic]] = {
 
 
 def is_complete(turn: Json) -> bool:
-    """Return whether a turn of the ledger is whole: an abandoned stream is kept there, but is no experience."""
+    """Return whether a turn of the ledger is complete; the turn of an aborted stream is stored but is no experience."""
     return bool(turn["token_ids"]) and turn["outcome"] in {"exact", "retokenised"}
 
 

@@ -1,9 +1,9 @@
-"""Trinity-RFT's `ModelWrapper`: a model with a memory of what was sampled through it.
+"""Trinity-RFT's `ModelWrapper`: a model that remembers what was sampled through it.
 
-One decision: the memory is the ledger. Trinity patches one method of one client to record replies; here the clients
-are untouched, and what any of their methods sampled, streams and parsed replies too, is read back from the session.
-A wrapper stands for one session at a time, named by headers that are read anew for every call: the client that an
-agent keeps stays valid from run to run, and each call carries the step that it belongs to.
+The memory is the ledger. Trinity patches one method of one client to record replies; here the clients are unchanged,
+and the samples of all their methods, streamed and parsed replies included, are read back from the session. A wrapper
+stands for one session at a time, named by headers that are computed for every call: a client that an agent keeps
+stays valid from run to run, and each call carries its step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SESSION_HEADER = "X-Session-Id"
 
 
 class SessionHeaders(Mapping[str, str]):
-    """The session and step of a wrapper at this moment, as headers."""
+    """The current session and step of a wrapper, as headers."""
 
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
@@ -47,7 +47,7 @@ class SessionHeaders(Mapping[str, str]):
 
 
 class ModelWrapper:
-    """The rollout model of one run: clients that sample in its session, and what they sampled."""
+    """The rollout model of one run: clients that sample in its session, and their samples."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ModelWrapper:
         generate_kwargs: Json | None = None,
         session: wire.SessionFields | None = None,
     ) -> None:
-        """Stand for a session that begins with the first call, or with `open`.
+        """Stand for a session that starts with the first call, or with `open`.
 
         Args:
             client: of the proxy, or its base URL; shared by clones.
@@ -79,12 +79,12 @@ class ModelWrapper:
     def _begin(self) -> None:
         self.session_id = self.session.get("session_id") or uuid.uuid4().hex
         self.step: int | None = None
-        """The step that calls belong to from now on; None makes each call a step of its own."""
+        """The step that the next calls belong to; None makes each call a step of its own."""
         self._is_over = False
         self._last_turn_id: str | None = None
 
     def clone_with_isolated_history(self, **session: Any) -> ModelWrapper:
-        """Return a wrapper over the same connections that stands for a session of its own."""
+        """Return a wrapper over the same connections with a session of its own."""
         clone = copy.copy(self)
         clone.session = {**self.session, **session}  # type: ignore[typeddict-item]
         if "session_id" not in session:
@@ -94,7 +94,7 @@ class ModelWrapper:
         return clone
 
     def open(self, **fields: Unpack[wire.SessionFields]) -> None:
-        """Open the session in the ledger, a new one if the last has ended; the wrapper's own fields come first."""
+        """Open the session in the ledger, a new one if the last has ended; the wrapper's own fields have priority."""
         self.client.create_session(**self._opening(fields))
 
     async def open_async(self, **fields: Unpack[wire.SessionFields]) -> None:
@@ -149,7 +149,7 @@ class ModelWrapper:
 
     @property
     def base_url(self) -> str:
-        """What to give a client of any other make: it samples in this session, without headers."""
+        """The base URL for any other client: it samples in this session, without headers."""
         return f"{self.client.base_url}/sessions/{wire.segment(self.session_id)}/v1"
 
     def get_openai_client(self) -> OpenAI:
@@ -175,14 +175,14 @@ class ModelWrapper:
         return await self._sampled_async(await self.get_openai_async_client().chat.completions.create(**body))
 
     def generate(self, prompts: list[str], **kwargs: Any) -> list[Experience]:
-        """Go on from each prompt, without a chat template, and return all replies to the first, then to the next."""
+        """Complete each prompt, without a chat template; return all replies to the first prompt, then to the next."""
         if not prompts:
             return []
         body = self._asking(kwargs, prompt=prompts)
         return self._sampled(self.get_openai_client().completions.create(**body))
 
     async def generate_async(self, prompts: list[str], **kwargs: Any) -> list[Experience]:
-        """Go on from each prompt, without a chat template, and return all replies to the first, then to the next."""
+        """Complete each prompt, without a chat template; return all replies to the first prompt, then to the next."""
         if not prompts:
             return []
         body = self._asking(kwargs, prompt=prompts)
@@ -208,7 +208,7 @@ class ModelWrapper:
         since = self._since()
         try:
             turns = list(self.client.turns(self.session_id, prompt="whole", **since))
-        except NotFound:  # nothing was sampled yet, and nobody opened the session
+        except NotFound:  # nothing was sampled yet, and the session was not opened
             turns = []
         return self._remembered(turns, clear_history)
 
@@ -221,7 +221,7 @@ class ModelWrapper:
         since = self._since()
         try:
             turns = [turn async for turn in self.async_client.turns(self.session_id, prompt="whole", **since)]
-        except NotFound:  # nothing was sampled yet, and nobody opened the session
+        except NotFound:  # nothing was sampled yet, and the session was not opened
             turns = []
         return self._remembered(turns, clear_history)
 

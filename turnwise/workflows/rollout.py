@@ -1,8 +1,7 @@
-"""Where a workflow's model replies come from: an engine by rLLM's interface, over sessions of the proxy.
+"""The model replies of a workflow: rLLM's engine interface over sessions of the proxy.
 
-One decision: the session belongs to the run, not to the workflow object. It is a context variable, so that agents,
-sub-agents and tasks which the workflow starts all sample under the session of the run they serve, while one engine
-object serves hundreds of runs.
+The session belongs to the run, not to the workflow object. It is a context variable, so agents, sub-agents and tasks
+that the workflow starts sample in the session of their run, while one engine object serves hundreds of runs.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 _current_session: contextvars.ContextVar[AsyncSessionHandle | None] = contextvars.ContextVar("session", default=None)
 
 RETRIED = "retried"
-"""Termination reason of a session whose run failed and was begun again in a session of its own."""
+"""Termination reason of a session whose run failed and was retried in another session."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """Which run it is that samples."""
+    """The run that samples."""
 
     task_id: str
     rollout_idx: int
@@ -43,17 +42,17 @@ class RunIdentity:
 
 
 class RolloutEngine:
-    """Replies to messages. Subclasses write `_get_model_response`, or the whole of `get_model_response`."""
+    """Replies to messages. Subclasses implement `_get_model_response`, or override `get_model_response`."""
 
     validate: bool = False
     """Whether runs are evaluations."""
     weight_version: int | None = None
     """Policy version that is served, where the engine knows it."""
     pad_token_id: int = 0
-    """What fills batches up; masks are by length, so it is never read."""
+    """Fills batches; masks follow lengths, so it is never read."""
 
     async def get_model_response(self, messages: list[Json], **kwargs: Any) -> ModelOutput:
-        """Return the model's reply, stamped with the policy version that began it."""
+        """Return the model's reply with the policy version that sampled its first token."""
         version = self.weight_version  # before the await: weights may change while the reply is sampled
         output = await self._get_model_response(messages, **kwargs)
         if output.weight_version is None:
@@ -64,16 +63,16 @@ class RolloutEngine:
         raise NotImplementedError(f"{type(self).__name__} must define get_model_response")
 
     async def wake_up(self) -> None:
-        """Get ready to sample."""
+        """Prepare for sampling."""
 
     async def sleep(self) -> None:
-        """Give memory back to a trainer on the same device."""
+        """Release memory for a trainer on the same device."""
 
     async def begin_run(self, run: RunIdentity) -> None:
-        """Take note that the calling task samples for this run from now on."""
+        """Set the run for which the calling task samples."""
 
     async def end_run(self, episode: Episode | None, *, retried: bool = False) -> None:
-        """Take note of how the calling task's run ended."""
+        """Record how the run of the calling task ended."""
 
 
 class SessionRolloutEngine(RolloutEngine):
@@ -88,7 +87,7 @@ class SessionRolloutEngine(RolloutEngine):
         val_sampling_params: Json | None = None,
         pad_token_id: int = 0,
     ) -> None:
-        """Use a client, or make one for this base URL.
+        """Use a client, or create one for this base URL.
 
         Args:
             client: of the proxy; shared by all runs.
@@ -189,5 +188,5 @@ def reward_lines(episode: Episode, session: AsyncSessionHandle) -> list[Json]:
         lines = [{"turn_id": output.turn_id, "value": reward} for output, reward in judged if output and output.turn_id]
         if lines:
             return lines
-    # Also when no step was sampled: a session without any reward is unfinished, and its group would wait for it.
+    # Also without any sampled step: a session without a reward is unfinished, and its group would wait for it.
     return [{"session_id": session.session_id, "value": sum(trajectory.reward or 0.0 for trajectory in trajectories)}]

@@ -1,7 +1,7 @@
-"""Episodes as rows of tokens, before any tensor: what verl trains on, and which step or trajectory a row stands for.
+"""Episodes as rows of tokens, without tensors: what verl trains on, and which step or trajectory each row stands for.
 
-One decision: rows are made of captured tokens alone. Where rLLM tokenises the last conversation anew, a row here is
-the steps whose prompts extend one another, joined; what no step sampled is masked.
+Rows consist of captured tokens alone. Where rLLM tokenises the last conversation again, a row here joins the steps
+whose prompts extend one another; tokens that no step sampled are masked.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """One sequence: a prompt and what followed it."""
+    """A prompt and the tokens after it."""
 
     prompt: list[int]
     response: list[int]
-    """Sampled tokens, and between turns the prompt tokens that came after them. [R]"""
+    """Sampled tokens, and the prompt tokens between turns. [R]"""
     mask: list[int]
     """1 where the policy sampled the token. [R]"""
     logprobs: list[float]
@@ -52,7 +52,7 @@ class Row:
 
 
 def rows_of(episode: Episode | None, task_id: str, *, stepwise: bool) -> list[Row]:
-    """Return an episode's rows: one for each step, or one for each trajectory. None for what has nothing to train."""
+    """Return an episode's rows: one for each step or trajectory; None for one without anything to train."""
     if episode is None:
         return []
     return [
@@ -101,12 +101,12 @@ def _extends(later: ModelOutput, earlier: ModelOutput) -> bool:
 
 
 def _last_chain(outputs: Sequence[ModelOutput], trajectory_id: str) -> list[ModelOutput]:
-    """Return the longest run of outputs at the end in which each prompt extends the output before."""
+    """Return the longest suffix of outputs in which each prompt extends the output before."""
     first = len(outputs) - 1
     while first > 0 and _extends(outputs[first], outputs[first - 1]):
         first -= 1
     if first > 0:
-        # rLLM too keeps the last conversation alone, and warns.
+        # rLLM also keeps the last conversation only, and warns.
         logger.warning(
             "%r is not cumulative: its first %d steps are left out; use stepwise_advantage", trajectory_id, first
         )
@@ -148,5 +148,5 @@ def in_batch_order(episodes: Sequence[Episode], task_ids: Sequence[str]) -> list
 
 
 def is_kept(row: Row, filtering: Json) -> bool:
-    """Return whether compact filtering lets the row count in the loss; it has shaped the baseline in any case."""
+    """Return whether compact filtering keeps the row in the loss; it counts in the baseline in any case."""
     return not (filtering.get("enable") and filtering.get(f"mask_{row.termination_reason.value}"))

@@ -1,7 +1,7 @@
-"""Runs a task's workflow several times, as Trinity-RFT's explorer does, each run in a session of its own.
+"""Run a task's workflow several times, as Trinity-RFT's explorer does, each run in a session of its own.
 
-One decision: a run that fails takes nothing with it. Its experiences are left out of the answer, as in Trinity; the
-ledger keeps them, with the session's reason `error`.
+A failed run does not affect the others. Its experiences are not in the answer, as in Trinity; the ledger keeps them,
+with the session's termination reason `error`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Mode = Literal["sequential", "asynchronous", "multi-threading"]
 
 @dataclasses.dataclass
 class Status:
-    """How the runs of a task went."""
+    """The result of the runs of a task."""
 
     completed_runs: int
     total_runs: int
     metrics: list[dict[str, float]]
-    """Of each completed run."""
+    """Metrics of each completed run."""
     message: str | None = None
-    """The first failure's traceback; None when all went well."""
+    """The first failure's traceback; None without a failure."""
 
     @property
     def ok(self) -> bool:
@@ -68,7 +68,7 @@ class WorkflowRunner:
         *,
         collect_partial_runs: bool = True,
     ) -> tuple[Status, list[Experience]]:
-        """Run a task `repeat_times` times; runs are numbered from `run_id_base` on.
+        """Run a task `repeat_times` times; run numbers start at `run_id_base`.
 
         Args:
             task: what to run.
@@ -111,7 +111,7 @@ class WorkflowRunner:
         return _Run(made, {**_means(made), "time/run_execution": time.monotonic() - began})
 
     async def _work_alone(self, task: Task, number: int) -> list[Experience]:
-        """Run in an event loop that ends with the run, and so must its connections."""
+        """Run in an event loop that ends with the run, together with its connections."""
         try:
             return await self._work(task, number)
         finally:
@@ -125,7 +125,7 @@ class WorkflowRunner:
 
 
 def _complete(experience: Experience, task: Task, number: int) -> None:
-    """Fill in what a workflow does not know of itself; a task that it set stays."""
+    """Fill in the fields that a workflow does not know; keep a task id that it set."""
     experience.eid.run = number
     experience.eid.batch = task.batch_id
     if experience.eid.task == "":

@@ -1,7 +1,7 @@
-"""Trinity-RFT's two ways of credit: a reward for each step, or one for the run that all of its steps share.
+"""Trinity-RFT's two ways of credit: a reward for each step, or one for the run, which all its steps share.
 
-One decision: a run is a session of the proxy, open while it lasts. Rewards go to the ledger the moment they are
-given, and calls carry their step, so what a run had sampled and earned before an exception is kept and credited.
+A run is a session of the proxy, open during the run. Rewards go to the ledger when they are given, and calls carry
+their step, so what a run sampled and earned before an exception is kept and credited.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from turnwise.workflows.model import ModelWrapper
 from turnwise.workflows.tasks import Task, TaskWorkflow
 
 ENDED = "env_done"
-"""Termination reason of a run whose agent said that it was done."""
+"""Termination reason of a run whose agent reported that it was done."""
 OUT_OF_STEPS = "max_turns_exceeded"
 FAILED = "error"
 
@@ -34,7 +34,7 @@ class _SteppedWorkflow(TaskWorkflow):
         auxiliary_models: list[ModelWrapper] | None = None,
         use_openai_client: bool = True,
     ) -> None:
-        """Get a client of the rollout model, asynchronous in the asynchronous variants.
+        """Take a client of the rollout model, asynchronous in the asynchronous variants.
 
         Raises:
             InvalidRequest: the model keeps no history.
@@ -48,20 +48,20 @@ class _SteppedWorkflow(TaskWorkflow):
         if use_openai_client:
             self.client = model.get_openai_async_client() if self.is_async else model.get_openai_client()
         self.experiences: list[Experience] = []
-        """What the last run made; complete too when it ended in an exception."""
+        """Experiences of the last run; complete also after an exception."""
         self._reason = OUT_OF_STEPS
 
     @property
     def max_step_num(self) -> int:
-        """The most steps of a run."""
+        """Largest number of steps of a run."""
         raise NotImplementedError(f"{type(self).__name__} must define max_step_num")
 
     def step(self, step_num: int) -> bool:
-        """Take one step; return whether to go on."""
+        """Take one step; return whether to continue."""
         raise NotImplementedError(f"{type(self).__name__} must define step() to take step {step_num!r}")
 
     async def step_async(self, step_num: int) -> bool:
-        """Take one step in an event loop; return whether to go on."""
+        """Take one step in an event loop; return whether to continue."""
         raise NotImplementedError(f"{type(self).__name__} must define step_async() to take step {step_num!r}")
 
     @contextlib.contextmanager
@@ -99,12 +99,12 @@ class _SteppedWorkflow(TaskWorkflow):
         return experiences
 
     def _go_on(self, answer: object) -> None:
-        """Take note of what a step answered: whether to go on."""
+        """Record the answer of a step: whether to continue."""
         if not answer:
             self._reason = ENDED
 
     def _steps(self) -> Iterator[int]:
-        """Iterate over the steps, each time telling the model which one its calls belong to."""
+        """Iterate over the steps, and set each on the model for its calls."""
         for step in range(self.max_step_num):
             self.model.step = step
             yield step
@@ -129,7 +129,7 @@ class StepWiseRewardWorkflow(_SteppedWorkflow):
         return self.experiences
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of a step, from what was sampled in it."""
+        """Return the reward of a step, from its samples."""
         raise NotImplementedError(f"{type(self).__name__} must define reward() for {len(exps)} of step {step_num!r}")
 
 
@@ -150,7 +150,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
         return self.experiences
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Return the reward of a step, from what was sampled in it."""
+        """Return the reward of a step, from its samples."""
         raise NotImplementedError(
             f"{type(self).__name__} must define reward_async() for {len(exps)} of step {step_num!r}"
         )
@@ -175,7 +175,7 @@ class RewardPropagationWorkflow(_SteppedWorkflow):
         return self.experiences
 
     def reward(self, exps: list[Experience]) -> float:
-        """Return the reward of the run, from all that was sampled in it."""
+        """Return the reward of the run, from all its samples."""
         raise NotImplementedError(f"{type(self).__name__} must define reward() for {len(exps)} experiences")
 
 
@@ -198,12 +198,12 @@ class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
         return self.experiences
 
     async def reward_async(self, exps: list[Experience]) -> float:
-        """Return the reward of the run, from all that was sampled in it."""
+        """Return the reward of the run, from all its samples."""
         raise NotImplementedError(f"{type(self).__name__} must define reward_async() for {len(exps)} experiences")
 
 
 def _give(experiences: list[Experience], reward: float, num_steps: int | None = None) -> bool:
-    """Put the reward on the experiences; return whether there are any."""
+    """Set the reward of the experiences; return whether there are any."""
     for experience in experiences:
         experience.reward = reward
         if num_steps is not None:

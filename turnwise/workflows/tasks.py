@@ -1,4 +1,4 @@
-"""Trinity-RFT's `Task` and the base of its workflows: a task makes a workflow, a workflow makes experiences."""
+"""Trinity-RFT's `Task` and the base class of its workflows: a task creates a workflow, which returns experiences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class FormatConfig:
-    """How a raw sample is read."""
+    """Which fields of a raw sample are read."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -40,11 +40,11 @@ class GenerationConfig:
 
 @dataclasses.dataclass
 class Task:
-    """What is to be done, and by which workflow."""
+    """A task and its workflow."""
 
     workflow: type[TaskWorkflow] | None = None
     repeat_times: int | None = None
-    """How many runs make the task's group."""
+    """Number of runs in the task's group."""
     format_args: FormatConfig = dataclasses.field(default_factory=FormatConfig)
     rollout_args: GenerationConfig = dataclasses.field(default_factory=GenerationConfig)
     workflow_args: Json = dataclasses.field(default_factory=dict)
@@ -52,7 +52,7 @@ class Task:
     is_eval: bool = False
     reward_fn: Any = None
     raw_task: Json | None = None
-    """The sample as its data set has it."""
+    """The sample of the data set."""
     batch_id: int | str = ""
     task_id: int | str = ""
     index: Json = dataclasses.field(default_factory=dict)
@@ -78,11 +78,11 @@ class Task:
         return self.raw_task
 
     def session_fields(self) -> SessionFields:
-        """Return what the sessions of this task's runs are opened with."""
+        """Return the fields of the sessions of this task's runs."""
         fields: SessionFields = {"split": "eval" if self.is_eval else "train"}
         if self.task_id != "":
             fields["task_id"] = str(self.task_id)
-        # Without a batch the same task would join the group of its last time, which is complete.
+        # Without a batch, a repeated task would join its earlier group, which is complete.
         if self.task_id != "" and self.batch_id != "":
             fields["group_id"] = f"{self.batch_id}/{self.task_id}"
             if self.repeat_times:
@@ -94,11 +94,11 @@ class TaskWorkflow:
     """The base class of Trinity's workflows: one object, one run, a list of experiences."""
 
     can_reset: bool = False
-    """Whether one object can take another task; it then defines `reset`."""
+    """Whether one object can run another task; it then defines `reset`."""
     can_repeat: bool = False
-    """Whether one run makes several; it then defines `set_repeat_times`."""
+    """Whether one call makes several runs; it then defines `set_repeat_times`."""
     is_async: bool = False
-    """Whether `run_async` is what runs."""
+    """Whether `run_async` is called instead of `run`."""
 
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None) -> None:
         self.task = task
@@ -126,11 +126,11 @@ class TaskWorkflow:
         return self.is_async
 
     def reset(self, task: Task) -> None:
-        """Take another task."""
+        """Switch to another task."""
         raise NotImplementedError(f"{type(self).__name__} cannot take {task.task_id!r}: define reset()")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Make the next run that many, numbered from `run_id_base` on."""
+        """Set the number of runs of the next call, numbered from `run_id_base`."""
         message = f"{type(self).__name__} cannot repeat {repeat_times!r} runs from {run_id_base!r} on"
         raise NotImplementedError(f"{message}: define set_repeat_times()")
 

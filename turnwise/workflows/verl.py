@@ -1,8 +1,8 @@
-"""Episodes as a real `verl.DataProto`, with every tensor that rLLM's own transform makes.
+"""Episodes as a real `verl.DataProto`, with every tensor of rLLM's own transform.
 
-One decision: this module is the only one of the SDK that needs torch and verl, and is imported only when a batch is
-transformed. Which tokens a row holds is decided in `rows`, without either. Legend of shapes: N rows, P the longest
-prompt allowed, R the longest response allowed.
+Only this module of the SDK needs torch and verl, and it is imported only when a batch is transformed. Which tokens a
+row has is decided in `rows`, without either. Legend of shapes: N rows, P the longest allowed prompt, R the longest
+allowed response.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def to_data_proto(episodes: Sequence[Episode], task_ids: Sequence[str], config: 
 
 
 def _tensors(rows: list[Row], max_prompt: int, max_response: int, pad_token_id: int) -> dict[str, torch.Tensor]:
-    # A prompt that is too long loses its beginning, a response its end.
+    # A prompt that is too long is cut at its start, a response at its end.
     prompt_rows = [row.tokens.prompt[-max_prompt:] for row in rows]
     prompts = _filled(prompt_rows, max_prompt, pad_token_id, torch.long, left=True)
     responses = _filled([row.tokens.response for row in rows], max_response, pad_token_id, torch.long)
@@ -81,7 +81,7 @@ def _tensors(rows: list[Row], max_prompt: int, max_response: int, pad_token_id: 
 def _filled(
     rows: Sequence[Sequence[float]], width: int, filler: float, dtype: torch.dtype, *, left: bool = False
 ) -> torch.Tensor:
-    """Return rows cut to a width and filled up on one side."""
+    """Return rows cut to a width and padded on one side."""
     filled = torch.full((len(rows), width), filler, dtype=dtype)
     for n, row in enumerate(rows):
         values = torch.tensor(row[:width], dtype=dtype)

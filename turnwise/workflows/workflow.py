@@ -1,7 +1,7 @@
 """rLLM's `Workflow`: a run of agents that always yields an episode, however it ends.
 
-One decision, rLLM's own: ending is an exception (`TerminationEvent`), hence whatever the agents had done until then
-is collected in every branch, and rewards are shaped once, at the end, from the raw rewards of the steps.
+As in rLLM, a workflow ends with an exception (`TerminationEvent`), so the trajectories that exist by then
+are collected in every case, and rewards are shaped once, at the end, from the raw rewards of the steps.
 """
 
 from __future__ import annotations
