@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field
@@ -115,8 +116,10 @@ def _bound(rule: PacingRule) -> int | None:
 class WaitingLog:
     """Logs what the trainer waits for, and counts the time in which it was held back."""
 
-    def __init__(self, groups_per_batch: int) -> None:
+    def __init__(self, groups_per_batch: int, report: Callable[[str, float | None], None]) -> None:
+        """`report` takes each line, and the seconds until the batch starts in any case."""
         self._groups_per_batch = groups_per_batch
+        self._report = report
         self._said: tuple[int, str | None] | None = None
         self._said_at = 0.0
         self._held_since: float | None = None
@@ -132,6 +135,9 @@ class WaitingLog:
             return
         self._said, self._said_at = said, now
         log.info("%s", describe_wait(num_ready, self._groups_per_batch, seconds_left, held))
+        self._report(
+            describe_wait(num_ready, self._groups_per_batch, None, held), seconds_left if held is None else None
+        )
 
     def end(self) -> None:
         """The wait is over."""

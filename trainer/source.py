@@ -22,6 +22,7 @@ from turnwise.store import claims, experiences, groups, policies, queries
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.store.trained import Advantages
+from turnwise.store.trainer_status import TrainerStatus, report_status
 from turnwise.types import Experience, GroupKey, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class LedgerSource:
         Args:
             at: The trainer's version, and the oldest version that it still trains.
         """
-        started, waiting = time.monotonic(), WaitingLog(self._rule.groups_per_batch)
+        started, waiting = time.monotonic(), WaitingLog(self._rule.groups_per_batch, self._report_status)
         while True:
             ready = self._wait_until_ready(at, waiting)
             if not ready or isinstance(ready, Rewind):
@@ -129,6 +130,7 @@ class LedgerSource:
             )
             if claim is None:
                 continue
+            self._report_status(f"training on {len(claim.groups)} groups", None)
             self._lease = _Lease(self._db, claim, self._rule.lease_seconds)
             with self._db.read() as conn:
                 pinned = policies.pinned_version(conn)
@@ -237,6 +239,19 @@ class LedgerSource:
             self._closed.wait(pause)
             pause = min(pause * 1.5, self._rule.poll_seconds)
         return False
+
+    def _report_status(self, text: str, seconds_left: float | None) -> None:
+        """Store what the trainer is doing, for the page; training does not depend on it."""
+        try:
+            with self._db.write() as conn:
+                now = from_micros(clock(conn))
+                starts_at = None if seconds_left is None else now + timedelta(seconds=max(seconds_left, 0.0))
+                status = TrainerStatus(
+                    trainer_id=self._rule.trainer_id, text=text, starts_at=starts_at, reported_at=now
+                )
+                report_status(conn, status)
+        except StoreUnavailable as error:
+            log.warning("the trainer's status was not stored: %s", error)
 
     def _look(self, at: Position) -> Look:
         """Return what the store holds now; nothing is ready while it is unavailable."""

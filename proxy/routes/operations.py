@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import logging
 from typing import Annotated, Any
 
@@ -41,6 +42,17 @@ class EngineReport(Answer):
     policy_version: int
 
 
+class TrainerReport(Answer):
+    """What a trainer reported last."""
+
+    trainer_id: str
+    text: str
+    """One line, such as `4 of 32 groups are ready`."""
+    starts_at: datetime.datetime | None
+    """When the next batch starts even if it is not full; null where it waits for more, or trains."""
+    reported_at: datetime.datetime
+
+
 class CountsAnswer(Answer):
     """What the store holds of a tenant."""
 
@@ -52,6 +64,8 @@ class CountsAnswer(Answer):
     num_rewards: int
     num_updates: int
     """Of the policy, which all tenants share."""
+    trainers: list[TrainerReport]
+    """What each trainer does now; the newest report first."""
 
 
 class ReadyAnswer(Answer):

@@ -41,9 +41,12 @@ function outcomes(found) {
 }
 
 function learning(counts) {
-  const waiting = counts.trainer?.waiting_for ?? counts.waiting_for ?? "";
-  return card("Groups for the trainer", make("b", {}, number(counts.groups.ready ?? 0)), " ready",
-    tally(counts.groups), waiting ? make("p", {className: "quiet"}, String(waiting)) : null);
+  const lines = (counts.trainers ?? []).map((each) => {
+    const left = each.starts_at ? Math.max(0, Math.round((new Date(each.starts_at) - Date.now()) / 1000)) : null;
+    return make("p", {className: "quiet"}, `${each.text}${left === null ? "" : `, starts in ${left} s`} (${time(each.reported_at)})`);
+  });
+  return card("Groups for the trainer", make("b", {}, number(counts.groups.ready ?? 0)), " ready", tally(counts.groups),
+    ...(lines.length ? lines : [make("p", {className: "quiet"}, "No trainer has reported yet.")]));
 }
 
 function versions(page) {

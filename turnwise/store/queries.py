@@ -19,6 +19,7 @@ from turnwise.store import lineage, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.statements import fetch_at_once, is_among, members
+from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
 from turnwise.types import Credit, GroupStatus, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
 
 
@@ -50,6 +51,8 @@ class Counts:
     num_turns: int
     num_rewards: int
     num_updates: int
+    trainers: list[TrainerStatus]
+    """What each trainer does now; the same for all tenants."""
 
 
 def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
@@ -343,6 +346,7 @@ def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
         num_turns=int(num_turns),
         num_rewards=int(num_rewards),
         num_updates=conn.execute(sa.select(sa.func.count()).select_from(tables.updates)).scalar_one(),
+        trainers=trainer_statuses(conn),
     )
 
 

@@ -198,6 +198,16 @@ leases = sa.Table(
 )
 """Named locks between processes: who may drive a reload now."""
 
+trainer_status = sa.Table(
+    "trainer_status",
+    metadata,
+    sa.Column("trainer_id", sa.Text, primary_key=True),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("starts_at", Instant),
+    sa.Column("reported_at", Instant, nullable=False),
+)
+"""What each trainer reported last: what it waits for, or what it trains on."""
+
 api_keys = sa.Table(
     "api_keys",
     metadata,

@@ -217,7 +217,7 @@ def test_counts_say_what_the_store_holds(forest: Database) -> None:
     add_session(forest, "theirs", tenant="b")
     with forest.read() as connection:
         assert queries.counts(connection, "default") == counts
-        assert queries.counts(connection, "b") == queries.Counts({"open": 1}, {"open": 1}, 1, 0, 0)
+        assert queries.counts(connection, "b") == queries.Counts({"open": 1}, {"open": 1}, 1, 0, 0, [])
         assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0)
 
 

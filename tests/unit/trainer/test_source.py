@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 from support.ledger_samples import add_session, finish
+from support.waiting import wait_until
 
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule, select
@@ -13,6 +15,7 @@ from trainer.pacing import Position
 from trainer.source import LedgerSource, SourceRule
 from turnwise.store import queries
 from turnwise.store.database import Database
+from turnwise.store.trainer_status import TrainerStatus
 from turnwise.types import UpdateRecord
 
 PATIENCE_SECONDS = 10.0
@@ -108,3 +111,25 @@ def test_a_refusal_drops_the_group_of_the_named_tenant_alone(database):
     with database.read() as connection:
         assert queries.counts(connection, "acme").groups == {"trained": 1}
         assert queries.counts(connection, "zeta").groups == {"dropped": 1}
+
+
+def test_what_the_trainer_waits_for_can_be_read_from_the_store(database):
+    """One group of four is ready: the report says so, and when the batch starts in any case."""
+    add_session(database, "s")
+    finish(database, "s")
+    source = source_for(database, groups_per_batch=4, wait_seconds=60.0)
+    waiting = threading.Thread(target=source.next_batch, args=(Position(),))
+    waiting.start()
+    try:
+        wait_until(lambda: statuses(database), "the trainer has reported")
+        (reported,) = statuses(database)
+        assert reported.text == "waiting: 1 of 4 groups are ready"
+        assert 30 < (reported.starts_at - reported.reported_at).total_seconds() <= 60
+    finally:
+        source.stop()
+        waiting.join(timeout=PATIENCE_SECONDS)
+
+
+def statuses(database: Database) -> list[TrainerStatus]:
+    with database.read() as connection:
+        return queries.counts(connection).trainers
