@@ -94,13 +94,7 @@ class Call:
     @property
     def template_arguments(self) -> Json:
         """The arguments of the chat template besides messages and tools."""
-        arguments = dict(self.body.get("chat_template_kwargs") or {})
-        effort = self.body.get("reasoning_effort")
-        if effort is not None:
-            arguments["reasoning_effort"] = effort
-            arguments.setdefault("enable_thinking", effort != "none")
-        arguments.update({field: self.body[field] for field in TEMPLATE_FIELDS if self.body.get(field) is not None})
-        return arguments
+        return template_arguments(self.body)
 
     @property
     def sampling(self) -> Json:
@@ -114,6 +108,17 @@ class Call:
         return bool(
             body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False
         )
+
+
+def template_arguments(body: Json) -> Json:
+    """Return the arguments of the chat template besides messages and tools, as vLLM derives them from a request."""
+    arguments = dict(body.get("chat_template_kwargs") or {})
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        arguments["reasoning_effort"] = effort
+        arguments.setdefault("enable_thinking", effort != "none")
+    arguments.update({field: body[field] for field in TEMPLATE_FIELDS if body.get(field) is not None})
+    return arguments
 
 
 def remove_engine_fields(body: Json) -> tuple[Json, list[str]]:

@@ -8,6 +8,7 @@ call extends the turn.
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -39,6 +40,7 @@ EFFORTS = {"xhigh": "high", "max": "high"}
 """Anthropic's efforts that the engine does not know → the nearest one that it knows."""
 BOOKKEEPING = "x-anthropic-billing-header"
 """Prefix of a system block that only Anthropic's service reads, and that changes with every call."""
+_DATE = re.compile(r"_\d{8}$")
 TRANSLATED = frozenset(
     {
         *("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config"),
@@ -46,7 +48,10 @@ TRANSLATED = frozenset(
     }
 )
 IGNORED = frozenset(
-    {"cache_control", "container", "context_management", "diagnostics", "inference_geo", "service_tier"}
+    {
+        *("cache_control", "container", "context_management", "diagnostics", "inference_geo", "service_tier"),
+        *("betas", "mcp_servers", "speed"),
+    }
 )
 """Fields about Anthropic's own service."""
 
@@ -95,6 +100,7 @@ class Messages(ChatCompletions):
             raise InvalidRequest("`max_tokens` must be an integer.", param="max_tokens")
         call = super().parse(chat_body(body), max_choices=max_choices, max_messages=max_messages)
         call.wants_logprobs = call.wants_token_ids = False
+        call.dropped_tools = [server_tool_name(tool) for tool in body.get("tools") or () if is_server_tool(tool)]
         call.previous_turn_id = _previous_message_id(body.get("thread"))
         call.encoder = MessageEncoder(self.id_prefix)
         return call
@@ -222,9 +228,9 @@ def chat_body(body: Json) -> Json:
     check_kinds(body, {"messages": list, "tools": list, "thinking": dict, "output_config": dict, "tool_choice": dict})
     chat = {field: value for field, value in body.items() if field not in TRANSLATED | IGNORED}
     chat["messages"] = [*_system(body.get("system")), *chat_messages(body.get("messages") or [])]
-    if tools := body.get("tools"):
-        chat["tools"] = [_chat_tool(tool) for tool in tools]
-    if choice := body.get("tool_choice"):
+    if tools := [_chat_tool(tool) for tool in body.get("tools") or () if not is_server_tool(tool)]:
+        chat["tools"] = tools
+    if (choice := body.get("tool_choice")) and (tools or not body.get("tools")):
         chat |= _chat_tool_choice(choice)
     if stops := body.get("stop_sequences"):
         chat["stop"] = stops
@@ -332,11 +338,20 @@ def _chat_part(block: Json) -> Json:
             )
 
 
+def is_server_tool(tool: Any) -> bool:
+    """Return whether a tool is one that Anthropic runs or defines, such as `web_search_20250305`."""
+    return isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "custom"
+
+
+def server_tool_name(tool: Json) -> str:
+    """Return the type of a tool of Anthropic's without its date."""
+    return _DATE.sub("", str(tool["type"]))
+
+
 def _chat_tool(tool: Any) -> Json:
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         raise InvalidRequest(
-            f"only tools that the client runs can be served, not {tool!r:.80}; give `name` and `input_schema`",
-            param="tools",
+            f"a tool must be an object with `name` and `input_schema`, not {tool!r:.80}", param="tools"
         )
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
     if description := tool.get("description"):

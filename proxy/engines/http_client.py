@@ -167,6 +167,7 @@ class Answer:
 
     def __init__(self, connection: _Connection) -> None:
         self.status = 0
+        self.content_type = ""
         self._connection = connection
         self._parts: list[bytes] = []
         self._num_bytes = 0
@@ -349,10 +350,13 @@ class _Connection(asyncio.Protocol):
         if self._answer is None:
             self.abort()
 
-    def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002  the parser's signature
-        """Note a header that declares the length."""
-        if name.lower() in (b"content-length", b"transfer-encoding"):
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note the content type, and whether a header declares the length."""
+        lowered = name.lower()
+        if lowered in (b"content-length", b"transfer-encoding"):
             self._has_length = True
+        elif lowered == b"content-type" and self._answer is not None:
+            self._answer.content_type = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Publish the status; after a 1xx head another head follows."""

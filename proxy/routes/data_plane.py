@@ -12,7 +12,8 @@ from starlette.routing import Route, compile_path
 from proxy.asgi import App, Receive, Scope, Send, parse_object, read_body
 from proxy.auth import Principal
 from proxy.dialects import registry
-from proxy.dialects.base import Action, Dialect, WireRoute
+from proxy.dialects.base import Action, Dialect, WireRoute, template_arguments
+from proxy.routes import upstream
 from proxy.routes.calls import Sample, query_of
 from proxy.routes.reply import Reply
 from turnwise.errors import TurnwiseError
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 COUNTED_FIELDS = (
     "messages",
     "tools",
-    "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",
 )
@@ -75,6 +75,8 @@ class Query:
         services.model_names.check(str(request.get("model") or ""), services.pool.engines)
         engine = services.pool.route(principal.key_id)
         rendered = {field: request[field] for field in COUNTED_FIELDS if field in request} | {"model": engine.model}
+        if arguments := template_arguments(request):
+            rendered["chat_template_kwargs"] = arguments
         answer = await engine.ask("POST", "/tokenize", rendered)
         return self._dialect.encode_count(int(answer["count"]))
 
@@ -106,6 +108,8 @@ class Endpoints:
             for route in dialect.routes:
                 endpoint = (Sample if route.action is Action.SAMPLE else Query)(services, dialect, route)
                 self._add(route, endpoint)
+        for path in upstream.PATHS:
+            self._add(WireRoute(path=path, summary="Passed to the upstream"), upstream.Upstream(services, path))
 
     def _add(self, route: WireRoute, endpoint: App) -> None:
         if "{" in route.path:

@@ -213,6 +213,25 @@ def test_counting_tokens_says_what_the_call_then_takes(
     assert counted.input_tokens == message(client, stream=False, **asked).usage.input_tokens
 
 
+def test_anthropic_s_own_tools_are_dropped_and_thinking_switched_off_is_counted(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+) -> None:
+    """A count has the template's arguments of the call that it is for."""
+    asked: Any = {
+        "model": "claude-x",
+        "messages": [{"role": "user", "content": "Hi."}, {"role": "system", "content": "Be brief."}],
+        "thinking": {"type": "disabled"},
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}, MESSAGES_TOOL],
+    }
+    client = messages_client(proxy, session_id)
+    raw = client.messages.with_raw_response.create(max_tokens=9, extra_headers={"anthropic-beta": "x"}, **asked)
+    assert raw.headers["x-turnwise-dropped-tools"] == "web_search"
+    sent = engine_calls.calls[-1].body
+    assert [tool["function"]["name"] for tool in sent["tools"]] == ["look"]
+    assert [message["role"] for message in sent["messages"]] == ["user", "system"]
+    assert client.messages.count_tokens(**asked).input_tokens == raw.parse().usage.input_tokens
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "no length": ("messages", {"messages": [{"role": "user", "content": "x"}]}, 400, "max_tokens"),
     "no messages": ("messages", {"max_tokens": 1}, 400, "messages"),
@@ -223,11 +242,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "is not served",
     ),
     "a role of none": ("messages", {"max_tokens": 1, "messages": [{"role": "x", "content": "x"}]}, 400, "'x'"),
-    "a server's tool": (
+    "a tool of none": (
         "messages",
-        {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "web_search_20250305"}]},
+        {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "tools": [3]},
         400,
-        "web_search",
+        "input_schema",
     ),
     "no input": ("responses", {}, 400, "input"),
     "an unknown item": ("responses", {"input": [{"type": "song"}]}, 400, "song"),

@@ -1,0 +1,84 @@
+"""Routes that no engine of ours serves, such as embeddings: passed to a configured upstream, else answered with 404.
+
+Nothing of them is captured: no policy samples there. The client's key stays here; the upstream gets its own key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.asgi import Receive, Scope, Send, read_body
+from proxy.dialects.chat import ChatCompletions
+from proxy.engines.http_client import Access, Disconnected, HttpClient
+from proxy.routes.calls import query_of
+from proxy.routes.reply import Reply
+from turnwise.errors import EngineUnavailable, NotFound, TurnwiseError
+
+if TYPE_CHECKING:
+    from proxy.services import Services
+
+PATHS = (
+    "/v1/embeddings",
+    "/v1/moderations",
+    "/v1/rerank",
+    "/v1/audio/speech",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/images/variations",
+)
+"""All of them are POST."""
+CONNECT_SECONDS = 5.0
+PASSED_HEADERS = (b"content-type", b"accept")
+
+
+class Upstream:
+    """One route that is passed on."""
+
+    def __init__(self, services: Services, path: str) -> None:
+        self._services = services
+        self._path = path
+        settings = services.settings
+        key = settings.upstream_api_key
+        self._client = settings.upstream and HttpClient(
+            settings.upstream,
+            connect_seconds=CONNECT_SECONDS,
+            silence_seconds=settings.engine_timeout_seconds,
+            access=Access(bearer_key=None if key is None else key.get_secret_value()),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        reply = Reply(send, ChatCompletions())
+        try:
+            await self._serve(scope, receive, send)
+        except TurnwiseError as error:
+            await reply.fail(error, self._services)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        settings, headers = self._services.settings, dict(scope["headers"])
+        principal = await self._services.authenticator.authenticate(headers)
+        principal.require("call")
+        if not self._client:
+            raise NotFound(
+                f"{self._path} is not served: the engine only generates text; "
+                "the setting `upstream` names a server that such requests are passed to",
+                code="no_route",
+            )
+        body = await read_body(
+            receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
+        )
+        passed = {name.decode(): headers[name].decode("latin-1") for name in PASSED_HEADERS if name in headers}
+        path = self._path.removeprefix("/v1") + (
+            "?" + scope["query_string"].decode("latin-1") if query_of(scope) else ""
+        )
+        try:
+            with await self._client.request("POST", path, body, passed) as answer:
+                content = await answer.read()
+        except Disconnected as error:
+            raise EngineUnavailable(f"the upstream of {self._path} cannot be reached ({error}); retry") from error
+        kind = (answer.content_type or "application/json").encode("latin-1")
+        sent = [(b"content-type", kind), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": answer.status, "headers": sent})
+        await send({"type": "http.response.body", "body": content})
