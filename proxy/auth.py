@@ -61,6 +61,8 @@ ACTION_OF_ROUTE = {
     "GET /v1/sessions/{session_id}": "read",
     "GET /v1/sessions/{session_id}/turns": "read",
     "POST /v1/sessions/{session_id}/end": "end",
+    "DELETE /v1/sessions/{session_id}": "delete",
+    "DELETE /v1/tenant": "delete",
     "GET /v1/turns/{turn_id}": "read",
     "GET /v1/turns/{turn_id}/tokens": "read",
     "POST /v1/rewards": "reward",

@@ -30,7 +30,7 @@ from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
-from turnwise.store import idempotency, keys, ledger
+from turnwise.store import idempotency, keys, ledger, retention
 from turnwise.store.database import Database
 from turnwise.types import utc_now
 
@@ -206,6 +206,16 @@ async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySetti
         sessions.template = await find_template(engine, settings.tokenizer)
 
 
+async def _prune(services: Services) -> None:
+    """Delete sessions that are older than the retention, if one is set."""
+    days = services.settings.retention_days
+    if days is None:
+        return
+    while deleted := (await services.writer.do(retention.prune, utc_now() - datetime.timedelta(days=days))).sessions:
+        for tenant, session_id in deleted:
+            services.sessions.forget(tenant, session_id)
+
+
 async def _sweep(services: Services) -> None:
     """Expire idle sessions and delete old stored answers until cancelled."""
     idle = datetime.timedelta(seconds=services.settings.session_idle_seconds)
@@ -217,7 +227,8 @@ async def _sweep(services: Services) -> None:
                 for tenant, session_id in expired:
                     services.sessions.forget(tenant, session_id)
                 services.metrics.sessions.labels("expired").inc(len(expired))
+            await _prune(services)
         except TurnwiseError as error:
             services.metrics.background_errors.labels("sweep").inc()
-            log.warning("idle sessions could not be swept: %s", error)
+            log.warning("idle and old sessions could not be swept: %s", error)
         await asyncio.sleep(SWEEP_SECONDS)

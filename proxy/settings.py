@@ -34,6 +34,9 @@ class ProxySettings(Settings):
     """Origin that clients reach the proxy by, for the `base_url` of a session; by default the request's own Host."""
     secret: SecretStr | None = None
     """Signs session keys; by default a random one that all proxy processes share through the store."""
+    retention_days: float | None = Field(default=None, gt=0)
+    """Sessions that were over this many days ago are deleted with their turns and rewards, once they are trained or
+    dropped; None keeps them."""
     retrain_revised: bool = False
     """Whether a reward for a session that was trained makes its group ready to be trained again."""
     policy_tenant: str | None = None

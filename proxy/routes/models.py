@@ -182,6 +182,15 @@ class ReachedAnswer(Answer):
     trained again, unless `retrain_revised` is set."""
 
 
+class DeletedAnswer(Answer):
+    """What a deletion removed."""
+
+    num_sessions: int
+    num_turns: int
+    policy_versions: list[int]
+    """The versions that were trained on it, oldest first; every later version descends from them."""
+
+
 class Page(Answer):
     """Base of all lists."""
 

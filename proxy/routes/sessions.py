@@ -13,11 +13,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from proxy.auth import Principal
 from proxy.continuation.identities import SESSION_ID, check_id
 from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
-from proxy.routes.models import NewSessionAnswer, SessionAnswer, SessionPage, TurnAnswer, TurnPage, answer, says
+from proxy.routes.models import (
+    DeletedAnswer,
+    NewSessionAnswer,
+    SessionAnswer,
+    SessionPage,
+    TurnAnswer,
+    TurnPage,
+    answer,
+    says,
+)
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
-from turnwise.store import experiences, ledger, queries, session_changes
+from turnwise.store import experiences, ledger, queries, retention, session_changes
 from turnwise.types import Credit, Json, Reward, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
@@ -191,3 +200,31 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     services.sessions.forget(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
     return answer(record_json(session))
+
+
+@router.delete("/sessions/{session_id}", responses=says(DeletedAnswer))
+async def delete_session(session_id: Id, services: Here, principal: Caller) -> Response:
+    """Delete a session with its turns and rewards; the answer names the policy versions that were trained on it."""
+    deleted = await services.writer.do(retention.delete_session, principal.tenant, session_id)
+    return answer(_deleted(services, deleted))
+
+
+@router.delete("/tenant", responses=says(DeletedAnswer))
+async def delete_tenant(services: Here, principal: Caller) -> Response:
+    """Delete everything of the caller's tenant: sessions, turns, rewards and keys, the caller's own included."""
+    total = retention.Deleted()
+    while (deleted := await services.writer.do(retention.delete_tenant, principal.tenant)).sessions:
+        total += deleted
+    services.authenticator.forget()
+    return answer(_deleted(services, total))
+
+
+def _deleted(services: Services, deleted: retention.Deleted) -> Json:
+    """Return what was deleted as the API shows it, and forget it in memory."""
+    for tenant, session_id in deleted.sessions:
+        services.sessions.forget(tenant, session_id)
+    return {
+        "num_sessions": len(deleted.sessions),
+        "num_turns": deleted.num_turns,
+        "policy_versions": list(deleted.policy_versions),
+    }

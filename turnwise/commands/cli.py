@@ -18,7 +18,7 @@ from turnwise.commands import run as run_agents
 from turnwise.commands import start
 from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.output import print_error
-from turnwise.commands.records import db, export, keys, replay, sessions, verify
+from turnwise.commands.records import db, export, forget, keys, prune, replay, sessions, verify
 from turnwise.commands.setup import doctor, init
 from turnwise.commands.versions import policies, updates
 from turnwise.errors import BadCheckpoint, ClientError, SchemaMismatch, SettingsError, TurnwiseError
@@ -150,7 +150,7 @@ def fake_engine(
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port") from error
 
 
-for _command in (init, doctor, db, keys, sessions, policies, updates, export, replay, verify):
+for _command in (init, doctor, db, keys, sessions, prune, forget, policies, updates, export, replay, verify):
     main.add_command(_command)
 
 

@@ -9,15 +9,15 @@ import contextlib
 import dataclasses
 import datetime as dt
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from turnwise.commands.secrets_files import OWNER_MODE, write_once
-from turnwise.store import keys, queries
-from turnwise.store.database import Database
+from turnwise.store import keys, queries, retention
+from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import Experience, Json, utc_now
 
@@ -96,6 +96,52 @@ def revoke_key(url: str, key_id: str) -> Json:
     with opened(url) as database, database.write() as conn:
         revoked: Json = as_json(keys.revoke_key(conn, key_id))
     return revoked
+
+
+def prune(url: str, *, older_than_days: float) -> Json:
+    """Delete sessions that were over so long ago and wait for no training."""
+    before = utc_now() - dt.timedelta(days=older_than_days)
+    with opened(url) as database:
+        return _delete_all(database, lambda conn: retention.prune(conn, before))
+
+
+def forget(url: str, *, tenant: str, session_id: str | None) -> Json:
+    """Delete a session, or everything of a tenant; name the policy versions that were trained on it.
+
+    Raises:
+        NotFound: no such session.
+    """
+    with opened(url) as database:
+        if session_id is None:
+            return _delete_all(database, lambda conn: retention.delete_tenant(conn, tenant))
+        with database.write() as conn:
+            return _deleted(retention.delete_session(conn, tenant, session_id))
+
+
+def _delete_all(database: Database, delete_some: Callable[[Connection], retention.Deleted]) -> Json:
+    """Repeat a deletion, one short transaction each time, until nothing is left."""
+    total = retention.Deleted()
+    while True:
+        with database.write() as conn:
+            deleted = delete_some(conn)
+        if not deleted.sessions:
+            return _deleted(total)
+        total += deleted
+
+
+def _deleted(deleted: retention.Deleted) -> Json:
+    return {
+        "num_sessions": len(deleted.sessions),
+        "num_turns": deleted.num_turns,
+        "policy_versions": list(deleted.policy_versions),
+    }
+
+
+def backup(url: str, target: Path) -> Json:
+    """Copy an SQLite database to a new file while it is in use."""
+    with opened(url, make_ready=False) as database:
+        database.backup(target)
+    return {"backup": str(target), "num_bytes": target.stat().st_size}
 
 
 def list_sessions(url: str, wanted: SessionFilter, *, limit: int) -> list[Json]:

@@ -49,6 +49,40 @@ def db_make_password(directory: Path, host: str, port: int, name: str, user: str
     click.echo(f"wrote a new password to {directory}" if is_new else f"{directory} has a password already")
 
 
+@db.command("backup")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@database_option
+@json_option
+def db_backup(file: Path, database: str | None, *, as_json: bool) -> None:
+    """Copy an SQLite database to a new file, consistently, while agents and trainer use it."""
+    print_records(import_module("turnwise.commands.operate").backup(database_url(database), file), as_json=as_json)
+
+
+@click.command("prune")
+@click.option(
+    "--older-than-days", type=click.FloatRange(min=0), required=True, help="Age of the last activity, in days."
+)
+@database_option
+@json_option
+def prune(older_than_days: float, database: str | None, *, as_json: bool) -> None:
+    """Delete sessions that are over for so long, with their turns and rewards; what waits for training stays."""
+    deleted = import_module("turnwise.commands.operate").prune(database_url(database), older_than_days=older_than_days)
+    print_records(deleted, as_json=as_json)
+
+
+@click.command("forget")
+@click.option("--tenant", required=True, help="Whose sessions.")
+@click.option("--session-id", help="Only this session; by default everything of the tenant, its keys included.")
+@database_option
+@json_option
+def forget(tenant: str, session_id: str | None, database: str | None, *, as_json: bool) -> None:
+    """Delete a session or a tenant for good, and name the policy versions that were trained on it."""
+    deleted = import_module("turnwise.commands.operate").forget(
+        database_url(database), tenant=tenant, session_id=session_id
+    )
+    print_records(deleted, as_json=as_json)
+
+
 KEY_COLUMNS = ("key_id", "tenant", "role", "name", "created_at", "last_used_at", "expires_at", "revoked_at")
 
 

@@ -12,6 +12,7 @@ import datetime
 import importlib.resources
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import sqlalchemy as sa
@@ -157,6 +158,20 @@ class Database:
                 f"{_head()!r}); install that release, or restore a backup"
             )
         return f"{name} is at schema revision {found!r}, this release needs {_head()!r}; run `turnwise db upgrade`"
+
+    def backup(self, target: Path) -> None:
+        """Copy an SQLite database to a new file, consistently, while others write to it.
+
+        Raises:
+            SettingsError: the database is PostgreSQL, or the file exists.
+            StoreUnavailable: the database cannot be read, or the copy cannot be written.
+        """
+        if self.dialect != "sqlite":
+            raise SettingsError("online backup is for SQLite; use `pg_dump --format custom` for PostgreSQL")
+        if target.exists():
+            raise SettingsError(f"{str(target)!r} exists; name a new file")
+        with attributed(), self._engine.connect() as conn:
+            execute(conn, "VACUUM INTO ?", (str(target),))
 
     def close(self) -> None:
         """Close every pooled connection."""

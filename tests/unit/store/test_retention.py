@@ -1,0 +1,105 @@
+"""Deletion of old sessions, of one session and of a tenant; and copies of a database in use."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from support.ledger_samples import add_session, finish
+
+from turnwise.errors import NotFound, SettingsError
+from turnwise.store import claims, keys, queries, retention, tables
+from turnwise.store.database import Database
+from turnwise.types import Split, UpdateRecord, utc_now
+
+HOUR = datetime.timedelta(hours=1)
+
+
+def sizes(database: Database) -> dict[str, int]:
+    """Return the number of rows of each table that holds sessions' data, where there are any."""
+    with database.read() as connection:
+        counted = {
+            name: connection.execute(sa.select(sa.func.count()).select_from(tables.metadata.tables[name])).scalar_one()
+            for name in ("sessions", "turns", "rewards", "groups", "trained_sessions", "api_keys", "idempotency")
+        }
+    return {name: count for name, count in counted.items() if count}
+
+
+def train_all(database: Database) -> None:
+    held = claims.claim(database, "t", max_groups=9, lease_seconds=60)
+    assert held is not None
+    update = UpdateRecord(update_id=1, trainer_id="t", policy_version=4, num_groups=1, num_sessions=1, num_tokens=2)
+    with database.write() as connection:
+        trained = {(group.tenant, group.group_id): {f"{group.group_id}-t1": 1.0} for group in held.groups}
+        claims.ack(connection, held, update, trained=trained)
+
+
+def test_what_is_old_and_waits_for_nothing_is_pruned(database: Database) -> None:
+    add_session(database, "trained", turns=3)
+    finish(database, "trained")
+    train_all(database)
+    for session_id, fields in (("ready", {}), ("open", {}), ("eval", {"split": Split.EVAL})):
+        add_session(database, session_id, **fields)
+    finish(database, "ready")
+    finish(database, "eval")
+    with database.write() as connection:
+        assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
+        deleted = retention.prune(connection, utc_now() + HOUR)
+        assert retention.prune(connection, utc_now() + HOUR) == retention.Deleted()
+    assert {session_id for _, session_id in deleted.sessions} == {"trained", "eval"}
+    assert (deleted.num_turns, deleted.policy_versions) == (4, (4,))
+    assert sizes(database) == {"sessions": 2, "turns": 2, "rewards": 1, "groups": 2}
+
+
+def test_a_deleted_session_leaves_its_group(database: Database) -> None:
+    for session_id in ("a", "b"):
+        add_session(database, session_id, group_id="g", group_size=2)
+    finish(database, "a")
+    with database.write() as connection:
+        assert retention.delete_session(connection, "default", "a").policy_versions == ()
+        with pytest.raises(NotFound):
+            queries.session(connection, "default", "a")
+        with pytest.raises(NotFound):
+            retention.delete_session(connection, "default", "a")
+        group = connection.execute(sa.select(tables.groups)).one()
+        assert (group.num_sessions, group.num_finished, group.status) == (1, 0, "open")
+
+
+def test_a_forgotten_tenant_leaves_nothing_and_others_stay(database: Database) -> None:
+    for tenant in ("acme", "zeta"):
+        for number in range(3):
+            add_session(database, f"s{number}", tenant=tenant, turns=2)
+            finish(database, f"s{number}", tenant=tenant)
+        with database.write() as connection:
+            keys.create_key(connection, tenant, keys.Role.AGENT, "")
+    rounds = []
+    while True:
+        with database.write() as connection:
+            deleted = retention.delete_tenant(connection, "acme", limit=2)
+        rounds.append(len(deleted.sessions))
+        if not deleted.sessions:
+            break
+    assert rounds == [2, 1, 0]
+    assert sizes(database) == {"sessions": 3, "turns": 6, "rewards": 3, "groups": 3, "api_keys": 1}
+    with database.read() as connection:
+        assert queries.counts(connection, "zeta").num_turns == 6
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+def test_a_backup_is_a_whole_database_while_another_writes(database: Database, tmp_path: Path) -> None:
+    add_session(database, "s", turns=3)
+    target = tmp_path / "copy.db"
+    with database.write() as connection:
+        connection.execute(sa.update(tables.sessions).values(task_id="uncommitted"))
+        database.backup(target)
+    with pytest.raises(SettingsError, match="exists"):
+        database.backup(target)
+    copy = Database(f"sqlite:///{target}")
+    copy.check_schema()
+    with copy.read() as connection:
+        stored = queries.session(connection, "default", "s")
+        assert (stored.num_turns, stored.task_id) == (3, None)
+        assert len(queries.turns(connection, "default", "s")[0]) == 3
+    copy.close()

@@ -1,0 +1,130 @@
+"""Deletion: of what is old, of one session, and of everything that a tenant has.
+
+Deletion works in short transactions of some sessions each, so that agents wait for none of them. What was trained
+stays in the weights, so a deletion returns the policy versions that were trained on what it deleted; all later
+versions descend from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections import Counter
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from turnwise.store import queries
+from turnwise.store.database import to_micros
+from turnwise.store.rows import StoredRow
+from turnwise.store.statements import is_among, members
+from turnwise.store.tables import api_keys, groups, idempotency, rewards, sessions, trained_sessions, turns
+from turnwise.types import GroupStatus, SessionKey, SessionStatus
+
+SESSIONS_AT_ONCE = 100
+"""Sessions that one transaction deletes, at most."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Deleted:
+    """What a deletion removed."""
+
+    sessions: tuple[SessionKey, ...] = ()
+    num_turns: int = 0
+    policy_versions: tuple[int, ...] = ()
+    """The versions that were trained on it, oldest first; every later version descends from them."""
+
+    def __add__(self, other: Deleted) -> Deleted:
+        """Return both together."""
+        return Deleted(
+            sessions=self.sessions + other.sessions,
+            num_turns=self.num_turns + other.num_turns,
+            policy_versions=tuple(sorted({*self.policy_versions, *other.policy_versions})),
+        )
+
+
+def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted:
+    """Delete a session with its turns and rewards.
+
+    Raises:
+        NotFound: no such session.
+    """
+    return _delete(conn, [queries.lock_session(conn, tenant, session_id)])
+
+
+def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
+    """Delete some sessions of a tenant; with the last of them also its keys and stored answers.
+
+    Repeat it until it deletes no session.
+    """
+    found = conn.execute(
+        sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.session_id).limit(limit)
+    ).all()
+    if not found:
+        for table in (groups, api_keys, idempotency):
+            conn.execute(sa.delete(table).where(table.c.tenant == tenant))
+    return _delete(conn, found)
+
+
+def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
+    """Delete some sessions that were over before, unless their group still waits for training or is in training.
+
+    Repeat it until it deletes no session.
+    """
+    waiting = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
+    found = conn.execute(
+        sa.select(sessions)
+        .outerjoin(groups, sessions.c.group_pk == groups.c.group_pk)
+        .where(
+            sessions.c.status.in_([SessionStatus.ENDED.value, SessionStatus.EXPIRED.value]),
+            sessions.c.last_active_at < to_micros(before),
+            sa.or_(sessions.c.group_pk.is_(None), groups.c.status.not_in(waiting)),
+        )
+        .limit(limit)
+    ).all()
+    return _delete(conn, found)
+
+
+def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
+    if not found:
+        return Deleted()
+    dialect = conn.dialect.name
+    named = {"session_pks": members(dialect, [row.session_pk for row in found])}
+    versions = conn.execute(
+        sa.select(trained_sessions.c.policy_version)
+        .where(is_among(dialect, trained_sessions.c.session_pk, "session_pks"))
+        .distinct(),
+        named,
+    ).scalars()
+    trained_on = tuple(sorted(versions))
+    num_turns = 0
+    for table in (trained_sessions, rewards, turns, sessions):
+        deleted = conn.execute(sa.delete(table).where(is_among(dialect, table.c.session_pk, "session_pks")), named)
+        num_turns += deleted.rowcount if table is turns else 0
+    _leave_groups(conn, found)
+    return Deleted(
+        sessions=tuple((row.tenant, row.session_id) for row in found), num_turns=num_turns, policy_versions=trained_on
+    )
+
+
+def _leave_groups(conn: sa.Connection, deleted: Sequence[StoredRow]) -> None:
+    """Count deleted sessions out of their groups; groups without any session go."""
+    grouped = [row for row in deleted if row.group_pk is not None]
+    num_left = Counter(row.group_pk for row in grouped)
+    is_finished = [row for row in grouped if row.status != SessionStatus.OPEN and row.num_rewards > 0]
+    num_finished = Counter(row.group_pk for row in is_finished)
+    if not num_left:
+        return
+    left, finished = sa.bindparam("num_left", type_=sa.Integer), sa.bindparam("num_finished_left", type_=sa.Integer)
+    conn.execute(
+        sa.update(groups)
+        .where(groups.c.group_pk == sa.bindparam("pk"))
+        .values(num_sessions=groups.c.num_sessions - left, num_finished=groups.c.num_finished - finished),
+        [
+            {"pk": pk, "num_left": count, "num_finished_left": num_finished[pk]}
+            for pk, count in sorted(num_left.items())
+        ],
+    )
+    dialect = conn.dialect.name
+    empty = sa.and_(is_among(dialect, groups.c.group_pk, "group_pks"), groups.c.num_sessions <= 0)
+    conn.execute(sa.delete(groups).where(empty), {"group_pks": members(dialect, num_left)})
