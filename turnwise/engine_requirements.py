@@ -110,7 +110,7 @@ def _sampling_call(model: str, parameters: Json) -> Json:
         "messages": [{"role": "user", "content": "Hello."}],
         "max_tokens": 1,
         "logprobs": True,
-        "top_logprobs": NUM_COMPARED,
+        "top_logprobs": NUM_COMPARED + 1,  # vLLM puts the sampled token in place of the last one
         "logit_bias": {str(token): BIAS for token in range(NUM_BIASED)},
         **parameters,
     }
