@@ -59,9 +59,16 @@ class Results:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self._lock.close()
             raise SettingsError(f"another `turnwise run` uses {str(directory)!r}; give another --out") from error
-        self.name = self._identify(plan)
-        """Begins every session id of this directory."""
+        self.is_resumed = (directory / "plan.json").exists()
+        """Whether an earlier start used the directory."""
+        try:
+            self.name = self._identify(plan)
+            """Begins every session id of this directory."""
+        except SettingsError:
+            self._lock.close()
+            raise
         self._path = directory / "results.jsonl"
         self.finished = {result.key: result for result in read_results(self._path)}
         self._file: TextIO = self._path.open("a", encoding="utf-8")

@@ -148,8 +148,8 @@ class Runner:
             session_id = self._session_id(planned, attempt)
             session = await self._client.create_session(**_fields(self._settings, planned, session_id, self._results))
             directory = self._results.directory / "runs" / session_id
-            # A creation may be answered from the proxy's memory, without the turns so far.
-            known = await self._client.session(session_id) if directory.exists() else session.data
+            # A creation may be answered from a proxy's memory, without the turns so far.
+            known = await self._client.session(session_id) if self._results.is_resumed else session.data
             if known["status"] == "ended":
                 if known["termination_reason"] == INTERRUPTED:
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from support.proxies import ProxyAndEngine, RunningProxy, command_line
 from support.rollout_agents import finished_run, start_run, write_agent, write_program, write_tasks
 
 from turnwise.client import Client
+from turnwise.rollouts import RunSettings, Task, opened
 from turnwise.types import Json
 
 DEADLINE_SECONDS = 60.0
@@ -210,6 +212,30 @@ def test_a_run_that_was_played_and_not_graded_is_only_graded_after_a_kill(url, c
     assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0]
     assert (tmp_path / "played").read_text() == "x"
     assert len(sessions_of(client, tmp_path, "out")) == 1
+
+
+def test_a_run_whose_line_was_lost_is_read_from_its_session(url, tmp_path):
+    """The kill may come between the end of the session and the line in the results."""
+    agent = write_agent(tmp_path, "ask('hello')\nopen('../../../../played', 'a').write('x')\n")
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    options = ("--tasks", str(tasks), "--reward-command", "true", "--out", "out", "--json")
+    arguments = ("--proxy", url, *options, "--", sys.executable, str(agent))
+    assert finished_run(tmp_path, *arguments).returncode == 0
+    (tmp_path / "out/results.jsonl").write_text("")
+    (run,) = json.loads(finished_run(tmp_path, *arguments).stdout)["runs"]
+    assert (run["reward"], run["num_turns"], run["termination_reason"]) == (1.0, 1, "exit_status_0")
+    assert (tmp_path / "played").read_text() == "x"
+
+
+async def test_a_library_plays_tasks_and_held_out_tasks_side_by_side(url, tmp_path, monkeypatch):
+    (tmp_path / "library_agent.py").write_text(CALLED)
+    monkeypatch.chdir(tmp_path)
+    settings = RunSettings(proxy=url, call="library_agent:play", tasks=Path("none"), parallel=4, out=tmp_path / "out")
+    tasks = [Task(str(n), {"question": str(n), "answer": "1"}) for n in range(3)]
+    async with opened(settings) as runner:
+        trained, held_out = await asyncio.gather(runner.play(tasks, group_size=2), runner.play(tasks, split="eval"))
+    assert [result.reward for result in trained] == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert [result.reward for result in held_out] == [0.0, 1.0, 0.0]
 
 
 def test_watch_plays_pass_after_pass_until_it_is_interrupted(url, client, tmp_path):

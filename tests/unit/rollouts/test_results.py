@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from turnwise.errors import SettingsError
+from turnwise.rollouts.results import Results, RunResult
+
+
+def result(task_id: str) -> RunResult:
+    return RunResult(
+        session_id=f"s-{task_id}",
+        task_id=task_id,
+        run=0,
+        pass_index=0,
+        split="train",
+        reward=1.0,
+        termination_reason="exit_status_0",
+        num_turns=1,
+        seconds=0.5,
+    )
+
+
+def test_results_are_found_again_under_the_same_name(tmp_path):
+    with Results(tmp_path, {"command": ["a"]}) as results:
+        results.add(result("t1"))
+        name = results.name
+    with Results(tmp_path, {"command": ["a"]}) as results:
+        assert results.finished == {(0, "train", "t1", 0): result("t1")}
+        assert results.name == name
+
+
+def test_a_line_that_a_kill_cut_is_dropped_and_disturbs_no_later_one(tmp_path):
+    with Results(tmp_path, {}) as results:
+        results.add(result("t1"))
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"session_id": "s-t2", "task')
+    with Results(tmp_path, {}) as results:
+        results.add(result("t3"))
+    with Results(tmp_path, {}) as results:
+        assert [key[2] for key in results.finished] == ["t1", "t3"]
+
+
+def test_one_process_at_a_time_writes_a_directory(tmp_path):
+    with Results(tmp_path, {}), pytest.raises(SettingsError, match="another `turnwise run`"):
+        Results(tmp_path, {})
+    with Results(tmp_path, {}):
+        pass
+
+
+def test_results_of_another_plan_are_refused(tmp_path):
+    with Results(tmp_path, {"group_size": 8}):
+        pass
+    with pytest.raises(SettingsError, match="group_size 8, not 4"):
+        Results(tmp_path, {"group_size": 4})
