@@ -1,7 +1,7 @@
 """The processes that train together: one by default, several under `torchrun`.
 
-Every process holds the same batch and packs it alike, and computes its own share of the rows; only
-gradients (inside FSDP2), a few sums and, from the first process, the claimed batch itself travel.
+Every process holds the same batch, packs it in the same way, and computes its share of the rows. Processes exchange
+gradients (inside FSDP2) and a few sums; the first process sends the claimed batch to the others.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def join_world() -> World:
 
 @functools.cache
 def _control_group() -> Any:
-    """Return the group that plain values travel by: processes wait in it for rollouts, checkpoints and evaluations."""
+    """Return the group for plain values, in which processes wait for rollouts, checkpoints and evaluations."""
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
 

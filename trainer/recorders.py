@@ -1,7 +1,7 @@
 """Where gauges go: always to JSON Lines; to the log, TensorBoard and W&B when the settings ask for them.
 
-A recorder takes plain numbers by name and a count, so a new one is three short methods, and the
-libraries behind the optional ones are imported only when they are used.
+A recorder takes numbers by name and a count, so a new one has two short methods. The libraries of the optional
+recorders are imported only when they are used.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Scalars = Mapping[str, Any]
 
 
 class Recorder(Protocol):
-    """Takes gauges."""
+    """Records gauges."""
 
     def write(self, scalars: Scalars, step: int) -> None:
         """Record the gauges of one batch, update or evaluation."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and close."""
 
 
 class ChainRecorder:
@@ -53,7 +53,7 @@ class ChainRecorder:
 
 
 class JsonLines:
-    """One JSON object a line; the file is open only while a line is written, so that a crash loses none."""
+    """One JSON object a line. The file is open only while a line is written, so a crash loses no line."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

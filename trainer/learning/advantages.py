@@ -1,8 +1,8 @@
 """Rewards to advantages: each estimator a few lines with its paper. NumPy in float64, no torch, no state.
 
-An estimator sees one *bucket* of values that are compared with each other, and knows nothing of where
-they came from. What a bucket is, all sessions of a group or all turns at one step of a group, is decided in
-`assign` alone, so each estimator serves both. Legend: N values, G members of one bucket, K turns of one experience.
+An estimator gets one *bucket* of values that are compared with each other. `assign` alone decides what a bucket is:
+all sessions of a group, or all turns at one step of a group. So each estimator serves both. Legend: N values, G
+members of one bucket, K turns of one experience.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def gdpo(experiences: Sequence[Experience], rule: AdvantageRule) -> list[Floats]
     """Return Σ_n w_n GRPO(reward n), normalised over the batch: each named reward is compared apart.
 
     Summed first, rewards of small spread would vanish beside those of large spread. Liu et al. 2026 (GDPO,
-    arXiv:2601.05242), eq. 4 to 6. Sessions only; step rewards count towards their session's.
+    arXiv:2601.05242). Sessions only; step rewards count towards their session's.
     """
     sessions: dict[SessionKey, int] = {}
     for experience in experiences:
@@ -158,7 +158,7 @@ def gdpo(experiences: Sequence[Experience], rule: AdvantageRule) -> list[Floats]
 
 
 def uniform_groups(experiences: Sequence[Experience], advantages: Sequence[Floats]) -> set[GroupKey]:
-    """Return the groups in which no turn has an advantage: nothing to learn there, and they would dilute the mean."""
+    """Return the groups in which no turn has an advantage. They teach nothing and would dilute the mean."""
     telling = {experience.group_key for experience, turns in zip(experiences, advantages, strict=True) if np.any(turns)}
     return {experience.group_key for experience in experiences} - telling
 

@@ -2,7 +2,7 @@
 
 `trainer.learning.forest` states the rule: token q sees token k where k ≤ q < subtree_end[k]. FlexAttention (GPU) gets
 it block by block, so blocks that nobody sees cost nothing. SDPA (CPU, where FlexAttention has no backward) gets it as a
-dense mask, which torch makes from two comparisons. Legend: N tokens of a row, B blocks of a row.
+dense mask, of which only the visible blocks are written. Legend: N tokens of a row, B blocks of a row.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ BLOCK = 128
 
 def dense_mask(layout: Layout, device: torch.device) -> Tensor:
     """Return who sees whom, True where row token i sees row token j. [N, N]."""
-    end = torch.from_numpy(layout.subtree_end).to(device)
-    place = torch.arange(len(layout.tokens), device=device)
-    return (place[None, :] <= place[:, None]) & (place[:, None] < end[None, :])
+    end = layout.subtree_end
+    length = len(end)
+    starts = np.flatnonzero(np.diff(end, prepend=-1)).tolist()
+    mask = torch.zeros((length, length), dtype=torch.bool, device=device)
+    # Tokens of one run end together: they see each other causally, and what follows in their subtree sees all of them.
+    for start, stop in zip(starts, [*starts[1:], length], strict=True):
+        mask[start:stop, start:stop] = torch.ones((stop - start,) * 2, dtype=torch.bool, device=device).tril_()
+        mask[stop : end[start], start:stop] = True
+    return mask
 
 
 def block_mask(layout: Layout, device: torch.device) -> BlockMask:

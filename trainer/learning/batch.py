@@ -1,8 +1,8 @@
 """A claimed batch as arrays: which tokens are trained, with what credit and weight, and the rows that compute them.
 
-The trained tokens are one flat table, and rows only say where in a packed forest each of them is
-predicted. Credit and weights never depend on packing, so how rows are cut, merged or spread over processes cannot
-change the loss. Legend: M trained tokens of the batch, m of a row, N tokens of a row, K turns of an experience.
+The trained tokens are one flat table. Rows only say where in a packed forest each of them is predicted. Credit and
+weights do not depend on packing, so the loss does not depend on how rows are cut, merged or distributed. Legend: M
+trained tokens of the batch, m of a row, N tokens of a row, K turns of an experience.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def pack(batch: Batch, members: Iterable[int], row_tokens: int, packing: Packing
 
 
 def _trained(experience: Experience) -> Indices:
-    """Return the positions that carry loss: sampled, and in a way that has a ratio."""
+    """Return the positions that carry loss: sampled tokens whose importance ratio is defined."""
     fit = np.array([reason is None for reason in why_untrainable(experience)])
     places = np.flatnonzero(experience.loss_mask)
     assert not experience.loss_mask[:1].any(), "the first token has no predecessor that could predict it"

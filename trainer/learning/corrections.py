@@ -1,4 +1,4 @@
-"""Weights that correct for samples of another policy: an engine that is not quite the trainer, or an older version.
+"""Weights that correct for samples of another policy: an engine that differs from the trainer, or an older version.
 
 All of them multiply the loss of a token and carry no gradient. Legend: M trained tokens.
 """
@@ -52,7 +52,7 @@ def off_policy_sequences(
 ) -> Tensor:
     """Return 0 for chains with a negative advantage and mean(log μ − log π) > bound, else 1. [M].
 
-    DeepSeek-AI 2025 (DeepSeek-V3.2, arXiv:2512.02556), section 3.1, off-policy sequence masking.
+    DeepSeek-AI 2025 (DeepSeek-V3.2, arXiv:2512.02556), off-policy sequence masking.
     """
     moved = sequence_mean(behaviour - logprobs.detach(), sequence)[sequence]
     bad = sequence_mean(advantages, sequence)[sequence] < 0

@@ -1,7 +1,7 @@
-"""Gauges of an optimizer step: what tells a run that learns from one that collapses.
+"""Gauges of an optimizer step, which distinguish a run that learns from one that collapses.
 
-A gauge is a ratio of sums, so it is added up row by row and process by process and divided once at the
-end; nothing depends on how tokens were spread over rows.
+A gauge is a ratio of sums. The sums are accumulated over rows and processes and divided once, so a gauge does not
+depend on how tokens are distributed over rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Gauges:
         self._maxima = dict(zip(_MAXIMA, maxima.tolist(), strict=True))
 
     def add(self, other: Gauges) -> None:
-        """Take over another optimizer step's sums."""
+        """Add another optimizer step's sums."""
         for name in _SUMS:
             self._sums[name] += other._sums[name]
         for name in _MAXIMA:
@@ -77,7 +77,7 @@ class Gauges:
         return self._sums["gap"] / count if count else None
 
     def read(self) -> dict[str, float | int | None]:
-        """Return the gauges; None for what is not finite, which no recorder could write down."""
+        """Return the gauges; None where a value is not finite, since JSON has no such number."""
         sums = self._sums
         count = max(sums["tokens"], 1.0)
         found = {

@@ -25,8 +25,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "cispo": (1.0, 0.5),
     "masked_is": (0.5, 4.0),
 }
-"""`clip_low` and `clip_high` of an algorithm, where they are not PPO's: GSPO's paper, section 5.1; CISPO without a
-lower bound; IcePop's [0.5, 5]."""
+"""`clip_low` and `clip_high` of an algorithm, where they are not PPO's: those of GSPO's paper; CISPO without a lower
+bound; IcePop's [0.5, 5]."""
 WITHOUT_RATIO = {"reinforce", "sft", "dpo"}
 """Algorithms whose loss carries no importance ratio of its own."""
 
@@ -96,7 +96,7 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_cl
     """Return −min(r A, clip(r, 1 − low, 1 + high) A), and −c A instead where A < 0 and that is smaller.
 
     Schulman et al. 2017 (arXiv:1707.06347), eq. 7; low < high is clip-higher, Yu et al. 2025 (DAPO,
-    arXiv:2503.14476), eq. 10; c is the dual clip, Ye et al. 2020 (arXiv:1912.09729), eq. 5.
+    arXiv:2503.14476), eq. 10; c is the dual clip, Ye et al. 2020 (arXiv:1912.09729).
     """
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     if dual_clip is None:
@@ -151,7 +151,7 @@ def dppo_blocked(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, 
 def sapo(ratio: Tensor, advantages: Tensor, temperatures: tuple[float, float]) -> Tensor:
     """Return −(4 / τ) σ(τ (r − 1)) A: a soft gate in place of the clip, steeper for negative advantages.
 
-    Gao et al. 2025 (SAPO, arXiv:2511.20347), eq. 5 and 6.
+    Gao et al. 2025 (SAPO, arXiv:2511.20347).
     """
     positive, negative = temperatures
     tau = torch.where(advantages > 0, positive, negative)
@@ -162,7 +162,7 @@ def topr(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """Return −w A log π with w = 1 where A > 0 and w = sg(min(ρ, 1)) elsewhere, ρ the ratio of the whole chain.
 
     Good samples are imitated however old they are, bad ones count as far as the policy would still produce them.
-    Le Roux et al. 2025 (TOPR, arXiv:2503.14286), eq. 8. `log_ratio` is each token's log ρ. [M]
+    Le Roux et al. 2025 (TOPR, arXiv:2503.14286). `log_ratio` is each token's log ρ. [M]
     """
     tapered = log_ratio.detach().clamp(max=0.0).exp()
     return -torch.where(advantages > 0, torch.ones_like(tapered), tapered) * advantages * logprobs

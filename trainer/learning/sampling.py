@@ -1,8 +1,8 @@
 """How a turn was sampled, as far as its importance ratio depends on it.
 
-Behaviour logprobs are those of the distribution that was really sampled from. A temperature can be
-applied to the trainer's logits too; a mask or a penalty of the sampler cannot be undone, so turns that had one keep
-their place in the prompt and carry no loss, and are counted by reason.
+Behaviour logprobs are those of the distribution that was sampled from. The trainer can apply a temperature to its own
+logits. It cannot reproduce a mask or a penalty of the sampler, so turns that had one stay in the prompt, carry no
+loss, and are counted by reason.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class LedgerEvaluator:
         return [one for one in found if one.status is not SessionStatus.OPEN]
 
     def _wait_until_served(self, version: int) -> None:
-        """Give the proxy time to hand the version to its engines, unless it will not: it failed, or is not wanted."""
+        """Wait until the proxy serves the version, unless it will not: the version failed, or another one is pinned."""
         deadline = time.monotonic() + SERVED_SECONDS
         while time.monotonic() < deadline:
             with self._db.read() as conn:

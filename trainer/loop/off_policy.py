@@ -1,8 +1,8 @@
-"""Learning from what is not fresh: a replay buffer over the ledger, and the workflow that samples from it.
+"""Off-policy training: a replay buffer over the ledger, and the workflow that samples from it.
 
-The buffer holds no token. It is an index of groups, with when each came, how often it was used and how
-much it had to teach, and the ledger is read again for every sample: late rewards count, and a checkpoint stays small.
-Ratios are taken to the captured behaviour logprobs, which is what keeps old rollouts honest.
+The buffer holds no tokens. It is an index of groups: when each arrived, how often it was used, and the spread of its
+rewards. Each sample reads the ledger again, so late rewards count and a checkpoint stays small. Ratios are taken to
+the captured behaviour logprobs, which is what corrects for old rollouts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Entry:
 
 
 class ReplayBuffer:
-    """The rules of the buffer; what is in it is in `State.buffer` and nowhere else."""
+    """The rules of the buffer; its contents are in `State.buffer` alone."""
 
     def __init__(self, db: Database, *, capacity: int, min_groups: int, sampling: Sampling) -> None:
         self._db = db
@@ -113,7 +113,7 @@ class ReplayBuffer:
 
 
 class OffPolicyWorkflow(OnPolicyWorkflow):
-    """Moves finished groups into a buffer as they come and learns from samples of it."""
+    """Moves finished groups into a buffer and trains on samples of it."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         )
 
     def step(self, state: State) -> tuple[Json, State]:
-        """Take what has come into the buffer; once it holds enough, train on a sample of it.
+        """Move finished groups into the buffer; once it holds enough, train on a sample of it.
 
         The arrivals' claim is acked with the update, so each group enters the buffer exactly once. A sampled group
         that left the ledger's claims long ago is only read again.
@@ -164,7 +164,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         return self._train(state, dataclasses.replace(claimed, experiences=sampled), started)
 
     def _refusals(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:  # noqa: ARG002
-        """Drop no group: what taught nothing this time stays in the buffer."""
+        """Drop no group: a group that was not trained this time stays in the buffer."""
         return {}
 
 

@@ -1,7 +1,7 @@
 """All that changes while training, in one record that is saved whole.
 
-Randomness is derived from the seed and the count of batches, never carried along, so a batch that is
-done again after a crash draws the same numbers, whatever was drawn before it.
+Random numbers are derived from the seed and the count of batches. So a batch that is repeated after a crash draws the
+same numbers, whatever was drawn before it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What `setup` makes and `step` takes and gives.
+    """What `setup` returns, and `step` takes and returns.
 
     The tensors behind `policy`, `optimizer` and `scheduler` are updated in place, since torch binds an optimizer to
-    them: a `State` that was given to `step` is spent, as a donated buffer is.
+    them. Do not use a `State` again after it was passed to `step`.
     """
 
     progress: Progress

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class OnPolicyWorkflow(RLWorkflow):
-    """Claims rewarded groups, trains on them while they are fresh, publishes, and lets them go."""
+    """Claims rewarded groups, trains on them, publishes a version, and acknowledges them."""
 
     @classmethod
     def _build(cls, settings: TrainerSettings) -> Self:
@@ -80,7 +80,7 @@ class OnPolicyWorkflow(RLWorkflow):
         return claimed
 
     def _train(self, state: State, claimed: ClaimedBatch, started: float) -> tuple[Json, State]:
-        """Learn from a batch's experiences, and finish its claim with what came of it."""
+        """Train on a batch's experiences and finish its claim."""
         chosen = self._select(claimed)
         metrics = _claim_gauges(claimed, chosen, state)
         if not chosen.experiences:
@@ -96,7 +96,7 @@ class OnPolicyWorkflow(RLWorkflow):
         try:
             num_steps, gauges = self._update(state, batch, _num_minibatches(claimed, batch, self.config), too_large)
         except BatchRefused as error:
-            log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no bug of ours
+            log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
             reasons = {group.key: f"refused: {error}" for group in claimed.claim.groups}
             return self._finish_untrained(state, claimed, metrics | {"refused": str(error)}, reasons)
         if too_large:
@@ -185,7 +185,7 @@ class OnPolicyWorkflow(RLWorkflow):
     def _commit(
         self, state: State, claimed: ClaimedBatch, chosen: Selection, metrics: Json, num_steps: int
     ) -> tuple[Json, State]:
-        """Write the version, then make it count: ack, update and policy in one transaction."""
+        """Write the version, then commit ack, update and policy in one transaction."""
         world = self.agent.world
         parent = state.progress.policy_version
         version = world.share(max(self.env.newest_version(), parent) + 1 if world.is_first else None)
@@ -226,7 +226,7 @@ class OnPolicyWorkflow(RLWorkflow):
     def _finish_untrained(
         self, state: State, claimed: ClaimedBatch, metrics: Json, reasons: dict[GroupKey, str]
     ) -> tuple[Json, State]:
-        """Finish a batch that nothing was learnt from: no new version, groups dropped with their reasons."""
+        """Finish a batch without an update: no new version, groups dropped with their reasons."""
         reasons = self._refusals(claimed, reasons)
         after = state.with_progress(
             num_batches=state.progress.num_batches + 1,

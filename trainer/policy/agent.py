@@ -1,7 +1,7 @@
 """The policy with its loss: one call is one optimizer step over some of a batch's experiences.
 
-Whether the trainer and the engine agree is judged before the first step on a batch, from the forward pass
-that the step needs anyway; so a batch from a mismatched engine is refused before it has moved a weight.
+The first step on a batch compares the logprobs of trainer and engine, from the forward pass that it needs anyway. A
+batch from an engine that disagrees is refused before any weight changes.
 """
 
 from __future__ import annotations

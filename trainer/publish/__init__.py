@@ -1,1 +1,1 @@
-"""Policy versions on disk, and how they are handed over."""
+"""Policy versions on disk, and how engines get them."""

@@ -1,4 +1,4 @@
-"""Policy versions on disk: each appears whole or not at all, and none that is needed goes away.
+"""Policy versions on disk: each is written atomically, and none that is in use is removed.
 
 What engines read and what the trainer resumes from are siblings, `v000007/` with Hugging Face files and
 `turnwise.json` alone, `v000007.trainer/` with optimizer and counts. Both are written beside their place, synced and
@@ -34,11 +34,11 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
     def policy_directory(self, version: int) -> Path:
-        """Return where a version lies, for engines."""
+        """Return the directory of a version, for engines."""
         return version_directory.policy_directory(self.directory, version)
 
     def state_directory(self, version: int) -> Path:
-        """Return where the trainer's state of a version lies."""
+        """Return the directory of the trainer's state of a version."""
         return version_directory.state_directory(self.directory, version)
 
     def write_policy(self, version: int, write: Callable[[Path], None], manifest: Json) -> Path:
@@ -80,7 +80,7 @@ class Checkpoints:
             self._remove(newer)
 
     def prune(self, protected: set[int]) -> list[int]:
-        """Remove all but the newest `keep` versions and the protected ones; return what went."""
+        """Remove all but the newest `keep` versions and the protected ones; return what was removed."""
         versions = self.versions()
         gone = [version for version in versions[: -self._keep] if version not in protected]
         for version in gone:
@@ -99,7 +99,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _appearing(place: Path) -> Iterator[Path]:
-    """Give an empty directory that takes the place when the block ends well, durably and in one step."""
+    """Yield an empty directory; when the block succeeds, sync it and rename it to its place."""
     staging = place.parent / f".writing-{place.name}-{os.getpid()}"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()

@@ -1,7 +1,7 @@
-"""What a finished update is handed over as: a version's directory, and the record that the proxy acts on.
+"""The directory of a finished version, and the record that the proxy acts on.
 
-Each version carries a probe, a short text with the logprobs that the trainer's own float32 forward gives
-it. Whoever loads the weights can ask the engine for the same and knows whether it serves what was trained.
+Each version carries a probe: a short text with the logprobs that the trainer's own forward pass gives it. The proxy
+asks the engine for the same after a reload, and so checks that it serves these weights.
 """
 
 from __future__ import annotations

@@ -118,3 +118,29 @@ def test_dropped_groups_are_named_in_the_log_when_nothing_else_is_ready(database
     finish(database, "s")
     assert claims.claim(database, "t", max_groups=1, lease_seconds=1.0, min_policy_version=1) is None
     assert caplog.messages == ["dropped 1 groups with a turn older than policy version 1 (max_staleness): g"]
+
+
+def start_old_session(database):
+    """Play the first of two turns of a slow session with version 0; its group stays open."""
+    add_session(database, "slow", group_id="slow", group_size=1)
+
+
+@pytest.mark.parametrize("bound", [2, None])
+def test_a_slow_session_holds_the_trainer_and_is_trained_when_it_ends(database, bound):
+    """At version 2 the next version would be 3 ahead of the session's: nothing is claimed before it ended.
+
+    Without a bound the quick group is claimed at once, and the slow one grows older and older.
+    """
+    start_old_session(database)
+    add_session(database, "quick", group_id="quick", group_size=1)
+    finish(database, "quick")
+    at = Position(recent_versions=(0, 1, 2))
+    source = source_for(database, groups_per_batch=1, max_versions_in_flight=bound)
+    if bound is None:
+        assert [group.group_id for group in source.next_batch(at).claim.groups] == ["quick"]
+        source.close()
+        return
+    threading.Timer(0.3, finish, (database, "slow")).start()
+    batch = source_for(database, max_versions_in_flight=bound).next_batch(at)
+    assert {group.group_id for group in batch.claim.groups} == {"quick", "slow"}
+    assert batch.held_seconds > 0.1
