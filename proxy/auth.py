@@ -65,6 +65,7 @@ ACTION_OF_ROUTE = {
     "DELETE /v1/tenant": "delete",
     "GET /v1/turns/{turn_id}": "read",
     "GET /v1/turns/{turn_id}/tokens": "read",
+    "POST /v1/turns/{turn_id}/role": "reward",
     "POST /v1/rewards": "reward",
     "GET /v1/experiences": "experiences",
     "GET /v1/policies": "read",

@@ -28,6 +28,9 @@ class Metrics:
         r = self.registry
         self.turns = Counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"], registry=r)
         self.turns_of = functools.cache(self.turns.labels)
+        self.turns_by_role = Counter(
+            "turnwise_turns_by_role", "Stored completions by the role of their chain", ["role"], registry=r
+        )
         self.tokens = Counter("turnwise_tokens", "Tokens captured", ["kind"], registry=r)
         self.tokens_of = functools.cache(self.tokens.labels)
         self.call_seconds = Histogram(

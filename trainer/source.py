@@ -23,7 +23,7 @@ from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerStatus, report_status
-from turnwise.types import Experience, GroupKey, PolicyVersion, SessionKey, UpdateRecord
+from turnwise.types import Experience, GroupKey, PolicyVersion, Role, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class SourceRule(PacingRule):
     """Train a stalled group without its missing sessions, or drop it."""
     reward_bonus_coeff: float = 0.0
     """Bonus for a step that is better than the one before it."""
+    train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
+    """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,10 @@ class LedgerSource:
                 pinned = policies.pinned_version(conn)
                 found = list(
                     experiences.experiences_of_groups(
-                        conn, claim.group_pks, reward_bonus_coeff=self._rule.reward_bonus_coeff
+                        conn,
+                        claim.group_pks,
+                        reward_bonus_coeff=self._rule.reward_bonus_coeff,
+                        roles=self._rule.train_roles,
                     )
                 )
             return ClaimedBatch(

@@ -72,6 +72,23 @@ class Outcome(enum.StrEnum):
     """Served and stored, but not fit for training; `reason` says why."""
 
 
+class Role(enum.StrEnum):
+    """What a chain is for in its session."""
+
+    MAIN = "main"
+    """The agent that the session is a run of."""
+    SUB_AGENT = "sub_agent"
+    """An agent that another agent started."""
+    SIDE = "side"
+    """A call of the harness: a title, a summary, a compaction prompt, a probe."""
+    RETRY = "retry"
+    """An attempt that was discarded: the same prompt was sampled again."""
+
+
+TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT})
+"""Roles that are trained by default."""
+
+
 class GroupStatus(enum.StrEnum):
     """Life of a group: open → ready → claimed → trained | dropped; a lease that runs out makes it ready again."""
 
@@ -187,6 +204,10 @@ class Turn:
     outcome: Outcome = Outcome.EXACT
     reason: str | None = None
     """Why the outcome is not `exact`, or why an exact root left the chain it seemed to extend."""
+    role: Role | None = None
+    """The role of its chain; None on turns of older releases counts as `main`."""
+    role_reason: str | None = None
+    """How the role was found, or `corrected`."""
     policy_version_first: int = 0
     """Policy version that sampled the first token."""
     policy_version_last: int = 0

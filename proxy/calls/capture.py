@@ -12,9 +12,10 @@ import numpy as np
 from proxy.continuation.conversation import tool_call_ids
 from proxy.continuation.digests import has_media
 from proxy.continuation.plan import KnownTurn, Plan
+from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.writer.process import Sampled
-from turnwise.types import Json, Outcome, Session, TokenIds, Turn
+from turnwise.types import Json, Outcome, Role, Session, TokenIds, Turn
 
 SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
@@ -66,6 +67,7 @@ def build_turns(
     session: Session,
     request_digest: bytes | None = None,
     inferred_by: str | None = None,
+    found: Found | None = None,
     aborted: str | None = None,
 ) -> list[Sampled]:
     """Return one turn per choice; the ids of later choices end in `#1`, `#2`.
@@ -79,6 +81,7 @@ def build_turns(
         session: the session that it belongs to.
         request_digest: the digest of the request, stored under its idempotency key.
         inferred_by: the API key that identified the session; None if the call names its session.
+        found: its role.
         aborted: what cut the reply off; None for a complete reply.
     """
     echo = as_token_ids(captured.prompt_token_ids)
@@ -107,6 +110,8 @@ def build_turns(
             reason=reason,
             request_key=request_key(str(call.idempotency_key), index) if keyed else None,
             request_digest=request_digest if keyed else None,
+            role=found and found.role,
+            role_reason=found and found.reason,
             inferred_by=inferred_by,
             history_digest=history_digest,
             messages_digest=messages_digest,
@@ -197,6 +202,8 @@ def known_turn(turn: Turn, plan: Plan, chain_id: str) -> KnownTurn:
         else None
     )
     parts = [turn.prompt_delta, turn.token_ids] if before is None else [before, turn.prompt_delta, turn.token_ids]
+    is_root = turn.parent_turn_id is None
+    started_at = turn.created_at.timestamp()
     return KnownTurn(
         turn_id=turn.turn_id,
         parent_turn_id=turn.parent_turn_id,
@@ -209,5 +216,17 @@ def known_turn(turn: Turn, plan: Plan, chain_id: str) -> KnownTurn:
         reasoning=turn.response.get("reasoning") or "",
         call_ids=tool_call_ids(turn.response),
         is_aborted=turn.outcome is Outcome.ABORTED,
+        role=_chain_role(turn, plan),
+        side_task=side_task(turn.messages, turn.tools, turn.sampling) if is_root else None,
+        system_digest=system_digest(turn.messages) if is_root else b"",
+        started_at=started_at,
+        ended_at=started_at + turn.duration_seconds,
         tokens=b"".join([part.astype(np.int32, copy=False).tobytes() for part in parts]),
     )
+
+
+def _chain_role(turn: Turn, plan: Plan) -> Role:
+    """Return the role that the turns after this one have: a side call within a chain is not what it goes on as."""
+    if plan.parent is not None and turn.parent_turn_id is not None:
+        return plan.parent.role
+    return turn.role or Role.MAIN

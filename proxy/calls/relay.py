@@ -20,6 +20,8 @@ from proxy.calls import capture
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
 from proxy.calls.running import Running
+from proxy.continuation.plan import Forest
+from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
@@ -33,6 +35,7 @@ from proxy.writer.process import Ending, Sampled
 from turnwise.errors import Conflict, EngineRefused, EngineUnavailable, ProxyUnavailable, StoreError
 from turnwise.store import queries
 from turnwise.store.database import Database
+from turnwise.store.roles import set_roles
 from turnwise.types import Turn
 
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -269,6 +272,8 @@ class Relay:
         Returns:
             Whether they are stored; not if another process has stored a reply under the same key.
         """
+        forest = running.placement.live.forest
+        found = find_role(running.call, running.plan, forest)
         sampled = capture.build_turns(
             running.call,
             running.plan,
@@ -278,6 +283,7 @@ class Relay:
             session=running.session,
             request_digest=running.identity.digest,
             inferred_by=running.placement.inferred_by,
+            found=found,
             aborted=aborted,
         )
         self._faults.point("before_commit")
@@ -286,17 +292,28 @@ class Relay:
         if endings[0].turn_id != running.turn_id:
             self._metrics.coalesced.inc()
             return False
+        known = [
+            capture.known_turn(turn, running.plan, ending.chain_id)
+            for (turn, _), ending in zip(sampled, endings, strict=True)
+            if len(turn.token_ids)
+        ]
         self._sessions.remember(
             running.placement.live,
-            [
-                capture.known_turn(turn, running.plan, ending.chain_id)
-                for (turn, _), ending in zip(sampled, endings, strict=True)
-                if len(turn.token_ids)
-            ],
+            known,
             inferred_for=running.placement.inferred_by,
         )
         self._count(running, endings)
+        self._metrics.turns_by_role.labels(found.role.value).inc(len(endings))
+        for turn in known[:1]:
+            for correction in corrections(turn, forest):
+                await self._correct(correction, forest)
         return True
+
+    async def _correct(self, correction: Correction, forest: Forest) -> None:
+        """Store the role that earlier turns have turned out to have."""
+        await self._writer.do(set_roles, correction.turn_ids, *correction.found)
+        for turn_id in correction.turn_ids:
+            forest.by_id[turn_id].role = correction.found.role
 
     def _count(self, running: Running, endings: list[Ending]) -> None:
         metrics = self._metrics

@@ -16,7 +16,7 @@ from proxy.continuation.chat_template import ChatTemplate, Reply, Unsafe
 from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import History, has_media
 from proxy.dialects.base import Call
-from turnwise.types import Json, TokenIds
+from turnwise.types import Json, Role, TokenIds
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -39,6 +39,14 @@ class KnownTurn:
     """Ids of the tool calls in its reply."""
     is_aborted: bool = False
     """Whether its reply was cut off."""
+    role: Role = Role.MAIN
+    side_task: str | None = None
+    """At the root of a chain: what it asks for, if that is not an agent's own work."""
+    system_digest: bytes = b""
+    """At the root of a chain: the digest of its system messages."""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    """When its call started and ended; seconds since 1970."""
     has_child: bool = False
     """Whether a turn whose reply was not cut off extends it."""
     tokens: bytes | None = None

@@ -13,7 +13,7 @@ import itertools
 import logging
 import uuid
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from proxy.continuation.digests import NO_FIELDS, prompt_digests
 from proxy.continuation.identities import check_id
 from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.plan import KnownTurn, Plan, break_reason, new_chain, plan_call
+from proxy.continuation.roles import side_task, system_digest
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
@@ -34,7 +35,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import Conflict
 from turnwise.store import ledger, lineage, queries
 from turnwise.store.database import Database
-from turnwise.types import Outcome, Session, SessionStatus, TokenIds
+from turnwise.types import Outcome, Role, Session, SessionStatus, TokenIds, Turn
 
 log = logging.getLogger(__name__)
 MAX_NAME = 240
@@ -163,6 +164,10 @@ class Sessions:
                     reasoning=turn.response.get("reasoning") or "",
                     call_ids=tool_call_ids(turn.response),
                     is_aborted=turn.outcome is Outcome.ABORTED,
+                    role=turn.role or Role.MAIN,
+                    **_root_facts(turn),
+                    started_at=turn.created_at.timestamp(),
+                    ended_at=turn.created_at.timestamp() + turn.duration_seconds,
                 )
             )
 
@@ -311,6 +316,16 @@ class Sessions:
                 self._inferred.setdefault((caller, turn.history_digest), {})[live.session.session_id] = None
         while len(self._inferred) > self._settings.cache_sessions:
             self._inferred.popitem(last=False)
+
+
+def _root_facts(turn: Turn) -> dict[str, Any]:
+    """Return what a later chain's role is found by; only of the root of a chain."""
+    if turn.parent_turn_id is not None:
+        return {}
+    return {
+        "side_task": side_task(turn.messages, turn.tools, turn.sampling),
+        "system_digest": system_digest(turn.messages),
+    }
 
 
 def _opened_by_call(session_id: str, tenant: str, *, continues: str | None = None) -> Session:

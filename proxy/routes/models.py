@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from turnwise.store.keys import Key
 from turnwise.store.lineage import TrainedTurn
 from turnwise.store.trained import TrainedSession, UpdateGroup
-from turnwise.types import Json, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn, UpdateRecord
+from turnwise.types import Json, Logprobs, PolicyVersion, Reward, Role, Session, TokenIds, Turn, UpdateRecord
 
 
 class Answer(BaseModel):
@@ -47,6 +47,13 @@ class ErrorAnswer(Answer):
     """OpenAI's error object."""
 
     error: Problem
+
+
+class ChainRole(Answer):
+    """The role of a chain, and its turns."""
+
+    role: Role
+    turn_ids: list[str]
 
 
 HIDDEN: dict[type, frozenset[str]] = {

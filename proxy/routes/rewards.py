@@ -21,7 +21,7 @@ from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
 from turnwise.errors import InvalidRequest
 from turnwise.store import experiences, ledger, queries, trained
-from turnwise.types import Credit, Reward, SessionStatus, Split
+from turnwise.types import TRAINED_ROLES, Credit, Reward, Role, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["rewards"])
 
@@ -142,6 +142,9 @@ async def list_experiences(
     gamma: Annotated[float | None, Query(ge=0.0, le=1.0)] = None,
     reward_bonus_coeff: Annotated[float, Query(ge=0.0, le=1e6)] = 0.0,
     merge: Literal["turn", "chain"] = "turn",
+    role: Annotated[
+        list[Role] | None, Query(description="Roles that are trained; by default main and sub_agent.")
+    ] = None,
 ) -> StreamingResponse:
     """Give what would be trained as JSON Lines, under the sessions' own credit policy or, as a dry run, another."""
     if gamma and credit is Credit.PROPAGATE:
@@ -157,7 +160,13 @@ async def list_experiences(
     def lines() -> Generator[bytes]:
         with services.exports.read() as connection:
             for experience in experiences.experiences(
-                connection, wanted, credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, merge=merge
+                connection,
+                wanted,
+                credit=credit,
+                gamma=gamma,
+                reward_bonus_coeff=reward_bonus_coeff,
+                roles=TRAINED_ROLES if role is None else frozenset(role),
+                merge=merge,
             ):
                 yield orjson.dumps(experience_json(experience)) + b"\n"
 

@@ -14,6 +14,7 @@ from proxy.auth import Principal
 from proxy.continuation.identities import SESSION_ID, check_id
 from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
 from proxy.routes.models import (
+    ChainRole,
     DeletedAnswer,
     NewSessionAnswer,
     SessionAnswer,
@@ -27,7 +28,8 @@ from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
 from turnwise.store import experiences, ledger, queries, retention, session_changes
-from turnwise.types import Credit, Json, Reward, Session, SessionStatus, Split
+from turnwise.store.roles import set_chain_role
+from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
 
@@ -69,6 +71,14 @@ class NewSession(BaseModel):
                 "or leave `gamma` out"
             )
         return self
+
+
+class WantedRole(BaseModel):
+    """The role that a chain has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Role
 
 
 class Ending(BaseModel):
@@ -183,6 +193,23 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
             return turn_json(view)
 
     return answer(await asyncio.to_thread(read))
+
+
+@router.post("/turns/{turn_id}/role", responses=says(ChainRole))
+async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
+    """Correct the role of a turn's chain: of all turns in it. What is trained is decided by role."""
+    principal.require("reward")
+
+    def read() -> str | None:
+        with services.database.read() as connection:
+            return queries.session_of_turn(connection, principal.tenant, turn_id)
+
+    holder = await asyncio.to_thread(read)
+    if holder is None or principal.session_id not in (None, holder):
+        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+    session_id, turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
+    services.sessions.forget(principal.tenant, session_id)
+    return answer({"role": wanted.role, "turn_ids": turn_ids})
 
 
 @router.post("/sessions/{session_id}/end", responses=says(SessionAnswer))

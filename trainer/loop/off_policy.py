@@ -22,7 +22,7 @@ from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.pacing import Position
 from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource, Source
+from trainer.source import ClaimedBatch, LedgerSource, Source, SourceRule
 from turnwise.store import experiences
 from turnwise.store.database import Database
 from turnwise.types import Experience, GroupKey, Json
@@ -90,10 +90,13 @@ class ReplayBuffer:
         """Whether the next arrival pushes the oldest group out."""
         return len(self.entries(buffer)) >= self._capacity
 
-    def read(self, group_pks: Sequence[int], reward_bonus_coeff: float) -> list[Experience]:
+    def read(self, group_pks: Sequence[int], rule: SourceRule) -> list[Experience]:
         """Return the groups' experiences with the rewards that they have by now."""
         with self._db.read() as conn:
-            return list(experiences.experiences_of_groups(conn, group_pks, reward_bonus_coeff=reward_bonus_coeff))
+            found = experiences.experiences_of_groups(
+                conn, group_pks, reward_bonus_coeff=rule.reward_bonus_coeff, roles=rule.train_roles
+            )
+            return list(found)
 
     @staticmethod
     def entries(buffer: Json) -> list[Entry]:
@@ -160,7 +163,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             return self._finish_untrained(state, claimed, {"num_buffered_groups": len(state.buffer["entries"])}, {})
         pks, buffer = self.replay_buffer.sample(state.buffer, self.config.groups_per_batch, state.rng())
         state = dataclasses.replace(state, buffer=buffer)
-        sampled = self.replay_buffer.read(pks, self.config.reward_bonus_coeff)
+        sampled = self.replay_buffer.read(pks, self.config)
         return self._train(state, dataclasses.replace(claimed, experiences=sampled), started)
 
     def _refusals(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:  # noqa: ARG002

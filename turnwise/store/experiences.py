@@ -13,11 +13,23 @@ from typing import Literal
 import numpy as np
 import sqlalchemy as sa
 
-from turnwise.chains import ChainTokens, merge_session, split_session
+from turnwise.chains import ChainTokens, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.store import lineage, rows, trained
 from turnwise.store.tables import sessions
-from turnwise.types import EID, Credit, Experience, Session, SessionStatus, Split, TrainedIn
+from turnwise.types import (
+    EID,
+    TRAINED_ROLES,
+    Credit,
+    Experience,
+    Outcome,
+    Role,
+    Session,
+    SessionStatus,
+    Split,
+    TrainedIn,
+    Turn,
+)
 
 _SESSIONS_AT_ONCE = 32
 
@@ -51,6 +63,7 @@ class _Shape:
     gamma: float | None = None
     reward_bonus_coeff: float = 0.0
     names: Collection[str] | None = None
+    roles: Collection[Role] = TRAINED_ROLES
     merge: Literal["turn", "chain"] = "turn"
 
 
@@ -62,6 +75,7 @@ def experiences(
     gamma: float | None = None,
     reward_bonus_coeff: float = 0.0,
     names: Collection[str] | None = None,
+    roles: Collection[Role] = TRAINED_ROLES,
     merge: Literal["turn", "chain"] = "turn",
 ) -> Iterator[Experience]:
     """Yield the experiences of rewarded sessions, oldest first: of those that are over, unless a status is asked.
@@ -73,9 +87,12 @@ def experiences(
         gamma: Another discount than each session's own.
         reward_bonus_coeff: Bonus for getting better from step to step.
         names: The reward names that count; None lets all of them.
+        roles: Roles whose turns are trained; the others stay in the prompts of those.
         merge: One experience per turn, or one per chain, as the trainer sees them.
     """
-    shape = _Shape(credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, names=names, merge=merge)
+    shape = _Shape(
+        credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge
+    )
     clauses = wanted.clauses()
     if wanted.status is None:
         clauses.append(sessions.c.status != SessionStatus.OPEN.value)
@@ -88,6 +105,7 @@ def experiences_of_groups(
     *,
     reward_bonus_coeff: float = 0.0,
     names: Collection[str] | None = None,
+    roles: Collection[Role] = TRAINED_ROLES,
     merge: Literal["turn", "chain"] = "chain",
 ) -> Iterator[Experience]:
     """Yield the experiences of the finished sessions of these groups.
@@ -97,9 +115,10 @@ def experiences_of_groups(
         group_pks: Keys of the groups, from a claim.
         reward_bonus_coeff: Bonus for getting better from step to step.
         names: The reward names that count; None lets all of them.
+        roles: Roles whose turns are trained; the others stay in the prompts of those.
         merge: One experience per chain, or one per turn.
     """
-    shape = _Shape(reward_bonus_coeff=reward_bonus_coeff, names=names, merge=merge)
+    shape = _Shape(reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge)
     clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value]
     return _stream(conn, clauses, shape)
 
@@ -125,7 +144,7 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
     lines = lineage.rewards_of(conn, pks)
     updates_of = trained.trained_in(conn, pks)
     for row in found:
-        in_session = turns.get(row.session_pk, [])
+        in_session = [_trained(turn, shape.roles) for turn in turns.get(row.session_pk, [])]
         in_force = latest_lines(lines.get(row.session_pk, []), shape.names)
         if not in_force:
             continue  # judged, but by none of the names that count
@@ -140,6 +159,14 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
         sequences = merge_session(in_session) if shape.merge == "chain" else split_session(in_session)
         for sequence in sequences:
             yield _experience(session, sequence, assigned, updates_of.get(row.session_pk, ()))
+
+
+def _trained(turn: Turn, roles: Collection[Role]) -> Turn:
+    """Return the turn; one of another role as untrainable."""
+    role = turn.role or Role.MAIN
+    if role in roles or not is_trainable(turn):
+        return turn
+    return dataclasses.replace(turn, outcome=Outcome.UNTRAINABLE, reason=f"role_{role}")
 
 
 def _experience(
@@ -175,6 +202,7 @@ def _experience(
             "termination_reason": session.termination_reason,
             "metadata": session.metadata,
             "credit": session.credit.value,
+            "roles": [turn.role or Role.MAIN for turn in sequence.turns],
             # What a session pins wins over what a call asked for. One a turn.
             "sampling": [{**turn.sampling, **session.sampling} for turn in sequence.turns],
             "finish_reasons": [turn.finish_reason for turn in sequence.turns],

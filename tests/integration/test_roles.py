@@ -1,0 +1,49 @@
+"""Roles of chains through a running proxy: stored, explained, corrected, and decisive for what is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import orjson
+from support.proxies import RunningProxy
+
+TITLES = {"role": "system", "content": "You are a title generator. You output ONLY a thread title."}
+CODER = {"role": "system", "content": "You write code."}
+USER = {"role": "user", "content": "Fix the bug."}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def call(proxy: RunningProxy, *messages: dict[str, Any], headers: dict[str, str] | None = None, **fields: Any) -> str:
+    body = {"model": "fake", "messages": list(messages), "tool_choice": "none", **fields}
+    if "tools" not in fields:
+        del body["tool_choice"]
+    reply = httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, headers=headers)
+    return str(reply.raise_for_status().json()["id"])
+
+
+def trained(proxy: RunningProxy, **query: str | list[str]) -> list[str]:
+    lines = httpx2.get(f"{proxy.v1}/experiences", params=query).raise_for_status().text.splitlines()
+    return [turn_id for line in lines for turn_id in orjson.loads(line)["turn_ids"]]
+
+
+def test_side_calls_are_stored_with_their_role_and_not_trained(proxy: RunningProxy):
+    """A title that comes first, the agent, and its sub-agent; then a person corrects the sub-agent's role."""
+    title = call(proxy, TITLES, USER)
+    main = call(proxy, CODER, USER, tools=TOOLS)
+    sub = call(proxy, USER, tools=TOOLS, headers={"x-claude-code-agent-id": "a1"})
+    httpx2.post(f"{proxy.v1}/sessions/s/end", json={"reward": 1.0}).raise_for_status()
+    turns = httpx2.get(f"{proxy.v1}/sessions/s/turns").json()["data"]
+    assert {turn["turn_id"]: (turn["role"], turn["role_reason"]) for turn in turns} == {
+        title: ("side", "asks_for_title"),
+        main: ("main", "first_chain"),
+        sub: ("sub_agent", "agent_id"),
+    }
+    assert trained(proxy) == [main, sub]
+    assert trained(proxy, role=["side", "main"]) == [title, main]
+    corrected = httpx2.post(f"{proxy.v1}/turns/{sub}/role", json={"role": "side"})
+    assert corrected.raise_for_status().json() == {"role": "side", "turn_ids": [sub]}
+    assert trained(proxy) == [main]
+    assert httpx2.get(f"{proxy.v1}/turns/{sub}").json()["role_reason"] == "corrected"
+    assert httpx2.post(f"{proxy.v1}/turns/none/role", json={"role": "side"}).status_code == 404
+    assert 'turnwise_turns_by_role_total{role="sub_agent"} 1.0' in httpx2.get(f"{proxy.url}/metrics").text

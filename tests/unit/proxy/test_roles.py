@@ -1,0 +1,128 @@
+"""The role of a chain: found when it starts, corrected by what comes later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.continuation.conversation import read_conversation
+from proxy.continuation.plan import Forest, KnownTurn, Plan
+from proxy.continuation.roles import Found, corrections, find_role, side_task, system_digest
+from proxy.dialects.base import Call
+from proxy.dialects.chat import ChatCompletions
+from turnwise.types import Json, Role
+
+CODER: Json = {"role": "system", "content": "You write code."}
+TITLES: Json = {"role": "system", "content": "You are a title generator. You output ONLY a thread title."}
+USER: Json = {"role": "user", "content": "Fix the bug."}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def call_of(*messages: Json, agent_id: str | None = None, **fields: Any) -> Call:
+    call = ChatCompletions().parse({"messages": list(messages), **fields}, max_choices=1, max_messages=9)
+    call.agent_id = agent_id
+    return call
+
+
+def plan_of(call: Call, parent: KnownTurn | None = None, reason: str | None = None) -> Plan:
+    return Plan(history=read_conversation(call).history, parent=parent, reason=reason)
+
+
+def stored(
+    forest: Forest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0, aborted: bool = False
+) -> KnownTurn:
+    """Store a turn that takes one second, as a commit does."""
+    found = find_role(call, plan_of(call, parent), forest)
+    turn = KnownTurn(
+        turn_id=turn_id,
+        parent_turn_id=None if parent is None else parent.turn_id,
+        chain_id=turn_id if parent is None else parent.chain_id,
+        num_messages=len(call.messages) + 1,
+        history_digest=turn_id.encode(),
+        messages_digest=b"",
+        dialogue_digest=b"",
+        prompt_digest=read_conversation(call).history.messages[-1],
+        role=found.role,
+        side_task=side_task(call.messages, call.tools, call.body) if parent is None else None,
+        system_digest=system_digest(call.messages),
+        started_at=at,
+        ended_at=at + 1,
+        is_aborted=aborted,
+    )
+    forest.add(turn)
+    return turn
+
+
+@pytest.mark.parametrize(
+    ("call", "reason", "found"),
+    [
+        (call_of(CODER, USER, USER, tools=TOOLS), None, Found(Role.MAIN, "same_system")),
+        (call_of(CODER, USER, agent_id="a1"), None, Found(Role.SUB_AGENT, "agent_id")),
+        (call_of({**CODER, "content": "You search."}, USER), None, Found(Role.SUB_AGENT, "other_system")),
+        (
+            call_of({**CODER, "content": "You search."}, USER),
+            "system_changed",
+            Found(Role.MAIN, "continues_conversation"),
+        ),
+        (call_of(TITLES, USER), None, Found(Role.SIDE, "asks_for_title")),
+        (call_of(TITLES, USER, tools=TOOLS), None, Found(Role.SUB_AGENT, "other_system")),
+        (call_of({"role": "user", "content": "quota"}, max_tokens=1), None, Found(Role.SIDE, "probe")),
+        (
+            call_of({"role": "user", "content": "Summarize this coding conversation in under 50 characters."}),
+            None,
+            Found(Role.SIDE, "asks_for_summary"),
+        ),
+    ],
+)
+def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(call: Call, reason: str | None, found: Found):
+    """In a session whose agent has a system message and tools."""
+    forest = Forest()
+    stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
+    assert find_role(call, plan_of(call, reason=reason), forest) == found
+
+
+def test_a_sessions_only_chain_is_the_main_agents_whatever_it_asks_for():
+    """Whoever trains a model to write titles has no other chain."""
+    assert find_role(call_of(TITLES, USER), plan_of(call_of(TITLES, USER)), Forest()) == Found(Role.MAIN, "first_chain")
+
+
+def test_a_title_that_comes_first_becomes_a_side_call_once_the_agent_starts():
+    forest = Forest()
+    stored(forest, "title", call_of(TITLES, USER))
+    main = stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
+    assert main.role is Role.MAIN
+    assert [(each.turn_ids, each.found) for each in corrections(main, forest)] == [
+        (["title"], Found(Role.SIDE, "asks_for_title"))
+    ]
+
+
+def test_later_turns_have_their_chains_role_and_a_compaction_prompt_is_a_side_call():
+    forest = Forest()
+    stored(forest, "main", call_of(CODER, USER))
+    sub = stored(forest, "sub", call_of(USER, agent_id="a1"))
+    on = call_of(USER, {"role": "assistant", "content": "ok"}, USER)
+    assert find_role(on, plan_of(on, sub), forest) == Found(Role.SUB_AGENT, "extends")
+    compact = call_of(USER, {"role": "user", "content": "Create a detailed summary: compact the conversation so far."})
+    assert find_role(compact, plan_of(compact, sub), forest) == Found(Role.SIDE, "compaction_prompt")
+
+
+def test_an_attempt_that_is_sampled_again_and_not_continued_is_a_retry():
+    """Known once the other attempt goes on. Attempts at the same time are samples of their own."""
+    forest = Forest()
+    first, second = (stored(forest, name, call_of(CODER, USER), at=at) for name, at in (("a", 0.0), ("b", 2.0)))
+    assert corrections(second, forest) == []
+    later = stored(forest, "d", call_of(CODER, USER, USER), second, at=4.0)
+    assert [(each.turn_ids, each.found.role) for each in corrections(later, forest)] == [([first.turn_id], Role.RETRY)]
+    parallel = Forest()
+    _, second = (stored(parallel, name, call_of(CODER, USER), at=0.5) for name in ("a", "b"))
+    assert corrections(stored(parallel, "d", call_of(CODER, USER, USER), second), parallel) == []
+
+
+def test_an_attempt_that_was_cut_off_is_a_retry_once_its_prompt_is_sampled_again():
+    forest = Forest()
+    stored(forest, "a", call_of(CODER, USER), aborted=True)
+    again = stored(forest, "b", call_of(CODER, USER), at=2.0)
+    assert [(each.turn_ids, each.found) for each in corrections(again, forest)] == [
+        (["a"], Found(Role.RETRY, "sampled_again"))
+    ]
