@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.resources
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,9 @@ _MIGRATION_SECONDS = 600
 ANSWER_SECONDS = 30.0
 """Longest time that PostgreSQL may take for one statement; migrations have no limit."""
 GRACE_SECONDS = 2.0
+_LOGIN_REFUSED = re.compile(
+    r"\w+ authentication failed for user \S+|no password supplied|(?:role|database) \S+ does not exist|no pg_hba.conf"
+)
 _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "UndefinedTable", "UndefinedColumn")
 
 
@@ -249,6 +253,10 @@ def attributed() -> Iterator[None]:
             raise InvalidRequest(f"the database cannot hold a value: {said}") from error
         if isinstance(error, (sa.exc.IntegrityError, sa.exc.ProgrammingError)):
             raise
+        if found := _LOGIN_REFUSED.search(said):
+            raise StoreUnavailable(
+                f"database login refused ({found[0]}); check user, password and name in the URL"
+            ) from error
         raise StoreUnavailable(
             f"the database failed ({said}); check that it runs, has space and is not locked"
         ) from error

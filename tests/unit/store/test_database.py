@@ -120,6 +120,17 @@ def test_a_database_that_cannot_be_reached_is_unavailable(tmp_path: Path) -> Non
         database.close()
 
 
+@pytest.mark.postgres
+@pytest.mark.parametrize("wrong", ["role", "database"])
+def test_a_refused_login_names_what_to_check(postgres_server: PrivatePostgres, wrong: str) -> None:
+    url = sa.make_url(postgres_server.url(postgres_server.create_database()))
+    url = url.update_query_dict({"user": "nobody"}) if wrong == "role" else url.set(database="nowhere")
+    database = Database(url.render_as_string(hide_password=False))
+    with pytest.raises(StoreUnavailable, match=f"database login refused .*{wrong}.*check user, password and name"):
+        database.check_schema()
+    database.close()
+
+
 def test_a_table_that_is_missing_says_what_to_run(empty_database_url: str) -> None:
     database = Database(empty_database_url)
     with pytest.raises(SchemaMismatch, match="turnwise db upgrade"), database.read() as connection:
