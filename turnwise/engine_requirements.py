@@ -26,6 +26,8 @@ NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "re
 GENERATION_CONFIG = "generation_config.json"
 NUM_BIASED = 256
 """Tokens that a bias makes the only candidates: more than a usual top-k, so that any mask shows."""
+BIAS_SLOPE = 0.02
+"""Nats between two neighbours, so that the unlikelier ones have a share that any top-k, top-p or min-p cuts off."""
 NUM_COMPARED = 5
 """Alternatives whose logprobs are compared."""
 SAME_NATS = 0.02
@@ -111,7 +113,9 @@ def _sampling_call(model: str, parameters: Json) -> Json:
         "max_tokens": 1,
         "logprobs": True,
         "top_logprobs": NUM_COMPARED + 1,  # vLLM puts the sampled token in place of the last one
-        "logit_bias": {str(token): BIAS for token in range(NUM_BIASED)},
+        "logit_bias": {str(token): BIAS - BIAS_SLOPE * token for token in range(NUM_BIASED)},
+        # A repetition penalty changes these tokens and leaves the other biased ones.
+        "kv_transfer_params": {"prompt_token_ids": list(range(NUM_BIASED // 4))},
         **parameters,
     }
 
