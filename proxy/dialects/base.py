@@ -177,7 +177,8 @@ class WireRoute:
 
     method: str = "POST"
     path: str
-    """Starlette's syntax: `{name}` is a path parameter, `{name:path}` one that may hold slashes."""
+    """Starlette's syntax: `{name}` is a path parameter, `{name:path}` one that may hold slashes, and `{name:model}` one
+    that does not end in `:someMethod`."""
     action: Action = Action.SAMPLE
     summary: str
     required: tuple[str, ...] = ()

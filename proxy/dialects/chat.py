@@ -42,7 +42,7 @@ class ChatCompletions(Dialect):
         WireRoute(method="GET", path="/v1/models", action=Action.LIST_MODELS, summary="List the served models"),
         WireRoute(
             method="GET",
-            path="/v1/models/{model:path}",
+            path="/v1/models/{model:model}",
             action=Action.GET_MODEL,
             summary="Describe a served model",
         ),

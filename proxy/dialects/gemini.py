@@ -48,7 +48,7 @@ MODEL_ROUTES = (
     ),
     WireRoute(
         method="GET",
-        path="/v1beta/models/{model:path}",
+        path="/v1beta/models/{model:model}",
         action=Action.GET_MODEL,
         summary="Describe a served model, as Google's models.get",
     ),

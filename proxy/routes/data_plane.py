@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.routing import Route, compile_path
 
 from proxy.asgi import App, Receive, Scope, Send, parse_object, read_body
@@ -31,6 +32,12 @@ COUNTED_FIELDS = (
     "continue_final_message",
 )
 """Fields of a chat request that the engine renders a prompt from."""
+
+
+class ModelConvertor(StringConvertor):
+    """`{name:model}` in a path: the name of a model, with slashes and colons, but without `:someMethod` at its end."""
+
+    regex = r"(?!.*:[a-z]+[A-Z][A-Za-z]*$).+"
 
 
 Answer = Callable[[Scope, Receive, Principal, Dialect], Awaitable[Json]]
@@ -100,6 +107,7 @@ class Endpoints:
     """The data plane's ASGI endpoints, by method and path."""
 
     def __init__(self, services: Services) -> None:
+        register_url_convertor("model", ModelConvertor())
         self.routes: list[Route] = []
         """All endpoints as routes of the framework, with and without the session's prefix."""
         self._exact: dict[tuple[str, str], App] = {}

@@ -28,6 +28,7 @@ HEADERS: list[Json] = [
     {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "maxLength": 256}},
 ]
 PATH_PARAMETER = re.compile(r"\{(\w+)\}")
+CONVERTOR = re.compile(r":\w+\}")
 
 
 def _operation(dialect: Dialect, route: WireRoute, *, in_session: bool) -> Json:
@@ -35,7 +36,7 @@ def _operation(dialect: Dialect, route: WireRoute, *, in_session: bool) -> Json:
     path, samples = _path(route), route.action is Action.SAMPLE
     content: Json = {"application/json": {"schema": {"type": "object"}}}
     if samples:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {}}
     error: Json = {"application/json": {"schema": dialect.error_schema}}
     names = (["session_id"] if in_session else []) + PATH_PARAMETER.findall(path)
     operation: Json = {
@@ -57,7 +58,7 @@ def _operation(dialect: Dialect, route: WireRoute, *, in_session: bool) -> Json:
 
 def _path(route: WireRoute) -> str:
     """Return a route's path in OpenAPI's syntax, which has no types of path parameters."""
-    return route.path.replace(":path}", "}")
+    return CONVERTOR.sub("}", route.path)
 
 
 def _path_parameter(name: str) -> Json:

@@ -66,4 +66,4 @@ def test_without_an_upstream_the_answer_says_what_to_set(
         client.embeddings.create(model="text-embedding-3-small", input="text")
     assert httpx2.post(f"{proxy.v1}/messages/batches", json={}).json()["type"] == "error"
     google = httpx2.post(f"{proxy.url}/v1beta/models/e:embedContent", json={})
-    assert google.json()["error"]["status"] == "UNIMPLEMENTED"
+    assert google.json()["error"]["status"] == "NOT_FOUND"
