@@ -19,7 +19,7 @@ OUTPUT = "checked-42"
 ANSWER = "FINISHED-WELL"
 
 FINAL_ANSWER = Reply(text="Done.", tool_calls=[ToolCall(name="final_answer", arguments={"answer": ANSWER})])
-"""How smolagents is told the end."""
+"""The tool call that ends a run of smolagents."""
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"

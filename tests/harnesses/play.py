@@ -176,8 +176,8 @@ def _reason(failed: Attempt) -> str:
     if failed.ended.timed_out:
         return f"it does not end within {RUN_SECONDS:g} s"
     lines = [line.strip() for line in failed.log.splitlines() if line.strip() and PROMPT not in line]
-    told = [line for line in lines if "rror" in line] or lines[-1:] or ["it prints nothing"]
-    return f"exit status {failed.ended.exit_status}, {len(failed.turns)} turns: {told[-1][:160]}".replace("|", "/")
+    errors = [line for line in lines if "rror" in line] or lines[-1:] or ["it prints nothing"]
+    return f"exit status {failed.ended.exit_status}, {len(failed.turns)} turns: {errors[-1][:160]}".replace("|", "/")
 
 
 def _mark(value: bool) -> str:

@@ -24,7 +24,7 @@ class RunCommand(SettingsCommand):
 
     def _flags(self) -> list[click.Parameter]:
         flags = [flag for flag in super()._flags() if flag.name not in {"agent", "as_json"}]
-        named = "Known agent whose variables, files and flags the command needs; by default the command's name tells."
+        named = "Known agent whose variables, files and flags the command needs; by default the command's name decides."
         return [
             click.Option(["--as", "agent"], metavar="NAME", help=named),
             click.Option(["--json", "as_json"], is_flag=True, help="Print the results as JSON."),

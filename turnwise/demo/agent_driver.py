@@ -1,4 +1,4 @@
-"""The demo with somebody else's agent: mini-swe-agent, unmodified, learns the trail as files in a real shell.
+"""The demo with a third-party agent: mini-swe-agent, unmodified, learns the trail as files in a real shell.
 
 It is the demo of `driver` with another model format and another player: the agent runs in an environment of its own
 and is played by `turnwise.rollouts`, as `turnwise run --call` does.
@@ -27,7 +27,7 @@ from turnwise.rollouts.report import is_failed
 MAX_FAILED_SESSIONS = 5
 """After so many the demo is broken, and ends with the last one's error."""
 FIRST_TRANSCRIPT_TASK = 1_000_000
-"""Held-out tasks from this index on are those that are told as transcripts."""
+"""Index of the first held-out task that is written as a transcript."""
 NUM_TRANSCRIPT_TASKS = 8
 
 
@@ -76,7 +76,8 @@ class AgentRollouts:
         self.tally.recent_rewards += [result.reward or 0.0 for result in results]
 
     async def play_transcripts(self, pass_index: int) -> list[RunResult]:
-        """Play the tasks that are told as transcripts."""
+        """Play the tasks of which one is written as a transcript; also after the training sessions were stopped."""
+        self._runner.stopping.clear()
         tasks = [self._task("eval", FIRST_TRANSCRIPT_TASK + index) for index in range(NUM_TRANSCRIPT_TASKS)]
         return self._count(await self._runner.play(tasks, split="eval", pass_index=pass_index))
 
@@ -131,11 +132,11 @@ class AgentDemo(Demo):
         report = await super()._play_until_learnt(client, rollouts)
         rollouts.tally.num_failed = 0
         after = await rollouts.play_transcripts(1)
-        await self._tell(client, before, after)
+        await self._write_transcript(client, before, after)
         report.num_chains_max = max([session["num_chains"] async for session in client.sessions()])
         return report
 
-    async def _tell(self, client: AsyncClient, before: list[RunResult], after: list[RunResult]) -> None:
+    async def _write_transcript(self, client: AsyncClient, before: list[RunResult], after: list[RunResult]) -> None:
         """Write the same task's conversation before and after: one that was failed and is solved, if there is one."""
         pairs = sorted(zip(before, after, strict=True), key=lambda pair: (pair[0].reward or 0) - (pair[1].reward or 0))
         parts = [f"# Task {pairs[0][0].task_id}"]

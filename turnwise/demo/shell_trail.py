@@ -16,7 +16,7 @@ from typing import Any
 from turnwise.demo import trail
 
 SYSTEM_PROMPT = "Reply with one block: ```mswea_bash_command, a command, ```."
-"""All that the agent tells the model about the format; the warm-up teaches it."""
+"""The format in one line. The warm-up teaches it."""
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo "
 """What mini-swe-agent recognises as the end; the next line of the output is the submission."""
@@ -34,7 +34,7 @@ def question(task: trail.TrailTask) -> str:
 
 
 def for_agent(task: trail.TrailTask) -> dict[str, Any]:
-    """Return a task as a line of a tasks file. The agent is told the question; the answer is for the reward."""
+    """Return a task as a line of a tasks file. The agent shows the model the question alone."""
     return {
         "task_id": task.task_id,
         "question": question(task),

@@ -22,8 +22,8 @@ def document(session: Json, turns: Sequence[Json], task: Json | None = None) -> 
     """
     last = {turn["chain_id"]: turn["turn_id"] for turn in turns}
     chains = [{"chain_id": chain_id, **conversation(turns, turn_id)} for chain_id, turn_id in last.items()]
-    told = {"session": session, "turns": [_short(turn) for turn in turns], "chains": chains}
-    return told if task is None else {**told, "task": task}
+    whole = {"session": session, "turns": [_short(turn) for turn in turns], "chains": chains}
+    return whole if task is None else {**whole, "task": task}
 
 
 def conversation(turns: Sequence[Json], turn_id: str) -> Json:

@@ -16,7 +16,7 @@ from turnwise.errors import SettingsError
 from turnwise.types import Json
 
 DEFAULT_CONTEXT_TOKENS = 32_768
-"""Context length that is stated to agents which ask for one, where the engine does not tell its own."""
+"""Context length for agents that need one, where the engine does not state its own."""
 MAX_OUTPUT_TOKENS = 4_096
 
 
@@ -31,7 +31,7 @@ class Address:
     home: Path
     """A directory of the run's own for configuration files."""
     context_tokens: int = DEFAULT_CONTEXT_TOKENS
-    """Longest context of the model: an agent that is told less compacts too early."""
+    """Longest context of the model. An agent that assumes less compacts too early."""
 
     @property
     def root(self) -> str:
@@ -41,7 +41,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What agents are told about the served model."""
+    """Name and context length of the served model."""
 
     name: str
     context_tokens: int = DEFAULT_CONTEXT_TOKENS

@@ -1,4 +1,4 @@
-"""Rewards a played run and ends its session, once, whatever is killed in between."""
+"""Rewards a played run and ends its session, exactly once, also after a kill."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Run:
     address: Address
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that tell a command about its run."""
+        """Return the variables that describe the run to a command."""
         return {
             **self.task.variables(),
             "TURNWISE_SESSION_ID": self.session_id,

@@ -43,18 +43,18 @@ class Progress:
 
     def line(self, num_planned: int | None) -> str:
         """Return the progress line."""
-        told = summary(self.results)
+        totals = summary(self.results)
         total = "" if num_planned is None else f"/{num_planned}"
-        reward = "no reward yet" if told["reward_mean"] is None else f"reward {told['reward_mean']:.3f}"
+        reward = "no reward yet" if totals["reward_mean"] is None else f"reward {totals['reward_mean']:.3f}"
         problems = ", ".join(
-            f"{told[name]} {label}"
+            f"{totals[name]} {label}"
             for name, label in (
                 ("num_timeouts", "timed out"),
                 ("num_failed", "failed"),
                 ("num_without_calls", "without a model call"),
                 ("num_ungraded", "without a reward"),
             )
-            if told[name]
+            if totals[name]
         )
         seconds = time.monotonic() - self._started
         return f"{len(self.results)}{total} runs  {reward}  {seconds:.0f} s" + (f"  ({problems})" if problems else "")

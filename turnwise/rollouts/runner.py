@@ -1,6 +1,6 @@
 """Plays runs of tasks through the proxy: a session each, graded, recorded once, resumable after any kill.
 
-Where a run stands is told by three facts, in this order: its line in `results.jsonl` (finished), its session at the
+Three records give the state of a run, in this order: its line in `results.jsonl` (finished), its session at the
 proxy (ended: finished, the line is missing), and `played.json` in its directory (played, not yet rewarded). A session
 that is open, has turns and has no `played.json` was interrupted: it is ended without a reward, and the run is played
 anew in a session of the next attempt.
@@ -72,7 +72,7 @@ class Runner:
             client: The proxy.
             player: How a run is played.
             results: Where finished runs are recorded.
-            model: What agents are told about the model.
+            model: Name and context length of the served model.
             pace: Holds training groups back until the trainer has used earlier ones; None holds nothing back.
             on_result: Called with each finished run.
         """

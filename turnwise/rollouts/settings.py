@@ -23,9 +23,9 @@ class RunSettings(Settings):
     api_key: SecretStr | None = None
     """Key of the proxy that may create sessions and give rewards; none where the proxy asks for none."""
     agent: str | None = None
-    """Known agent whose variables, files and flags the command needs; by default the command's name tells."""
+    """Known agent whose variables, files and flags the command needs; by default the command's name decides."""
     model: str | None = None
-    """Model name that agents are told; by default the served one."""
+    """Model name for the agents; by default the served one."""
     tasks: Path | None = None
     """JSON Lines file, one task a line; without it the command runs once, in this directory."""
     split: Literal["train", "eval"] = "train"

@@ -106,8 +106,8 @@ async def _play(agent: Agent, command: list[str], run: Run, settings: RunSetting
 async def _in_this_terminal(argv: list[str], environment: dict[str, str]) -> int:
     """Run a command with this process's terminal and return its exit status, as a shell counts it.
 
-    The session is ended whatever ends the command: an interrupt from the terminal reaches the command by itself, a
-    term signal is passed on to it.
+    A terminal sends an interrupt to the command as well, so it is ignored here; a term signal is passed on. The caller
+    ends the session in both cases.
     """
     process = await asyncio.create_subprocess_exec(*argv, env=environment)
     loop = asyncio.get_running_loop()

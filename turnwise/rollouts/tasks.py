@@ -1,4 +1,4 @@
-"""Tasks: one JSON object a line, with whatever fields the agent and the grader need."""
+"""Tasks: one JSON object a line, with the fields that the agent and the grader need."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A warm worker of `turnwise run --call`: imports a function once and calls it for each run, in threads.
 
 It is run by its path and needs the standard library alone, so that the agent may live in an environment of its own.
-It reads one request a line from standard input and writes one answer a line to what was its standard output; whatever
-the agent prints goes to standard error.
+It reads one request a line from standard input and writes one answer a line to its original standard output; the
+agent's own output goes to standard error.
 """
 
 import asyncio

@@ -108,7 +108,7 @@ class CallPlayer:
             self._retired.append(chosen)
 
     async def _end_idle(self) -> None:
-        """End the retired workers that nobody waits for."""
+        """End the retired workers that have no running call."""
         idle = [each for each in self._retired if each.num_calls == 0]
         self._retired = [each for each in self._retired if each not in idle]
         for each in idle:
@@ -132,7 +132,7 @@ class _Worker:
 
     @property
     def num_calls(self) -> int:
-        """Calls that somebody waits for."""
+        """Calls without an answer."""
         return len(self._calls)
 
     async def start(self, argv: list[str], environment: Mapping[str, str], target: str) -> None:
@@ -157,10 +157,11 @@ class _Worker:
                 first = await self._stdout.readline()
         except TimeoutError:
             first = b""
-        told = json.loads(first) if first else {"failed": f"its worker did not start; its log:\n{tail_of(self._log)}"}
-        if "failed" in told:
+        no_answer = {"failed": f"its worker did not start; its log:\n{tail_of(self._log)}"}
+        answer = json.loads(first) if first else no_answer
+        if "failed" in answer:
             await self.end()
-            raise SettingsError(f"--call {target!r} cannot be imported: {told['failed']}")
+            raise SettingsError(f"--call {target!r} cannot be imported: {answer['failed']}")
         self._reading = asyncio.create_task(self._read())
 
     async def call(self, request: Json) -> Json:
@@ -187,7 +188,7 @@ class _Worker:
             await self._reading
 
     async def _read(self) -> None:
-        """Give each answer to whoever waits for it; when the process ends, fail the rest."""
+        """Pass each answer to its call; when the process ends, fail the remaining calls."""
         while line := await self._stdout.readline():
             answer = json.loads(line)
             waiting = self._calls.get(answer["id"])
@@ -215,7 +216,7 @@ _WORKER_DIED = "its worker process ended during the run; its output is in worker
 
 def _request(run: Run) -> dict[str, Any]:
     environment = {**agents.variables(AGENTS["any"], run.address), **run.variables()}
-    told = {
+    described = {
         "session_id": run.session_id,
         "base_url": run.address.base_url,
         "api_key": run.address.api_key,
@@ -225,7 +226,7 @@ def _request(run: Run) -> dict[str, Any]:
         "run": run.run,
         "environment": environment,
     }
-    return {"task": run.task.fields, "run": told}
+    return {"task": run.task.fields, "run": described}
 
 
 def _played(answer: Json, seconds: float) -> Played:

@@ -259,8 +259,8 @@ def test_held_out_tasks_are_played_in_eval_sessions_without_a_group(url, client,
     options = ("--tasks", str(tasks), "--split", "eval", "--group-size", "2", "--out", "out")
     done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
     assert done.returncode == 0, done.stderr
-    told = [(s["task_id"], s["split"], s["group_id"]) for s in sessions_of(client, tmp_path, "out")]
-    assert told == [("b", "eval", None)] * 2
+    played = [(s["task_id"], s["split"], s["group_id"]) for s in sessions_of(client, tmp_path, "out")]
+    assert played == [("b", "eval", None)] * 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from turnwise.rewards.judge import MAX_CONVERSATION_CHARS, as_text, read_scores
 from turnwise.rewards.transcript import conversation, document
 
 
-def test_scores_are_read_by_number_whatever_stands_around_them():
+def test_scores_are_read_by_number_with_other_text_around_them():
     answer = 'I compared them.\n{"number": 2, "score": 3}\n```json\n{"score": 8.5, "number": 1}\n```'
     assert read_scores(answer, 2) == [8.5, 3.0]
 
@@ -19,8 +19,8 @@ def test_an_answer_without_a_score_for_every_conversation_is_no_verdict(answer):
 
 
 def test_a_long_conversation_is_cut_in_its_middle():
-    told = {"chains": [{"messages": [{"role": "user", "content": "a" * 50_000 + "the end"}]}]}
-    text = as_text(told)
+    shown = {"chains": [{"messages": [{"role": "user", "content": "a" * 50_000 + "the end"}]}]}
+    text = as_text(shown)
     assert len(text) < MAX_CONVERSATION_CHARS + 100
     assert text.endswith("the end")
 
@@ -34,9 +34,9 @@ def test_a_conversation_is_put_together_from_what_each_turn_adds():
         return {**ids, "messages": [message], "response": reply, "tools": [{"a": 1}] if parent is None else None}
 
     turns = [turn(0, "a", None, "t0"), turn(1, "b", "t0", "t0"), turn(2, "c", "t0", "t2")]
-    told = conversation(turns, "t1")
-    assert [message["content"] for message in told["messages"]] == ["a", "A", "b", "B"]
-    assert told["tools"] == [{"a": 1}]
+    shown = conversation(turns, "t1")
+    assert [message["content"] for message in shown["messages"]] == ["a", "A", "b", "B"]
+    assert shown["tools"] == [{"a": 1}]
     chains = document({"session_id": "s"}, turns)["chains"]
     assert [[m["content"] for m in chain["messages"]] for chain in chains] == [
         ["a", "A", "b", "B"],

@@ -74,5 +74,5 @@ def test_an_ordinary_message_judges_nothing(said):
         ("0 errors found", False),
     ],
 )
-def test_a_tools_result_tells_whether_it_is_an_error(text, expected):
+def test_errors_are_recognised_in_tool_results(text, expected):
     assert is_error(text) is expected

@@ -15,7 +15,7 @@ def address(tmp_path: Path) -> Address:
     return Address("http://127.0.0.1:8100/sessions/s1/v1", "key-1", "demo", tmp_path / "home")
 
 
-def test_the_program_tells_which_agent_it_is():
+def test_an_agent_is_known_by_its_program():
     assert find_agent(["/opt/bin/codex", "exec"]).name == "codex"
     assert find_agent(["python", "agent.py"]).name == "any"
     assert find_agent(["npx", "codex"], "codex").name == "codex"
@@ -24,7 +24,7 @@ def test_the_program_tells_which_agent_it_is():
 
 
 @pytest.mark.parametrize("name", sorted(AGENTS))
-def test_every_known_agent_is_told_where_its_session_is(name, address):
+def test_every_known_agent_gets_the_address_of_its_session(name, address):
     """Its variables, its files or its flags hold the session's address; its files parse."""
     agent = AGENTS[name]
     write_files(agent, address)
@@ -32,10 +32,10 @@ def test_every_known_agent_is_told_where_its_session_is(name, address):
         json.loads(path.read_text())
     for path in address.home.rglob("*.toml"):
         assert address.base_url in str(tomllib.loads(path.read_text()))
-    told = environment(agent, address, scratch_home=True)
-    assert told["OPENAI_BASE_URL"] == "http://127.0.0.1:8100/sessions/s1/v1"
-    assert told["ANTHROPIC_BASE_URL"] == told["GOOGLE_GEMINI_BASE_URL"] == "http://127.0.0.1:8100/sessions/s1"
-    assert told["HOME"] == str(address.home)
+    variables = environment(agent, address, scratch_home=True)
+    assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:8100/sessions/s1/v1"
+    assert variables["ANTHROPIC_BASE_URL"] == variables["GOOGLE_GEMINI_BASE_URL"] == "http://127.0.0.1:8100/sessions/s1"
+    assert variables["HOME"] == str(address.home)
 
 
 def test_an_agents_flags_come_before_the_users_own(address):
