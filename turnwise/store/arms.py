@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from turnwise import credit
 from turnwise.store import lineage
 from turnwise.store.database import to_micros
+from turnwise.store.statements import is_among, members
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Credit, Outcome, SessionStatus
 
@@ -34,21 +35,27 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
     broken = sa.or_(
         turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
     )
+    finished = conn.execute(
+        sa.select(sessions.c.session_pk, sessions.c.credit).where(
+            sessions.c.created_at >= to_micros(since), sessions.c.status != SessionStatus.OPEN.value
+        )
+    ).all()
+    credit_of = {row.session_pk: Credit(row.credit) for row in finished}
+    dialect = conn.dialect.name
     found = conn.execute(
         sa.select(
-            sessions.c.session_pk,
-            sessions.c.credit,
+            turns.c.session_pk,
             sa.func.max(turns.c.policy_version_last).label("version"),
             sa.func.count().label("num_turns"),
             sa.func.sum(sa.case((broken, 1), else_=0)).label("num_broken"),
         )
-        .join_from(turns, sessions)
-        .where(sessions.c.created_at >= to_micros(since), sessions.c.status != SessionStatus.OPEN.value)
-        .group_by(sessions.c.session_pk, sessions.c.credit)
+        .where(is_among(dialect, turns.c.session_pk, "session_pks"))
+        .group_by(turns.c.session_pk),
+        {"session_pks": members(dialect, credit_of)},
     ).all()
     lines = lineage.rewards_of(conn, [row.session_pk for row in found])
     rewards = {
-        row.session_pk: credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)) for row in found
+        row.session_pk: credit.session_reward(lines.get(row.session_pk, ()), credit_of[row.session_pk]) for row in found
     }
 
     def arm(version: int) -> Arm:

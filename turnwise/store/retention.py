@@ -69,16 +69,20 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
 def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
     """Delete some sessions that were over before, unless their group still waits for training or is in training.
 
-    Repeat it until it deletes no session.
+    A group that is open since before waits for nothing: what it lacks does not come any more. Repeat it until it
+    deletes no session.
     """
-    waiting = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
+    waiting = sa.or_(
+        groups.c.status.in_([GroupStatus.READY.value, GroupStatus.CLAIMED.value]),
+        sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at >= to_micros(before)),
+    )
     found = conn.execute(
         sa.select(sessions)
         .outerjoin(groups, sessions.c.group_pk == groups.c.group_pk)
         .where(
             sessions.c.status.in_([SessionStatus.ENDED.value, SessionStatus.EXPIRED.value]),
             sessions.c.last_active_at < to_micros(before),
-            sa.or_(sessions.c.group_pk.is_(None), groups.c.status.not_in(waiting)),
+            sa.or_(sessions.c.group_pk.is_(None), ~waiting),
         )
         .limit(limit)
     ).all()

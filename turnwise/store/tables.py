@@ -83,6 +83,10 @@ sessions = sa.Table(
     sa.Index("ix_sessions_group_pk", "group_pk"),
     sa.Index("ix_sessions_task", "tenant", "task_id"),
     sa.Index("ix_sessions_status", "status", "last_active_at"),
+    sa.Index("ix_sessions_tenant", "tenant", "session_pk"),
+    sa.Index("ix_sessions_tenant_status", "tenant", "status", "session_pk"),
+    sa.Index("ix_sessions_created", "created_at"),
+    sa.Index("ix_sessions_split", "split", "session_pk"),
 )
 """`group_pk` is null for eval sessions: they are never claimed."""
 
@@ -160,6 +164,8 @@ groups = sa.Table(
     sa.UniqueConstraint("tenant", "group_id"),
     sa.Index("ix_groups_status", "status", "ready_at"),
     sa.Index("ix_groups_update", "update_id"),
+    sa.Index("ix_groups_tenant", "tenant", "status"),
+    sa.Index("ix_groups_activity", "status", "last_active_at"),
 )
 """The unit of claiming. A session without a group id has a group of size 1 under its own session id."""
 

@@ -53,6 +53,15 @@ def test_what_is_old_and_waits_for_nothing_is_pruned(database: Database) -> None
     assert sizes(database) == {"sessions": 2, "turns": 2, "rewards": 1, "groups": 2}
 
 
+def test_a_group_that_never_came_whole_is_pruned_in_the_end(database: Database) -> None:
+    add_session(database, "a", group_id="g", group_size=2)
+    finish(database, "a")
+    with database.write() as connection:
+        assert retention.prune(connection, utc_now() - HOUR) == retention.Deleted()
+        assert retention.prune(connection, utc_now() + HOUR).sessions == (("default", "a"),)
+    assert sizes(database) == {}
+
+
 def test_a_deleted_session_leaves_its_group(database: Database) -> None:
     for session_id in ("a", "b"):
         add_session(database, session_id, group_id="g", group_size=2)

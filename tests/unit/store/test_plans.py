@@ -1,0 +1,141 @@
+"""Plans of the statements that routes, the proxy, the trainer and the page send: none scans a table that grows."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from support.ledger_samples import add_session, finish, make_turn
+
+from turnwise.store import (
+    arms,
+    claims,
+    evaluations,
+    experiences,
+    groups,
+    idempotency,
+    ledger,
+    policies,
+    queries,
+    retention,
+    session_changes,
+    trained,
+)
+from turnwise.store.database import Database
+from turnwise.store.experiences import SessionFilter
+from turnwise.types import Reward, Session, SessionStatus, Split, Turn, utc_now
+
+GROWING = "sessions|turns|rewards|groups|idempotency|trained_sessions"
+A_SCAN = re.compile(rf"^SCAN ({GROWING})\b")
+NOW = utc_now()
+WEEK = datetime.timedelta(days=7)
+Ask = Callable[[sa.Connection], Any]
+
+ASKS: dict[str, Ask] = {
+    "a page of sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t")),
+    "a later page": lambda c: queries.sessions(c, SessionFilter(tenant="t"), after="s"),
+    "sessions of a task": lambda c: queries.sessions(c, SessionFilter(tenant="t", task_id="x")),
+    "sessions of a group": lambda c: queries.sessions(c, SessionFilter(tenant="t", group_id="g")),
+    "open sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", status=SessionStatus.OPEN)),
+    "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False),
+    "whole turns": lambda c: queries.turns(c, "t", "s"),
+    "a turn": lambda c: queries.turn(c, "t", "t-s-t1"),
+    "an added turn": lambda c: queries.turn(c, "t", "t-s-t1", whole_prompt=False),
+    "a turn's tokens": lambda c: queries.full_tokens(c, "t-s-t1"),
+    "a session's history": lambda c: queries.history_index(c, "t", "s"),
+    "a conversation": lambda c: queries.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
+    "a repeated call": lambda c: queries.turn_by_request(c, "t", "s", "key"),
+    "counts of a tenant": lambda c: queries.counts(c, "t"),
+    "groups for the metrics": queries.unfinished_groups,
+    "experiences of a tenant": lambda c: list(experiences.experiences(c, SessionFilter(tenant="t"))),
+    "experiences of groups": lambda c: list(experiences.experiences_of_groups(c, [1])),
+    "updates": lambda c: trained.list_updates(c, "t"),
+    "last updates of sessions": lambda c: trained.last_updates(c, "t", ["s"]),
+    "claimable groups": claims.num_claimable,
+    "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
+    "versions of an evaluation": lambda c: evaluations.versions_sampled(c, [("t", "s")]),
+    "the newest eval sessions": lambda c: queries.sessions(c, SessionFilter(split=Split.EVAL), limit=10),
+    "policies": policies.list_policies,
+}
+CHANGES: dict[str, Ask] = {
+    "a new session": lambda c: ledger.create_session(c, Session(session_id="n", tenant="t", group_id="g2")),
+    "a changed session": lambda c: session_changes.change_session(
+        c, Session(session_id="s", tenant="t", metadata={"a": 1}), {"metadata"}
+    ),
+    "a turn": lambda c: ledger.append_turns(c, [_turn()]),
+    "rewards": lambda c: ledger.add_rewards(
+        c,
+        [
+            Reward(session_id="s", tenant="t", value=1.0),
+            Reward(session_id="s", tenant="t", step=0, value=1.0),
+            Reward(session_id="", turn_id="t-s-t1", tenant="t", value=1.0),
+        ],
+        idempotency_key="k",
+        retrain=True,
+    ),
+    "an end": lambda c: ledger.end_session(c, "t", "s"),
+    "idle sessions": lambda c: ledger.expire_idle_sessions(c, NOW + WEEK),
+    "stalled groups": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "train"),
+    "stalled groups to drop": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "drop"),
+    "old answers": lambda c: idempotency.forget_answers(c, NOW - WEEK),
+    "old sessions": lambda c: retention.prune(c, NOW - WEEK),
+    "a deleted session": lambda c: retention.delete_session(c, "t", "s"),
+    "a deleted tenant": lambda c: retention.delete_tenant(c, "nobody"),
+}
+
+
+def _turn() -> Turn:
+    return make_turn("t9", session_id="s", tenant="t", request_key="k")
+
+
+@pytest.fixture
+def ledger_of_a_tenant(database: Database) -> Database:
+    add_session(database, "s", tenant="t", turns=2)
+    add_session(database, "over", tenant="t")
+    finish(database, "over", tenant="t")
+    return database
+
+
+def plans(conn: sa.Connection, ask: Ask) -> Iterator[str]:
+    """Yield each line of the plan of each statement that a function sends."""
+    driver_connection = conn.connection.driver_connection
+    assert driver_connection is not None
+    sent: list[str] = []
+    driver_connection.set_trace_callback(sent.append)
+    ask(conn)
+    driver_connection.set_trace_callback(None)
+    for statement in sent:
+        if re.match(r"(?i)\s*(select|with|insert|update|delete)\b", statement):
+            for *_, line in driver_connection.execute(f"EXPLAIN QUERY PLAN {statement}"):
+                yield f"{line}\n    in {statement}"
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+@pytest.mark.parametrize("name", ASKS)
+def test_no_question_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: str) -> None:
+    with ledger_of_a_tenant.read() as conn:
+        assert [line for line in plans(conn, ASKS[name]) if A_SCAN.match(line)] == []
+
+
+OF_A_TENANT = ("a page of sessions", "a later page", "open sessions", "counts of a tenant")
+OTHERS_TOO = re.compile(r"^SEARCH (sessions|groups)\b(?!.*\((tenant=|session_pk=|INTEGER PRIMARY KEY|rowid))")
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+@pytest.mark.parametrize("name", OF_A_TENANT)
+def test_what_a_tenant_asks_neither_reads_other_tenants_rows_nor_sorts(ledger_of_a_tenant: Database, name: str) -> None:
+    with ledger_of_a_tenant.read() as conn:
+        found = list(plans(conn, ASKS[name]))
+    assert [line for line in found if OTHERS_TOO.match(line)] == []
+    assert [line for line in found if line.startswith("USE TEMP B-TREE FOR ORDER BY") and "FROM sessions" in line] == []
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_change_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: str) -> None:
+    with ledger_of_a_tenant.write() as conn:
+        assert [line for line in plans(conn, CHANGES[name]) if A_SCAN.match(line)] == []
