@@ -1,7 +1,6 @@
-"""The canned mode: one reply, encoded before the server starts, for measuring what stands in front of the engine.
+"""The canned mode: one reply, encoded before the server starts, for benchmarks of a proxy in front of the engine.
 
-The decision behind it: only what must differ from call to call is put in, the reply's id and the echoed prompt, so that
-a bench measures the proxy and not this.
+Only the reply's id and the echoed prompt are inserted for each call, so that the engine takes almost no time.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from turnwise.fake_engine.script import Reply
 PATH = "/v1/chat/completions"
 _ID = "@@reply-id@@"
 _PROMPT = 987654321
-"""A token id that no tokenizer has, where the prompt goes."""
+"""A token id that no tokenizer has; marks the place of the prompt."""
 _TEXT = "The quick brown fox jumps over the lazy dog. "
 
 
 class CannedChat:
-    """Answers the chat route with prepared bytes and leaves all else to the application behind it."""
+    """Answers the chat route with prepared bytes; all other requests go to the wrapped application."""
 
     def __init__(self, app: ASGIApp, state: EngineState) -> None:
         self._app = app
@@ -35,7 +34,7 @@ class CannedChat:
         self._streamed = self._encode(num_tokens, stream=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, with no look at the request but for what the reply depends on."""
+        """Answer; read only the parts of the request that the reply depends on."""
         if scope["type"] != "http" or scope["path"] != PATH or not self._state.running.is_set():
             await self._app(scope, receive, send)
             return
@@ -55,7 +54,7 @@ class CannedChat:
         await send({"type": "http.response.body", "body": body})
 
     def _encode(self, num_tokens: int, *, stream: bool) -> tuple[bytes, list[bytes]]:
-        """Return the reply: all before the prompt, and the rest, which the id separates."""
+        """Return the encoded reply in two parts: before and after the prompt."""
         text = (_TEXT * (num_tokens // len(_TEXT) + 1))[: num_tokens - 1]
         request = {"return_token_ids": True, "logprobs": True, "stream": stream}
         call = chat_wire.Call(_ID, 0, self._state.script.model, request, [_PROMPT], 1.0)

@@ -1,7 +1,7 @@
 """The chat route's wire format, as vLLM 0.32 writes it: the plain reply, and the chunks of a stream.
 
-The decision behind it: which keys stand where, and which are null rather than absent, is what clients and the proxy
-meet, so it is written out here as vLLM does it and compared with a real one by a test.
+Which keys are present and which are null matters to clients and to the proxy, so every reply is written out here as
+vLLM writes it. A test compares it with a real vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FINGERPRINT = "vllm-0.32.0-fake"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """What all parts of one reply share."""
+    """The values that all parts of one reply share."""
 
     reply_id: str
     created: int
@@ -28,17 +28,17 @@ class Call:
     request: Json
     prompt_ids: list[int]
     temperature: float
-    """That the logprobs are computed at."""
+    """Temperature of the logprobs."""
     biases_count: bool = True
     """Whether logprobs are of the distribution after biases; raw ones are not."""
     logprob_shift: float = 0.0
     """Nats that the weights add to the logprobs of tokens that are asked for by id."""
     hide_token_ids: bool = False
-    """A fault: the reply goes without the ids that were asked for."""
+    """A fault: the reply lacks the requested token ids."""
 
     @property
     def shows_metadata(self) -> bool:
-        """Hidden reasoning takes ids and logprobs with it."""
+        """Whether ids and logprobs are part of the reply; without reasoning they are not."""
         return self.request.get("include_reasoning", True) is not False
 
     @property
@@ -53,12 +53,12 @@ class Call:
 
     @property
     def shown_prompt_ids(self) -> list[int] | None:
-        """The echo of the prompt, where it was asked for."""
+        """The prompt's token ids, if they were requested."""
         return self.prompt_ids if self.request.get("return_token_ids") and not self.hide_token_ids else None
 
 
 def usage(num_prompt: int, num_sampled: int) -> Json:
-    """Return the three counts."""
+    """Return the token counts."""
     return {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_sampled, "completion_tokens": num_sampled}
 
 
@@ -99,7 +99,7 @@ def _choice(call: Call, index: int, sample: Sample) -> Json:
 
 
 def _message(call: Call, choice: int, sample: Sample, calls: list[tuple[str, str]]) -> Json:
-    """Return the assistant's message; a tool call that was cut stays text."""
+    """Return the assistant's message; a truncated tool call stays text."""
     content: str | None = sample.text("content")
     if any(piece.call >= 0 for piece in sample.pieces) and not calls:
         content = sample.raw_text()
@@ -120,7 +120,7 @@ def _message(call: Call, choice: int, sample: Sample, calls: list[tuple[str, str
 
 
 def chunks(call: Call, samples: list[Sample], tokens_per_chunk: int) -> Iterator[Json]:
-    """Yield the chunks of a streamed reply; choices take turns, as they are sampled together."""
+    """Yield the chunks of a streamed reply; the chunks of several choices alternate, as they are sampled together."""
     options = call.request.get("stream_options") or {}
     continuous = bool(options.get("include_usage") and options.get("continuous_usage_stats"))
     for index in range(len(samples)):
@@ -163,7 +163,7 @@ def _chunk(call: Call, choice: Json | None, *, usage_of: int | None) -> Json:
 
 
 def _stream_choice(call: Call, index: int, sample: Sample, pieces: list[Piece], *, last: bool) -> Json | None:
-    """Return a chunk's choice; None where there is nothing to tell, and nobody asked for the tokens themselves."""
+    """Return a chunk's choice; None if it is empty and the token ids were not requested."""
     delta = _delta(call, index, pieces)
     if not delta and not last and not call.shows_ids and not call.shows_logprobs:
         return None
@@ -183,7 +183,7 @@ def _stream_choice(call: Call, index: int, sample: Sample, pieces: list[Piece], 
 
 
 def _delta(call: Call, choice: int, pieces: list[Piece]) -> Json:
-    """Merge what some tokens add to the message."""
+    """Return the delta that some tokens add to the message."""
     delta: Json = {}
     for piece in pieces:
         kind = piece.kind if _parses_tools(call.request) or piece.call < 0 else "content"

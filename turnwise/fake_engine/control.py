@@ -1,7 +1,6 @@
 """The routes beside sampling: models, tokenizer, pausing, weights, adapters as vLLM has them, and `/fake/…` for tests.
 
-The decision behind it: what a control route changes is state that a test can read, and a bad path is refused as vLLM
-refuses it.
+Control routes change state that a test can read. A bad path is refused as vLLM refuses it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ async def no_route(_request: Request, error: Exception) -> Response:
 
 
 def unknown_model(state: EngineState, name: object) -> Response | None:
-    """Return the refusal of a model that is not served; None for one that is."""
+    """Return the error for a model that is not served; None for a served model."""
     if name is None or name == state.script.model or name in state.adapters:
         return None
     message = f"The model `{name}` does not exist. Valid aliases: {state.script.model}."
@@ -66,12 +65,12 @@ async def body_of(request: Request) -> Json:
 
 
 async def health(_state: EngineState, _request: Request) -> Response:
-    """Answer that the engine lives."""
+    """Answer the health check."""
     return Response(status_code=200)
 
 
 async def version(_state: EngineState, _request: Request) -> Response:
-    """Name the vLLM release whose wire format is spoken."""
+    """Return the vLLM release whose wire format is implemented."""
     return reply_json({"version": "0.32.0"})
 
 
@@ -148,19 +147,19 @@ async def detokenize(_state: EngineState, request: Request) -> Response:
 
 
 async def pause(state: EngineState, _request: Request) -> Response:
-    """Stop sampling; calls wait."""
+    """Pause sampling; calls wait."""
     state.running.clear()
     return reply_json({"status": "paused"})
 
 
 async def resume(state: EngineState, _request: Request) -> Response:
-    """Sample on."""
+    """Resume sampling."""
     state.running.set()
     return reply_json({"status": "resumed"})
 
 
 async def is_paused(state: EngineState, _request: Request) -> Response:
-    """Tell whether sampling is stopped."""
+    """Return whether sampling is paused."""
     return reply_json({"is_paused": not state.running.is_set()})
 
 
@@ -188,7 +187,7 @@ def _failed_call(method: str, message: str) -> Response:
 
 
 async def update_weight_version(state: EngineState, request: Request) -> Response:
-    """Take a label for the weights."""
+    """Set the label of the weights."""
     body = await body_of(request)
     if "new_version" not in body:
         return reply_error("Field required: new_version", param="body.new_version", kind="Bad Request")
@@ -202,13 +201,13 @@ async def weight_info(state: EngineState, _request: Request) -> Response:
 
 
 async def metrics(state: EngineState, _request: Request) -> Response:
-    """Name the gauges that tell what the engine was started with."""
+    """Return the metrics that show the start options."""
     names = ["vllm:num_requests_running", *(["vllm:lora_requests_info"] if state.script.lora else [])]
     return Response("".join(f"# TYPE {name} gauge\n" for name in names), media_type="text/plain")
 
 
 async def load_lora_adapter(state: EngineState, request: Request) -> Response:
-    """Serve an adapter under a name of its own."""
+    """Load an adapter under its own name."""
     if not state.script.lora:
         return reply_json({"detail": "Not Found"}, 404)
     body = await body_of(request)
@@ -227,7 +226,7 @@ async def load_lora_adapter(state: EngineState, request: Request) -> Response:
 
 
 async def unload_lora_adapter(state: EngineState, request: Request) -> Response:
-    """Serve an adapter no longer."""
+    """Unload an adapter."""
     if not state.script.lora:
         return reply_json({"detail": "Not Found"}, 404)
     name = (await body_of(request)).get("lora_name")
@@ -237,7 +236,7 @@ async def unload_lora_adapter(state: EngineState, request: Request) -> Response:
 
 
 async def seen_calls(state: EngineState, request: Request) -> Response:
-    """List the calls seen; DELETE forgets them."""
+    """List the calls; DELETE clears the list."""
     if request.method == "DELETE":
         state.calls.clear()
         state.num_canned_calls = 0
@@ -245,7 +244,7 @@ async def seen_calls(state: EngineState, request: Request) -> Response:
 
 
 async def plan_fault(state: EngineState, request: Request) -> Response:
-    """Add a fault to the script; DELETE drops all that are left."""
+    """Add a fault to the script; DELETE removes all remaining faults."""
     if request.method == "DELETE":
         state.script.faults.clear()
         return reply_json({"data": []})
@@ -257,7 +256,7 @@ async def plan_fault(state: EngineState, request: Request) -> Response:
 
 
 async def plan_reply(state: EngineState, request: Request) -> Response:
-    """Put a rule in front of the script's."""
+    """Add a rule before the script's rules."""
     try:
         state.script.rules.insert(0, Rule.model_validate_json(await request.body()))
     except pydantic.ValidationError as error:
@@ -266,7 +265,7 @@ async def plan_reply(state: EngineState, request: Request) -> Response:
 
 
 async def state_of(state: EngineState, _request: Request) -> Response:
-    """Show what the control routes changed."""
+    """Return the state that control routes change."""
     shown = ("weights_path", "weight_version", "reloads", "adapters")
     return reply_json({name: getattr(state, name) for name in shown} | {"paused": not state.running.is_set()})
 
@@ -297,7 +296,7 @@ def control_routes(state: EngineState) -> list[Route]:
 
 
 def bound(endpoint: Endpoint, state: EngineState) -> Callable[[Request], Awaitable[Response]]:
-    """Give an endpoint its state, and broken bodies vLLM's refusal."""
+    """Return an endpoint with its state; broken bodies get vLLM's error."""
 
     async def handle(request: Request) -> Response:
         try:

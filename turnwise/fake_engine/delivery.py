@@ -1,7 +1,7 @@
-"""How a prepared reply leaves: at its pace, until the client goes, and broken where a fault says so.
+"""Send a prepared reply: at its pace, until the client disconnects, and broken off if a fault says so.
 
-The decision behind it: a reply is a list of byte strings before it is sent, so pace, pausing and faults are the same
-for every route. A reset is a real one: the transport is aborted, the peer sees no orderly end.
+A reply is a list of byte strings before it is sent, so pace, pausing and faults are the same for every route. A reset
+aborts the transport: the peer sees a connection reset, not an orderly close.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from turnwise.fake_engine.ledger import EngineState, SeenCall
 from turnwise.fake_engine.script import Fault, FaultKind
 
 ABORT_KEY = "fake_engine.abort"
-"""Where the outermost application leaves the way to reset the connection."""
+"""Key of the function that resets the connection, in the ASGI scope."""
 
 
 _CUTS = {FaultKind.RESET_STREAM, FaultKind.HANG_STREAM}
-"""Faults that strike between two parts."""
+"""Faults that apply between two parts."""
 
 
 class Delivery(Response):
@@ -47,7 +47,7 @@ class Delivery(Response):
         self._pace_seconds = pace_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the last part is out, the client leaves, or a fault strikes."""
+        """Send until the last part is sent, the client disconnects, or a fault applies."""
         writer = asyncio.create_task(self._write(send, scope.get(ABORT_KEY)))
         watcher = asyncio.create_task(_until_disconnected(receive))
         try:
@@ -83,7 +83,7 @@ class Delivery(Response):
         self._call.outcome = "faulted" if self._fault else "finished"
 
     def _paced_parts(self) -> list[bytes]:
-        """Return what is written at once: without a pace all of it, unless a fault strikes in between."""
+        """Return the parts that are written at once: all of them, without a pace and without a fault."""
         if self._fault is None or self._fault.kind not in _CUTS:
             return self._parts if self._pace_seconds else [b"".join(self._parts)]
         if self._streamed:

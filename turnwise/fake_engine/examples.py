@@ -1,7 +1,7 @@
 """Values that satisfy a JSON schema: what the fake engine writes where a request asks for JSON or for a tool call.
 
-The decision behind it: the smallest valid value, with numbers taken from what the user said where they fit. That is
-enough for suites that check shapes, and for those that ask for `f(3)` and want a three.
+A value is the smallest valid one, with numbers from the user's message where they fit. That is enough for test suites
+that check shapes, and for those that ask for `f(3)` and expect a three.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _FORMATS = {
     "hostname": "example.com",
 }
 _MAX_DEPTH = 12
-"""Where a schema refers to itself, optional branches end here."""
+"""Depth at which optional branches of a recursive schema end."""
 
 
 def example_of(schema: Schema, said: str = "") -> Any:
-    """Return a value that satisfies `schema`; `said` is where numbers are looked for."""
+    """Return a value that satisfies `schema`; numbers are taken from the text `said`."""
     numbers = [float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", said)]
     return _value(schema, schema, numbers, 0)
 
@@ -52,7 +52,7 @@ def _value(schema: Any, root: Schema, numbers: list[float], depth: int) -> Any:
 
 
 def _resolved(given: Any, root: Schema) -> Schema:
-    """Follow references and pick one of the alternatives; what stands beside them still holds."""
+    """Follow references and pick one of the alternatives; keys beside them still apply."""
     if not isinstance(given, dict):
         return {}
     schema: Schema = given

@@ -1,7 +1,7 @@
 """The calls a fake engine saw and the state that its control routes change.
 
-The decision behind it: a test compares what the proxy stored with what the engine saw, so every call is listed, the
-ones included that a fault broke or whose client left.
+Tests compare the turns that the proxy stored with the calls that the engine saw, so every call is listed, also those
+that a fault broke or whose client disconnected.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class SeenCall:
     """running, finished, refused, faulted, or aborted when the client left."""
     fault: str | None = None
     token_ids: list[list[int]] = dataclasses.field(default_factory=list)
-    """What was sampled, of each choice."""
+    """The sampled token ids of each choice."""
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
 
 
 class EngineState:
-    """What lasts from call to call."""
+    """The state of a fake engine."""
 
     def __init__(self, script: Script, model_path: str) -> None:
         self.script = script
@@ -42,7 +42,7 @@ class EngineState:
         """Directory with the tokenizer; the `root` of `/v1/models`."""
         self.calls: list[SeenCall] = []
         self.num_canned_calls = 0
-        """Calls of the canned mode, which are counted and not listed."""
+        """Number of calls in the canned mode, which are not listed."""
         self.weights_path = model_path
         self.weight_version = "default"
         self.reloads: list[str] = []
@@ -50,21 +50,21 @@ class EngineState:
         self.adapters: dict[str, str] = {}
         """LoRA adapters by name, with the directories they came from."""
         self.running = asyncio.Event()
-        """Clear while paused."""
+        """Not set while paused."""
         self.running.set()
 
     def see(self, reply_id: str, path: str, headers: dict[str, str], body: Any) -> SeenCall:
-        """List a call."""
+        """Add a call to the list."""
         call = SeenCall(len(self.calls), reply_id, path, headers, body)
         self.calls.append(call)
         return call
 
     def logprob_shift(self, model: str | None) -> float:
-        """Return what the weights that a model name stands for add to logprobs."""
+        """Return the logprob shift of the weights that a model name stands for."""
         return self.script.logprob_shifts.get(Path(self.adapters.get(model or "", self.weights_path)).name, 0.0)
 
     def summary(self) -> Json:
-        """Return all calls, and their number by outcome."""
+        """Return all calls and their number by outcome."""
         outcomes = [call.outcome for call in self.calls]
         return {
             "num_calls": len(self.calls) + self.num_canned_calls,

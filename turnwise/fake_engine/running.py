@@ -32,15 +32,15 @@ class RunningFakeEngine:
 
     @property
     def calls(self) -> list[SeenCall]:
-        """The calls it saw."""
+        """The calls that it received."""
         return self.state.calls
 
     def fail_next(self, fault: Fault) -> None:
-        """Let the next calls go wrong."""
+        """Add a fault for the next calls."""
         self.state.script.faults.append(fault)
 
     def answer(self, rule: Rule) -> None:
-        """Put a rule in front of the others."""
+        """Add a rule before the others."""
         self.state.script.rules.insert(0, rule)
 
 

@@ -1,8 +1,8 @@
-"""From a request to sampled tokens: what the fake engine says, and what each token adds to the message.
+"""From a request to sampled tokens, with the part of the message that each token adds.
 
-The decision behind it: the whole reply is known before its first byte leaves. A reply is spans (thinking, text, the
-parts of a tool call) whose tokens know what they add; stop strings and length cut the tokens; the plain message and
-the stream are then two views of the same pieces, as they are in a real engine.
+The whole reply is known before its first byte is sent. It consists of spans (thinking, text, the parts of a tool call);
+stop strings and the length limit cut their tokens. The whole message and the stream are two views of the same pieces,
+as in a real engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turnwise.fake_engine.script import Reply, ToolCall
 Json = dict[str, Any]
 
 FORCING_BIAS = 50.0
-"""A bias from which on a token is certain."""
+"""A token with at least this bias is certain."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Piece:
 
     token_id: int
     text: str
-    """What it adds to the raw text; nothing while a character is incomplete."""
+    """Text that it adds; empty while a character is incomplete."""
     kind: str
-    """Which part it is of: reasoning, content, name, arguments, or markup, which no client sees."""
+    """Kind of its part: reasoning, content, name, arguments, or markup, which is not sent to clients."""
     call: int = -1
-    """Which tool call it is of."""
+    """Index of its tool call."""
     name: str | None = None
-    """The tool's name, at the token that completes it."""
+    """The tool's name, on the token that completes it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class Sample:
 
     @property
     def token_ids(self) -> list[int]:
-        """All of it, end of turn included."""
+        """All token ids, with the end of turn."""
         return [piece.token_id for piece in self.pieces]
 
     def text(self, kind: str, call: int = -1) -> str:
-        """Return what the tokens of one part say."""
+        """Return the text of one kind of part."""
         return "".join(piece.text for piece in self.pieces if piece.kind == kind and piece.call == call)
 
     def raw_text(self) -> str:
-        """Return all that was sampled, markup included, control tokens not."""
+        """Return the sampled text with markup, without control tokens."""
         return "".join(piece.text for piece in self.pieces)
 
     def tool_calls(self) -> list[tuple[str, str]]:
@@ -79,7 +79,7 @@ def last_text(messages: list[Json], role: str | None = None) -> str:
 
 
 def default_reply(request: Json, *, call_tools: bool) -> Reply:
-    """Return what the engine says when no rule of its script matches."""
+    """Return the reply without a matching rule."""
     said = last_text(request["messages"], "user")
     choice, tools = request.get("tool_choice"), request.get("tools") or []
     if tools and choice != "none":
@@ -93,7 +93,7 @@ def default_reply(request: Json, *, call_tools: bool) -> Reply:
 
 
 def requested_schema(request: Json) -> Json | None:
-    """Return the JSON schema that the reply must satisfy; None where it is free."""
+    """Return the JSON schema that the reply must satisfy; None without one."""
     response_format = request.get("response_format") or {}
     if response_format.get("type") == "json_schema":
         return dict(response_format["json_schema"].get("schema") or {})
@@ -104,7 +104,7 @@ def requested_schema(request: Json) -> Json | None:
 
 
 def _call_of(tools: list[Json], choice: object, said: str) -> ToolCall:
-    """Call the tool that was named: by the choice, else by the user, else the first."""
+    """Return a call of the tool that the tool choice names, else the user, else of the first tool."""
     wanted = choice["function"]["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
     named = [each for each in functions if (each["name"] == wanted if wanted else each["name"] in said)]
@@ -113,7 +113,7 @@ def _call_of(tools: list[Json], choice: object, said: str) -> ToolCall:
 
 
 def sample(reply: Reply, request: Json, *, max_tokens: int) -> Sample:
-    """Return the tokens of a reply, cut where the request wants them cut."""
+    """Return the tokens of a reply, cut at the request's stops and length."""
     forced = _forced_token(request)
     if forced is not None:
         return Sample([Piece(forced, tokens.decode([forced]), "content")] * max_tokens, "length", None)
@@ -134,7 +134,7 @@ def sample(reply: Reply, request: Json, *, max_tokens: int) -> Sample:
 
 
 def _forced_token(request: Json) -> int | None:
-    """Return the token that a logit bias leaves no choice about."""
+    """Return the token that a logit bias forces; None without one."""
     biases = request.get("logit_bias") or {}
     return next((int(token) for token, bias in biases.items() if bias >= FORCING_BIAS), None)
 
@@ -187,7 +187,7 @@ def _first_stop(pieces: list[Piece], stops: list[str], stop_ids: list[int]) -> t
 
 
 def _without_stop(pieces: list[Piece], stop: str, *, keep: bool) -> list[Piece]:
-    """Blank the text from where the stop string begins (from its end, to keep it); the tokens stay."""
+    """Clear the text from the start of the stop string on (from its end, to keep it); the tokens stay."""
     text = "".join(piece.text for piece in pieces)
     room = text.rindex(stop) + (len(stop) if keep else 0)
     kept = []

@@ -1,8 +1,8 @@
-"""What the fake engine says, how fast, and what goes wrong: one value that a test builds or a JSON file holds.
+"""A script of the fake engine: its replies, its pace and its faults, built by a test or read from a JSON file.
 
-The decision behind it: a script is rules that look at the last message, so that concurrent callers get their own
-replies whatever the order they come in. Without a matching rule the engine answers by itself: it calls a tool where
-tools are offered, writes JSON where a schema asks for it, and else repeats the user.
+Rules look at the last message, so that concurrent callers get their own replies in any order of arrival. Without a
+matching rule the engine calls a tool if tools are offered, writes JSON if a schema is given, and otherwise repeats the
+user.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ class _Strict(pydantic.BaseModel):
 
 
 class FaultKind(enum.StrEnum):
-    """What can go wrong."""
+    """Kinds of faults."""
 
     STATUS = "status"
-    """An error status in place of the reply."""
+    """An error status instead of the reply."""
     RESET = "reset"
     """The connection is reset before the first byte."""
     RESET_STREAM = "reset_stream"
     """The connection is reset after some chunks; a plain reply is cut in the middle."""
     HANG = "hang"
-    """No byte comes, until the client leaves."""
+    """No byte is sent until the client disconnects."""
     HANG_STREAM = "hang_stream"
-    """Nothing more comes after some chunks, until the client leaves."""
+    """No byte is sent after some chunks until the client disconnects."""
     MALFORMED = "malformed"
-    """JSON that does not parse."""
+    """Invalid JSON."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105  a kind of fault
-    """A reply without the token ids that were asked for."""
+    """A reply without the requested token ids."""
     SLOW_FIRST_TOKEN = "slow_first_token"  # noqa: S105  a kind of fault
     """The reply starts late."""
 
 
 class Fault(_Strict):
-    """One thing that goes wrong, for the next calls or for one that asks for it."""
+    """One fault, for the next calls or for a call that requests it."""
 
     kind: FaultKind
     count: int = 1
-    """How many calls it strikes."""
+    """Number of calls that it applies to."""
     status: int = 500
     """The status, for `status`."""
     after_chunks: int = 2
-    """Chunks that still leave, for `reset_stream` and `hang_stream`."""
+    """Chunks that are still sent, for `reset_stream` and `hang_stream`."""
     seconds: float = 1.0
-    """How late, for `slow_first_token`."""
+    """Delay of the first token, for `slow_first_token`."""
     contains: str | None = None
-    """Strikes only calls whose last message contains this."""
+    """Applies only to calls whose last message contains this text."""
 
     @classmethod
     def from_header(cls, value: str) -> Self:
@@ -76,7 +76,7 @@ class ToolCall(_Strict):
 
 
 class Reply(_Strict):
-    """What the engine samples for one call."""
+    """The reply to one call."""
 
     text: str | None = None
     reasoning: str | None = None
@@ -84,32 +84,32 @@ class Reply(_Strict):
     finish_reason: Literal["stop", "length", "abort", "error", "repetition"] = "stop"
     """Any but `stop` leaves out the end-of-turn token, as a cut reply does."""
     pace_seconds: float | None = None
-    """Delay before each token; None takes the script's."""
+    """Delay before each token; None: the script's pace."""
     choices: list[Reply] = pydantic.Field(default_factory=list)
     """Replies of the second and later choices, for n > 1; without them they are variations of the first."""
 
 
 class Rule(_Strict):
-    """A reply and when it is given."""
+    """A reply and its condition."""
 
     reply: Reply
     contains: str | None = None
-    """The last message must contain this; None matches all."""
+    """Text that the last message must contain; None matches all."""
     count: int | None = None
-    """How often the rule may answer; None without end."""
+    """How often the rule may answer; None for no limit."""
     needs_tools: bool = False
     """Whether the call must offer tools."""
 
 
 class Script(_Strict):
-    """All that a fake engine can be told."""
+    """The settings of a fake engine."""
 
     model: str = "fake"
     rules: list[Rule] = pydantic.Field(default_factory=list)
-    """The first that matches answers."""
+    """The first matching rule answers."""
     faults: list[Fault] = pydantic.Field(default_factory=list)
     pace_seconds: float = 0.0
-    """Delay before each token; 0 sends as fast as the socket takes it."""
+    """Delay before each token; 0 sends without delay."""
     tokens_per_chunk: int = pydantic.Field(default=1, ge=1)
     max_model_len: int = 32768
     lora: bool = False
@@ -126,7 +126,7 @@ class Script(_Strict):
     call_tools: bool = True
     """Whether `tool_choice: auto` calls a tool after a user's message."""
     canned_tokens: int | None = None
-    """Answers every chat call with the same precomputed reply of so many tokens: a floor for benches."""
+    """Answers every chat call with the same precomputed reply of this many tokens, for benchmarks."""
     canned_chunks: int = pydantic.Field(default=100, ge=1)
     """Chunks of a streamed canned reply."""
 
@@ -155,7 +155,7 @@ class Script(_Strict):
         return None
 
     def take_fault(self, last_message: str) -> Fault | None:
-        """Return the first fault that strikes this call, and count it."""
+        """Return the first fault that applies to this call, and count it."""
         for fault in self.faults:
             if fault.count > 0 and (fault.contains is None or fault.contains in last_message):
                 fault.count -= 1

@@ -1,7 +1,7 @@
 """The fake engine: a scripted stand-in that speaks vLLM 0.32's wire format, for tests and for the CI of agents.
 
-The decision behind it: everything that an agent, the proxy or a test can observe of the engine over HTTP is here, and
-nothing of the model is. What it samples is known beforehand, so a test can say exactly what must be stored.
+It implements everything that an agent, the proxy or a test can observe of vLLM over HTTP, without a model. The sampled
+tokens are known in advance, so a test can state exactly what must be stored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def create_app(script: Script | None = None, *, model_path: str = "fake", state:
     """Return the fake engine as an ASGI application.
 
     Args:
-        script: What it says; None echoes the user.
+        script: Its replies; None repeats the user.
         model_path: Directory with its tokenizer, as `write_tokenizer` makes one; the `root` of `/v1/models`.
         state: Its insides, for a test in the same process, in place of the other two.
     """
@@ -151,7 +151,7 @@ def _refused(seen: SeenCall, response: Response, fault: Fault | None) -> Respons
 
 
 def _refuse_chat(state: EngineState, body: Json) -> Response | None:
-    """Return what vLLM says to a chat request that it does not take."""
+    """Return vLLM's error for an invalid chat request; None for a valid one."""
     if not isinstance(body.get("messages"), list):
         return reply_error("Field required: messages", param="body.messages", kind="Bad Request")
     if not body["messages"]:
@@ -168,7 +168,7 @@ def _refuse_chat(state: EngineState, body: Json) -> Response | None:
 
 
 def _refuse_sampling(state: EngineState, body: Json) -> Response | None:
-    """Return what vLLM says to parameters that no route takes."""
+    """Return vLLM's error for parameters that are invalid on every route; None for valid ones."""
     if refusal := unknown_model(state, body.get("model")):
         return refusal
     if body.get("stream_options") and not body.get("stream"):
@@ -183,7 +183,7 @@ def _refuse_sampling(state: EngineState, body: Json) -> Response | None:
 
 
 def _prompt_of(state: EngineState, body: Json) -> list[int]:
-    """Return the prompt's ids: the ones sent along, else the rendered conversation."""
+    """Return the prompt's ids: those in the request, else those of the rendered conversation."""
     sent = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
     if sent and state.script.honours_prompt_token_ids and not tokens.has_media(body["messages"]):
         return list(sent)
@@ -191,7 +191,7 @@ def _prompt_of(state: EngineState, body: Json) -> list[int]:
 
 
 def _room(state: EngineState, body: Json, num_prompt: int) -> int | Response:
-    """Return how many tokens may be sampled, or the refusal of a call that does not fit the context."""
+    """Return the largest number of tokens to sample, or the error for a prompt that does not fit the context."""
     limit = state.script.max_model_len
     if num_prompt >= limit:
         message = f"This model's maximum context length is {limit} tokens. However, your prompt contains {num_prompt}."
@@ -211,7 +211,7 @@ def _number(body: Json, name: str, default: int) -> int:
 
 
 def _choice_of(reply: Reply, index: int) -> Reply:
-    """Return the reply of the n-th choice: scripted, or the first one with its number."""
+    """Return the reply of the n-th choice: scripted, or the first reply with a number."""
     if index == 0:
         return reply
     if index <= len(reply.choices):

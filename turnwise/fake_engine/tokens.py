@@ -1,8 +1,8 @@
 """The fake engine's tokenizer and chat template: bytes, and a few special tokens above them.
 
-The decision behind it: a token is a byte, so ids and text determine each other, any text can be sampled, and a
-character outside ASCII is split over tokens, as real tokenizers do on a bad day. The same tokenizer and template can be
-written in the Hugging Face layout, so that whoever loads the engine's model directory renders what the engine renders.
+A token is a byte, so ids and text determine each other, any text can be sampled, and a character outside ASCII is split
+over several tokens, as real tokenizers may do. The same tokenizer and template can be written in the Hugging Face
+layout, so that a client of the engine's model directory renders what the engine renders.
 """
 
 from __future__ import annotations
