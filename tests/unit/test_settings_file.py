@@ -13,6 +13,9 @@ from turnwise.commands.cli import main
 from turnwise.commands.settings_file import HEAD, MODELS, settings_file, settings_model
 from turnwise.settings import load_settings
 
+REQUIRED = {"engine": {"model": "owner/name"}, "reward": {"source": "next_state"}}
+"""Settings without a default."""
+
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +42,7 @@ def test_with_every_setting_set_each_process_gets_its_defaults(text, section):
     path = Path("turnwise.toml")
     path.write_text(_with_all_defaults_set(text))
     model = settings_model(section)
-    needed = {"model": "owner/name"} if section == "engine" else {}
+    needed = REQUIRED.get(section, {})
     assert load_settings(model, config=path, section=section, overrides=needed) == model(**needed)
 
 

@@ -41,6 +41,7 @@ MODELS = {
     "trainer": ("trainer.settings:TrainerSettings", "`turnwise train`: claims experiences, updates, publishes."),
     "engine": ("turnwise.processes.engine_command:EngineSettings", "`turnwise engine`: vLLM with the right flags."),
     "run": ("turnwise.rollouts.settings:RunSettings", "`turnwise run`: any agent as rollouts."),
+    "reward": ("turnwise.rewards.settings:RewardSettings", "`turnwise reward`: rewards from a process of its own."),
 }
 """Settings model and description of each section."""
 
