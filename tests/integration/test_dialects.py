@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -345,7 +344,7 @@ def test_an_answer_that_is_no_longer_in_memory_is_told_from_the_store_in_each_di
 def test_on_a_real_engine_each_dialect_s_second_turn_extends_its_first(
     engine: RunningEngine, start_proxy: StartProxy
 ) -> None:
-    """The words are sampled, so that tokenising them again would show; a forced tool call is cut off in its JSON."""
+    """The words are sampled, so that tokenising them again would show."""
     proxy = start_proxy(engine.url)
     claude, client = messages_client(proxy, "claude"), responses_client(proxy, "gpt")
     asked: list[Any] = [{"role": "user", "content": "Who leads kim?"}]
@@ -356,19 +355,11 @@ def test_on_a_real_engine_each_dialect_s_second_turn_extends_its_first(
             chat.send_message("Who leads kim?")
             list(chat.send_message_stream("And then?"))
     for stream in (False, True, False):
-        forced: Any = {"type": "tool", "name": "look"} if stream else {"type": "auto"}
-        tools: Any = {"tools": [MESSAGES_TOOL], "tool_choice": forced}
-        said = message(claude, stream=stream, model="small", max_tokens=9, messages=asked, **tools)
-        calls = [block for block in said.content if block.type == "tool_use"]
-        results: list[Any] = [{"type": "tool_result", "tool_use_id": call.id, "content": "no"} for call in calls]
-        asked += [{"role": "assistant", "content": said.content}]
-        asked += [{"role": "user", "content": [*results, {"type": "text", "text": "And then?"}]}]
+        said = message(claude, stream=stream, model="small", max_tokens=24, messages=asked)
+        asked += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "And then?"}]
         made = response(client, stream=stream, model="small", max_output_tokens=24, input=given, tools=[RESPONSES_TOOL])
         given += [*(item.model_dump(exclude={"parsed_arguments"}) for item in made.output)]
         given += [{"role": "user", "content": "And then?"}]
     assert one_exact_chain(proxy, "claude", 3)
-    (call,) = [call for view in proxy.turns("claude") for call in view.turn.response.get("tool_calls") or ()]
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(call["function"]["arguments"])
     assert one_exact_chain(proxy, "gpt", 3)
     assert one_exact_chain(proxy, "gemini", 4)
