@@ -148,7 +148,7 @@ time.sleep(600)
 """
     agent = write_agent(tmp_path, body)
     tasks = write_tasks(tmp_path, {"task_id": "t"})
-    options = ("--tasks", str(tasks), "--timeout", "2", "--keep-workdirs", "--out", "out", "--json")
+    options = ("--tasks", str(tasks), "--timeout", "6", "--keep-workdirs", "--out", "out", "--json")
     done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["termination_reason"], run["num_turns"]) == ("timeout", 1)
@@ -358,7 +358,7 @@ def test_a_call_that_hangs_fails_or_ends_its_worker_costs_its_own_run(url, tmp_p
     (tmp_path / "library_agent.py").write_text(CALLED)
     questions = ["a", "hang", "fail", "b", "die", "c", "d"]
     tasks = write_tasks(tmp_path, *({"task_id": each, "question": each, "answer": each} for each in questions))
-    options = ("--tasks", str(tasks), "--call", "library_agent:play", "--parallel", "1", "--timeout", "3")
+    options = ("--tasks", str(tasks), "--call", "library_agent:play", "--parallel", "1", "--timeout", "6")
     done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
     assert done.returncode == 1
     runs = {run["task_id"]: run for run in json.loads(done.stdout)["runs"]}
