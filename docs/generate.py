@@ -1,7 +1,8 @@
-"""Writes docs/reference.md from the code: commands, settings and metrics. A test holds the file to it."""
+"""Writes docs/reference.md and docs/api.md from the code. A test compares the files with it."""
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -27,6 +28,12 @@ SECTIONS: dict[str, type[Settings]] = {
     "run": RunSettings,
     "reward": RewardSettings,
 }
+
+
+def pages() -> dict[Path, str]:
+    """Return all pages that are made from the code, by their file."""
+    api_page = runpy.run_path(str(TARGET.with_name("api_page.py")))
+    return {TARGET: reference(), TARGET.with_name("api.md"): api_page["api"]()}
 
 
 def reference() -> str:
@@ -99,5 +106,6 @@ def first_sentence(text: str) -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(reference())
-    sys.stdout.write(f"wrote {TARGET}\n")
+    for path, page in pages().items():
+        path.write_text(page)
+        sys.stdout.write(f"wrote {path}\n")

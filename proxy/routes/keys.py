@@ -42,7 +42,7 @@ class KeyList(Answer):
 class NewKey(BaseModel):
     """What a key is created with."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     role: keys.Role = keys.Role.AGENT
     name: Text = ""

@@ -28,7 +28,7 @@ Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
 class NewPolicy(BaseModel):
     """A version to publish."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     version: Count | None = None
     """By default one more than the newest."""
@@ -40,7 +40,7 @@ class NewPolicy(BaseModel):
 class Activation(BaseModel):
     """How to activate a version."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     pin: bool = True
     """Serve it whatever is published later; false serves it until a newer version is published."""

@@ -32,7 +32,7 @@ Caller = Annotated[Principal, Depends(caller)]
 class RewardLine(BaseModel):
     """One reward: for a turn, a step of a session, or a whole session."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     session_id: Id | None = None
     turn_id: Id | None = None

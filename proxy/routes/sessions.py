@@ -46,7 +46,7 @@ Prompt = Annotated[
 class NewSession(BaseModel):
     """What a session is created with; everything has a default."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     session_id: Annotated[str, Field(pattern=SESSION_ID)] | None = None
     task_id: Id | None = None
@@ -76,7 +76,7 @@ class NewSession(BaseModel):
 class WantedRole(BaseModel):
     """The role that a chain has."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     role: Role
 
@@ -84,7 +84,7 @@ class WantedRole(BaseModel):
 class Ending(BaseModel):
     """How a session ended."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     termination_reason: Text | None = None
     reward: Number | None = None
