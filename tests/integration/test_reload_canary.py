@@ -34,9 +34,9 @@ class Weights(Script):
 
     _state: EngineState = PrivateAttr()
 
-    def take_reply(self, last_message: str) -> Reply | None:
+    def take_reply(self, last_message: str, *, offers_tools: bool = False) -> Reply | None:
         """Say what the call's weights say."""
-        del last_message
+        del last_message, offers_tools
         model = self._state.calls[-1].body.get("model")
         name = Path(self._state.adapters.get(model) or self._state.weights_path).name
         if name == "broken":
