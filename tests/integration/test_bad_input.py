@@ -208,9 +208,9 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_any_engine_sees_it
     both, http = shared
     (tmp_path / "empty").mkdir()
     wrong = {
-        str(tmp_path / "nowhere"): "no directory",
+        str(tmp_path / "nowhere"): "not a directory",
         str(tmp_path / "empty"): "config.json",
-        str(checkpoint(tmp_path / "cut", cut=3)): "cut off",
+        str(checkpoint(tmp_path / "cut", cut=3)): "truncated",
         str(checkpoint(tmp_path / "config", config="{")): "JSON",
     }
     for path, word in wrong.items():
