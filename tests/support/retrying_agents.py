@@ -76,7 +76,9 @@ class Agent:
 
     async def _try(self, http: aiohttp.ClientSession, base: str) -> Seen | None:
         call = len(self.seen)
-        headers = {"idempotency-key": f"{self.number}-{call}"} if self.has_keys else {}
+        headers = {"content-type": "application/json"}
+        if self.has_keys:
+            headers["idempotency-key"] = f"{self.number}-{call}"
         body = {"model": "fake", "messages": self.messages(call), "stream": self.streams}
         url = f"{base}/sessions/{self.session_id(call)}/v1/chat/completions"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
