@@ -100,7 +100,7 @@ def _route(method: str, path: str, operation: Schema, schemas: Schema) -> Iterat
     fields = _resolved(body, schemas) if body else None
     if fields and "properties" in fields:
         yield from ["", *_fields(fields, schemas, with_required=True)]
-    yield from ["", "```sh", _curl(method, path, fields, schemas), "```"]
+    yield from ["", "```bash", _curl(method, path, fields, schemas), "```"]
     answered = operation["responses"].get("200", {}).get("content", {}).get("application/json", {}).get("schema")
     if answered:
         sample = json.dumps(_sample(answered, schemas), indent=1, ensure_ascii=False)

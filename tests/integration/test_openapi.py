@@ -48,7 +48,9 @@ def schemathesis(proxy: RunningProxy, key: str, directory: Path, *arguments: str
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_the_control_plane_answers_as_its_schemas_say(keyed, tmp_path, examples):
-    exclude = ("--exclude-tag", "calls", "--exclude-checks", "positive_data_acceptance")
+    # A deleted tenant has no key to go on with.
+    exclude = ("--exclude-tag", "calls", "--exclude-path", "/v1/tenant")
+    exclude += ("--exclude-checks", "positive_data_acceptance")
     schemathesis(*keyed, tmp_path, "-n", str(examples), *exclude)
 
 
