@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -71,6 +71,8 @@ class Engine:
         """Its LoRA adapters by policy version, in the order of loading."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+        self.wait_until_serving: Callable[[], Awaitable[bool]] | None = None
+        """Waits while it is absent and no other engine serves; returns whether it serves again."""
         self.observe_head: Callable[[float], None] | None = None
         """Called with the seconds from each call's request to the head of its answer."""
         self.sampling_defaults: Json = {}
@@ -114,7 +116,12 @@ class Engine:
             headers = {**headers, "traceparent": context.traceparent}
         started = time.perf_counter()
         try:
-            answer = await self._http.request("POST", path, body, headers)
+            try:
+                answer = await self._http.request("POST", path, body, headers)
+            except NotConnected:
+                if not await self._wait_for_return():
+                    raise
+                answer = await self._http.request("POST", path, body, headers)
             if self.observe_head is not None:
                 self.observe_head(time.perf_counter() - started)
             if answer.status >= 400:
@@ -123,6 +130,13 @@ class Engine:
         except Disconnected as error:
             raise self._unavailable(error) from error
         return answer
+
+    async def _wait_for_return(self) -> bool:
+        """Take the engine out, because nothing listens on its port, and wait; return whether it is back."""
+        if self.is_serving:
+            log.error("the engine at %s is taken out: nothing listens on its port", self.url)
+            self.status.change(EngineState.ABSENT)
+        return self.wait_until_serving is not None and await self.wait_until_serving()
 
     def close(self) -> None:
         """Close idle connections."""

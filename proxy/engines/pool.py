@@ -58,6 +58,7 @@ class EnginePool:
         for engine in self.engines:
             engine.status.on_change = lambda _state, engine=engine: self._note_change(engine)
             metrics.engine_up.labels(engine.url).set(0)
+            engine.wait_until_serving = functools.partial(self._wait_until_serving, engine)
             engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
             metrics.engine_calls.labels(engine.url).set_function(functools.partial(_num_calls, engine))
 
@@ -158,6 +159,17 @@ class EnginePool:
                     await changed.wait()
             except TimeoutError:
                 continue
+
+    async def _wait_until_serving(self, engine: Engine) -> bool:
+        """Wait for an absent engine; while others serve, its call fails at once and can be retried there."""
+        give_up_at = asyncio.get_running_loop().time() + self._wait_seconds
+        try:
+            async with asyncio.timeout_at(give_up_at):
+                while not self.serving or engine.state is EngineState.RELOADING:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return engine.is_serving
 
     def release(self, lane: Lane) -> None:
         """Return the place of a call."""

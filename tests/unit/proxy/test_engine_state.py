@@ -12,7 +12,8 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.state import SERVING, TRANSITIONS, EngineState, EngineStatus
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable
-from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine
+from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
+from turnwise.processes.stack import free_port
 from turnwise.types import Session
 
 SESSION = Session(session_id="s")
@@ -164,3 +165,31 @@ def test_user_and_password_of_an_engine_appear_in_no_address():
     assert without_credentials("http://user:secret@host:8000/base/") == "http://host:8000/base"
     engine = Engine("http://user:secret@host:8000", timeout_seconds=1)
     assert "secret" not in engine.url + str(engine._unavailable(OSError("refused")))
+
+
+async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_the_engines_return():
+    """It takes the engine out at once, so that later calls wait too; nothing was sent yet."""
+    port = free_port()
+    pool, _ = make_pool(30.0, f"http://127.0.0.1:{port}")
+    engine = pool.engines[0]
+    engine.status.change(EngineState.READY)
+    call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
+    while engine.is_serving:  # noqa: ASYNC110  the call changes it
+        await asyncio.sleep(0.01)
+    with running_fake_engine(port=port):
+        engine.status.change(EngineState.READY)
+        with await asyncio.wait_for(call, 20) as answer:
+            assert answer.status == 200
+            await answer.read()
+        engine.close()
+
+
+async def test_a_call_whose_engine_is_gone_fails_at_once_while_another_engine_serves():
+    metrics = Metrics()
+    urls = [f"http://127.0.0.1:{free_port()}", "http://127.0.0.1:1"]
+    pool = EnginePool(urls, metrics, timeout_seconds=5, max_concurrent_calls=10, wait_seconds=60)
+    for engine in pool.engines:
+        engine.status.change(EngineState.READY)
+    with pytest.raises(EngineUnavailable):
+        await asyncio.wait_for(pool.engines[0].post("/v1/chat/completions", chat_body(), {}), 20)
+    assert pool.serving == [pool.engines[1]]
