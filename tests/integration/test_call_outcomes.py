@@ -24,7 +24,7 @@ def outcomes(proxy: RunningProxy) -> list[tuple[str, str | None]]:
 
 def test_a_call_without_a_healthy_engine_is_stored_and_counted(start_proxy: StartProxy):
     with running_fake_engine() as engine:
-        proxy = start_proxy(engine.url)
+        proxy = start_proxy(engine.url, "--engine-wait-seconds", "0")
     wait_until(lambda: httpx2.get(f"{proxy.url}/readyz").status_code != 200, "the engine is known to be gone")
     reply = httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
