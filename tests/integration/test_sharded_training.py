@@ -22,11 +22,12 @@ sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="t
 """
 
 
-def train(directory, model, num_processes, kind):
-    directory.mkdir()
-    db = new_ledger(directory / "ledger.db")
-    Rollouts(db, load_model(model)).play("a", num_groups=20)
-    db.close()
+def train(directory, model, num_processes, kind, *, num_groups=20, total_batches=5):
+    if not directory.exists():
+        directory.mkdir()
+        db = new_ledger(directory / "ledger.db")
+        Rollouts(db, load_model(model)).play("a", num_groups=num_groups)
+        db.close()
     config = directory / "trainer.toml"
     config.write_text(
         f"""
@@ -38,7 +39,8 @@ def train(directory, model, num_processes, kind):
         multi_devices = {str(num_processes > 1).lower()}
         groups_per_batch = 4
         num_minibatches = 4
-        total_batches = 5
+        learning_rate = 3e-4
+        total_batches = {total_batches}
         max_staleness = 10
         row_tokens = 48
         num_threads = 1
@@ -81,3 +83,15 @@ def test_two_processes_give_the_losses_and_weights_of_one_over_twenty_updates(tm
     print(f"{kind}: losses apart by {max(map(abs, np.subtract(together, alone))):.1e}, weights by {apart:.1e}")
     for name, value in expected.items():
         torch.testing.assert_close(sharded[name], value, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_two_processes_resume_from_a_state_that_only_the_first_one_reads(tmp_path):
+    """Stopped after the first of two batches and started again: the weights of one process that was never stopped."""
+    model = make_model(tmp_path / "model")
+    train(tmp_path / "one", model, 1, "full", num_groups=8, total_batches=2)
+    for total_batches in (1, 2):
+        train(tmp_path / "two", model, 2, "full", num_groups=8, total_batches=total_batches)
+    expected, resumed = (load_file(tmp_path / name / "policies/v000002/model.safetensors") for name in ("one", "two"))
+    for name, value in expected.items():
+        torch.testing.assert_close(resumed[name], value, atol=1e-5, rtol=0)

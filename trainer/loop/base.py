@@ -19,7 +19,7 @@ from trainer.build import OptimizerLike, as_settings
 from trainer.learning.optimizer import make_scheduler, set_position
 from trainer.loop.evaluator import Evaluator
 from trainer.loop.resume import check_resumable, log_changes
-from trainer.loop.state import Progress, State
+from trainer.loop.state import TENSORS, Progress, State
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
 from trainer.publish import directory
@@ -172,11 +172,27 @@ class RLWorkflow(abc.ABC):
         """
         if version == 0:
             return self._new_state(seed)
-        saved = self.checkpoints.read_state(version)
+        saved = self._read_state(version)
         check_resumable(saved.get("settings", {}), self.config)
         if reports_changes and self.agent.world.is_first:
             log_changes(saved.get("settings", {}), self.config)
-        return self._new_state(seed).restored(saved)
+        return self._new_state(seed).restored(saved, from_first=self.agent.world.size > 1)
+
+    def _read_state(self, version: int) -> dict[str, Any]:
+        """Read a version's state in the first process alone; the others get its plain values, and no tensors."""
+        world = self.agent.world
+        if not world.is_first:
+            shared: dict[str, Any] | BadCheckpoint = world.share(None)
+            if isinstance(shared, BadCheckpoint):
+                raise shared
+            return shared | {name: {} for name in TENSORS}
+        try:
+            saved = self.checkpoints.read_state(version)
+        except BadCheckpoint as error:
+            world.share(error)
+            raise
+        world.share({name: value for name, value in saved.items() if name not in TENSORS})
+        return saved
 
     def _rewound(self, state: State, version: int) -> State:
         """Return the state to go on from an older version's weights; the counts of the run go on."""

@@ -21,6 +21,8 @@ from trainer.learning.optimizer import set_position
 from trainer.policy.model import Policy
 from turnwise.types import Json
 
+TENSORS = ("model", "optimizer")
+"""The parts of a saved state that hold tensors."""
 MOST_RECENT_VERSIONS = 64
 """How many versions `Progress.recent_versions` holds; nothing counts as more stale than this."""
 
@@ -96,14 +98,18 @@ class State:
             "buffer": self.buffer,
         }
 
-    def restored(self, saved: dict[str, Any]) -> State:
+    def restored(self, saved: dict[str, Any], *, from_first: bool = False) -> State:
         """Return this state with the saved weights, optimizer moments and counts.
 
         The optimizer's settings and the seed stay as they are now. The learning rate follows from the count of updates.
+
+        Args:
+            saved: What `state_dict` returned.
+            from_first: Whether only the first process has the tensors, and sends each process its shard.
         """
-        self.policy.load_trained_state(saved["model"])
+        self.policy.load_trained_state(saved["model"], from_first=from_first)
         settings = [_settings_of(group) for group in self.optimizer.param_groups]
-        options = StateDictOptions(full_state_dict=True)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
         set_optimizer_state_dict(
             self.policy.model, self.optimizer, cast("dict[str, Any]", saved["optimizer"]), options=options
         )

@@ -217,15 +217,16 @@ class Policy:
         state = cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
         return {name: value.clone() for name, value in state.items()}
 
-    def load_trained_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `trained_state` returned.
+    def load_trained_state(self, state: dict[str, Tensor], *, from_first: bool = False) -> None:
+        """Load what `trained_state` returned; with `from_first`, the first process sends it to the others.
 
         Raises:
             BadCheckpoint: It is of another model.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        options = StateDictOptions(full_state_dict=True, strict=self.spec.kind is PolicyKind.FULL)
+        is_whole = self.spec.kind is PolicyKind.FULL
+        options = StateDictOptions(full_state_dict=True, strict=is_whole, broadcast_from_rank0=from_first)
         try:
             set_model_state_dict(self.model, cast("dict[str, Any]", state), options=options)
         except RuntimeError as error:
