@@ -82,29 +82,23 @@ class Forest:
             parent.has_child = parent.has_child or not turn.is_aborted
             parent.tokens = None
 
-    def deepest(self, conversation: Conversation, reserved: Container[str] = ()) -> KnownTurn | None:
+    def deepest(self, conversation: Conversation) -> KnownTurn | None:
         """Return the turn that covers most of the conversation's messages up to the last reply.
 
-        Of several turns with that history, prefer one whose tool-call ids the conversation repeats, then the newest
-        that nothing extends, then the newest.
-
-        Args:
-            conversation: what the call sends.
-            reserved: ids of turns that running calls extend.
+        Of several turns with that history, prefer those whose tool-call ids the conversation repeats, then the newest:
+        a client that repeats a call has seen the last reply.
         """
         for end in range(conversation.num_replied - 1, -1, -1):
             turns = self.by_history.get(conversation.history.full[end])
             if turns:
-                return self._choose(turns, conversation, reserved)
+                return self._choose(turns, conversation)
         return None
 
-    def _choose(self, turns: list[KnownTurn], conversation: Conversation, reserved: Container[str]) -> KnownTurn:
+    def _choose(self, turns: list[KnownTurn], conversation: Conversation) -> KnownTurn:
         if len(turns) == 1:
             return turns[0]
         call_ids = conversation.call_ids()
-        turns = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
-        free = [turn for turn in turns if is_free(turn, reserved)]
-        return (free or turns)[-1]
+        return ([turn for turn in turns if self.call_ids(turn) & call_ids] or turns)[-1]
 
     def call_ids(self, turn: KnownTurn) -> frozenset[str]:
         """Return the ids of the tool calls of a turn and its ancestors."""

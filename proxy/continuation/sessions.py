@@ -198,10 +198,10 @@ class Sessions:
         if not self._settings.continuation:
             return new_chain(conversation, "continuation_off")
         if parent is None:
-            parent = live.forest.deepest(conversation, self._reserved)
+            parent = live.forest.deepest(conversation)
             if parent is None or parent.num_messages < conversation.num_replied:
                 await self.refresh(live)
-                parent = live.forest.deepest(conversation, self._reserved)
+                parent = live.forest.deepest(conversation)
             if parent is not None:
                 self._reserve(placement, parent)
         tokens = None if parent is None else await self._tokens(parent)
