@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
-from turnwise.types import Outcome, Turn
+from turnwise.types import Outcome, Role, Turn
 
 WHOLE = Turn(
     turn_id="t",
@@ -17,6 +17,8 @@ WHOLE = Turn(
     tenant="acme",
     parent_turn_id="p",
     chain_id="c",
+    role=Role.SUB_AGENT,
+    role_reason="corrected",
     seq=3,
     step=2,
     dialect="messages",
