@@ -37,6 +37,8 @@ MAX_STEP = 2**31 - 1
 MAX_STEP_DIGITS = 10
 MAX_KEY_LENGTH = 256
 MAX_TOOL_NAME = 64
+SESSION = "x-session-id"
+"""Reply header that names the session of the call, also where the proxy found it by itself."""
 DROPPED_TOOLS = "x-turnwise-dropped-tools"
 """Reply header that names the tools which were removed from the request."""
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
@@ -104,6 +106,8 @@ class Sample:
         earlier = await services.replays.find(identity, is_retry=call.is_retry)
         if earlier is not None:
             services.metrics.coalesced.inc()
+            if named := principal.session_id or call.session_id:
+                reply.headers[SESSION] = named
             await reply.again(earlier, stream=call.stream)
             return
         attempt = services.replays.begin(identity, os.urandom(16).hex(), left)
@@ -126,6 +130,7 @@ class Sample:
             admission = await self._services.limits.admit(principal)
         try:
             async with self._services.relay.begin(call, principal, identity, call_id) as running:
+                reply.headers[SESSION] = running.session.session_id
                 try:
                     return await self._reply_to(running, reply, left)
                 finally:

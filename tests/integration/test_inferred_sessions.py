@@ -64,6 +64,15 @@ def two_keys(database_url: str) -> list[str]:
     return made
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_names_its_session(proxy: RunningProxy, stream: bool) -> None:
+    body = {"model": "fake", "messages": [user("Hello.")], "stream": stream}
+    named = httpx2.post(f"{proxy.url}/sessions/mine/v1/chat/completions", json=body)
+    assert named.headers["x-session-id"] == "mine"
+    inferred = httpx2.post(f"{proxy.v1}/chat/completions", json=body).headers["x-session-id"]
+    assert {view.turn.session_id for view in proxy.turns()} == {"mine", inferred}
+
+
 def test_a_conversation_stays_in_its_session_over_a_restart(
     database_url: str, fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):

@@ -17,7 +17,7 @@ from support.waiting import wait_until
 from turnwise.fake_engine import running_fake_engine
 from turnwise.processes.stack import command
 
-NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0}
+NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0, "trainers": []}
 HEALTH = {"/healthz", "/readyz"}
 REVOKED_SECONDS = 5.0
 MODEL_OF_FIRST = {"TURNWISE_PROXY_POLICY_TENANT": "first"}
