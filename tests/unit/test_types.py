@@ -40,6 +40,7 @@ WHOLE = Turn(
     messages_digest=b"m",
     dialogue_digest=b"d",
     request_key="k#0",
+    request_digest=b"r",
     inferred_by="key",
     created_at=datetime.datetime(2026, 11, 21, 15, 4, 5, 999_999, datetime.UTC),
     ttft_seconds=0.25,
