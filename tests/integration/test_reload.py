@@ -280,15 +280,15 @@ def nowhere(model_dir: Path, place: Path) -> None:
 
 
 BAD = {
-    cut_off: "cut off",
+    cut_off: "is truncated",
     without_config: "config.json cannot be read",
-    not_numbers: "infinite or no number",
+    not_numbers: "infinite or NaN",
     other_shapes: "another architecture",
     fewer_layers: "lacks .* tensors of the served model",
     other_architecture: "another architecture",
     changed_since: "changed after its digest",
     nowhere: "is not a directory",
-    other_probe: "off the checkpoint's own probe",
+    other_probe: "from the checkpoint's own probe",
 }
 """What can be wrong with a version, and the words that say so."""
 
