@@ -14,6 +14,8 @@ from pathlib import Path
 from support.proxies import RunningProxy, running_proxy, wait_until_gone
 
 PROXY_FLAGS = (
+    "--policy-tenant",
+    "default",
     *("--commit-timeout-seconds", "3", "--engine-timeout-seconds", "5", "--reload-timeout-seconds", "5"),
     # Small caches: memory must be flat, and what is evicted must be found again in the store.
     *("--cache-sessions", "64", "--token-cache-bytes", "262144", "--replay-bytes", "262144"),
