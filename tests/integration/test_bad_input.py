@@ -1,4 +1,4 @@
-"""What is wrong with a request is told with a status, a code and a sentence; and nothing is stored for it."""
+"""A bad request gets a status, a code and a sentence, and nothing is stored for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def post_raw(http: httpx2.Client, path: str, body: bytes) -> httpx2.Response:
     return http.post(path, content=body, headers={"content-type": "application/json"})
 
 
-def test_the_name_of_a_policy_version_is_refused(shared):
+def test_a_call_that_names_a_policy_version_as_its_model_is_refused(shared):
     _, http = shared
     said = refusal(http.post("/v1/chat/completions", json={**CHAT, "model": "policy-v0"}), 404, "model_not_found")
     assert "'policy-v0'" in said
@@ -65,7 +65,7 @@ def test_a_broken_body_of_the_control_plane_is_refused(shared, body):
 
 
 @pytest.mark.parametrize("value", ["NaN", "inf", "-Infinity", 10**400, None, {}])
-def test_a_reward_that_is_no_finite_number_is_refused(shared, value):
+def test_a_reward_that_is_not_a_finite_number_is_refused(shared, value):
     _, http = shared
     body = json.dumps({"session_id": "s", "value": value}).encode()
     assert refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json" if value == 10**400 else "invalid_request")
@@ -78,7 +78,7 @@ def test_a_session_that_does_not_exist_is_not_found(shared):
     assert "'nobody'" in refusal(http.post("/v1/sessions/nobody/end", json={}), 404, "not_found")
 
 
-def test_a_session_that_has_ended_takes_no_more_calls(shared):
+def test_a_call_in_an_ended_session_is_refused(shared):
     both, http = shared
     ended_session(http, "over")
     said = refusal(http.post("/sessions/over/v1/chat/completions", json=CHAT), 409, "session_not_open")
@@ -86,8 +86,8 @@ def test_a_session_that_has_ended_takes_no_more_calls(shared):
     assert both.proxy.turns("over") == []
 
 
-def test_a_reward_for_what_is_not_there_is_not_found(shared):
-    """And none of the lines beside it is written."""
+def test_a_reward_for_an_unknown_target_is_not_found(shared):
+    """None of the other lines of the request is stored."""
     both, http = shared
     turn_id = http.post("/sessions/judged/v1/chat/completions", json=CHAT).raise_for_status().json()["id"]
     good = {"turn_id": turn_id, "value": 1.0}
@@ -103,7 +103,7 @@ def test_a_reward_for_what_is_not_there_is_not_found(shared):
     + [({"x-session-id": bad}, "session_id") for bad in ("..", "a b", "a/b", "x" * 257)]
     + [({"idempotency-key": "k" * 257}, "Idempotency-Key")],
 )
-def test_an_identity_that_cannot_be_one_is_refused(shared, headers, param):
+def test_an_invalid_identity_is_refused(shared, headers, param):
     _, http = shared
     reply = http.post("/v1/chat/completions", json=CHAT, headers=headers)
     refusal(reply, 400, "invalid_request")
@@ -122,7 +122,7 @@ def test_metadata_of_the_wrong_kind_is_refused(shared, metadata):
     "change",
     [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}],
 )
-def test_a_field_that_the_proxy_relies_on_is_checked(shared, change):
+def test_a_field_that_the_proxy_reads_is_validated(shared, change):
     _, http = shared
     reply = http.post("/v1/chat/completions", json={**CHAT, **change})
     refusal(reply, 400, "invalid_request")
@@ -131,8 +131,8 @@ def test_a_field_that_the_proxy_relies_on_is_checked(shared, change):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize(("field", "value"), [("content", 5), ("tool_calls", 5), ("role", ["x"]), ("content", [[]])])
-def test_a_message_of_any_shape_is_for_the_engine_to_judge(shared, place, field, value):
-    """In front of a reply, as the reply, and behind it: the proxy digests it, gives up on extending, and asks."""
+def test_a_message_of_any_shape_is_passed_to_the_engine(shared, place, field, value):
+    """Before a reply, as the reply, and after it: the proxy digests it, starts a new chain, and calls the engine."""
     both, http = shared
     path = f"/sessions/odd-{place}-{field}-{type(value).__name__}/v1/chat/completions"
     said = http.post(path, json=CHAT).raise_for_status().json()["choices"][0]["message"]
@@ -144,7 +144,7 @@ def test_a_message_of_any_shape_is_for_the_engine_to_judge(shared, place, field,
     assert both.engine.calls[-1].body["messages"] == messages
 
 
-def said_to_messages(content, role: str = "user") -> dict:
+def messages_call(content, role: str = "user") -> dict:
     return {"messages": [{"role": "user", "content": "Hi."}, {"role": role, "content": content}]}
 
 
@@ -154,9 +154,9 @@ MISSHAPEN = [
     ("messages", {"output_config": {"format": 5}}),
     ("messages", {"output_config": {"effort": ["high"]}}),
     ("messages", {"tool_choice": {"type": ["auto"]}}),
-    ("messages", said_to_messages([{"type": "tool_result", "content": 5}])),
-    ("messages", said_to_messages([{"type": "tool_result", "content": [5]}])),
-    ("messages", said_to_messages([{"type": "image", "source": 5}])),
+    ("messages", messages_call([{"type": "tool_result", "content": 5}])),
+    ("messages", messages_call([{"type": "tool_result", "content": [5]}])),
+    ("messages", messages_call([{"type": "image", "source": 5}])),
     ("responses", {"input": [{"role": "user", "content": 5}]}),
     ("responses", {"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]}),
     ("responses", {"input": [{"role": "assistant", "content": 5}]}),
@@ -167,8 +167,8 @@ MISSHAPEN = [
 
 
 @pytest.mark.parametrize(("route", "change"), MISSHAPEN)
-def test_what_cannot_be_translated_for_the_engine_is_the_clients_to_change(shared, route, change):
-    """The other dialects are read before the engine can judge them."""
+def test_a_field_that_cannot_be_translated_for_the_engine_is_refused_by_its_name(shared, route, change):
+    """The proxy translates the other dialects before it calls the engine."""
     both, http = shared
     whole = {"messages": CHAT["messages"], "max_tokens": 5} if route == "messages" else {"input": "Hi."}
     asked = len(both.engine.calls)
@@ -179,14 +179,14 @@ def test_what_cannot_be_translated_for_the_engine_is_the_clients_to_change(share
 
 
 @pytest.mark.parametrize(("kind", "field"), [("text", "content"), ("thinking", "reasoning")])
-def test_a_reply_that_is_repeated_with_a_number_for_a_text_is_read_as_one(shared, kind, field):
+def test_a_number_in_place_of_a_text_in_a_repeated_reply_is_read_as_text(shared, kind, field):
     both, http = shared
-    body = {"model": "fake", "max_tokens": 5, **said_to_messages([{"type": kind, kind: 5}], "assistant")}
+    body = {"model": "fake", "max_tokens": 5, **messages_call([{"type": kind, kind: 5}], "assistant")}
     http.post("/v1/messages", json=body)
     assert both.engine.calls[-1].body["messages"][-1][field] == "5"
 
 
-def test_no_route_and_no_method_say_where_to_look(shared):
+def test_an_unknown_route_names_the_api_document_and_a_wrong_method_the_allowed_ones(shared):
     _, http = shared
     assert "/openapi.json" in refusal(http.get("/v1/nope"), 404, "no_route")
     reply = http.post("/v1/sessions/x", json={})
@@ -204,7 +204,7 @@ def checkpoint(directory: Path, *, cut: int = 0, config: str = "{}") -> Path:
     return directory
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_any_engine_sees_it(shared, tmp_path):
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_any_engine_loads_it(shared, tmp_path):
     both, http = shared
     (tmp_path / "empty").mkdir()
     wrong = {
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_any_engine_sees_it
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", [FaultKind.RESET, FaultKind.MALFORMED])
-def test_an_engine_that_gives_no_reply_is_told_and_the_call_is_stored_as_what_it_was(shared, kind, stream):
+def test_a_call_without_a_valid_engine_reply_gets_an_error_and_is_stored_with_its_outcome(shared, kind, stream):
     both, http = shared
     both.engine.fail_next(Fault(kind=kind, count=2 if kind is FaultKind.RESET else 1))
     session_id = f"{kind}-{stream}"
@@ -230,7 +230,7 @@ def test_an_engine_that_gives_no_reply_is_told_and_the_call_is_stored_as_what_it
     assert [view.turn.outcome for view in both.proxy.turns(session_id)] == ["error"]
 
 
-def test_an_engine_that_is_down_is_told_and_calls_go_on_once_it_is_back(start_proxy, fake_engine):
+def test_calls_fail_with_an_error_while_the_engine_is_down_and_succeed_once_it_is_back(start_proxy, fake_engine):
     both = start_proxy(fake_engine.url)
     with httpx2.Client(base_url=both.url, timeout=60) as http:
         fake_engine.fail_next(Fault(kind=FaultKind.STATUS, status=503))
@@ -238,8 +238,8 @@ def test_an_engine_that_is_down_is_told_and_calls_go_on_once_it_is_back(start_pr
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_a_locked_database_is_told_and_calls_go_on_once_it_is_free(start_proxy, fake_engine):
-    """What could not be stored is not served, and the next call is."""
+def test_calls_fail_with_an_error_while_the_database_is_locked_and_succeed_once_it_is_free(start_proxy, fake_engine):
+    """A reply that cannot be stored is not sent; the next call is served."""
     proxy = start_proxy(fake_engine.url, "--commit-timeout-seconds", "0.5")
     path = proxy.database_url.removeprefix("sqlite:///")
     with httpx2.Client(base_url=proxy.url, timeout=60) as http:

@@ -1,4 +1,4 @@
-"""The benches of storage, memory and training, scaled down: what is stated about them holds."""
+"""The storage, memory and training benchmarks, scaled down, keep their stated limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 def run(name: str, *arguments: str) -> str:
-    """Run a bench, which must keep its limits; return what it printed."""
+    """Run a benchmark, which must keep its limits; return its output."""
     done = subprocess.run(
         [sys.executable, str(BENCH / name), *arguments], capture_output=True, text=True, timeout=300, check=False
     )
@@ -22,14 +22,14 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_session_of_100_turns_stores_little_more_than_what_is_new_in_it():
-    """At most 2.2 bytes for one; 50.5 times as much would be every prompt whole: the mean of 1 to 100 turns."""
+def test_a_session_of_100_turns_stores_little_more_than_its_new_tokens():
+    """At most 2.2 bytes for each new one; whole prompts would take 50.5 times as much, the mean of 1 to 100."""
     printed = run("storage.py", "--sessions", "4")
     assert len(re.findall(r" 50\.5×", printed.replace("  ", " "))) == 4
 
 
 @pytest.mark.slow
-def test_open_sessions_cost_their_share_of_300_megabytes():
+def test_open_sessions_take_no_more_than_their_share_of_300_megabytes():
     run("memory.py", "--sessions", "2000")
 
 

@@ -16,7 +16,7 @@ def chat(url: str, **more: object) -> httpx2.Response:
     return httpx2.post(f"{url}/chat/completions", json={**BODY, **more}, timeout=60)
 
 
-def test_over_its_rate_a_key_is_told_when_to_retry(fake_engine, start_proxy):
+def test_a_key_over_its_rate_limit_gets_a_retry_after_header(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--key-requests-per-minute", "2")
     answers = [chat(proxy.v1) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
@@ -30,7 +30,7 @@ def test_calls_over_the_limit_wait_in_the_queue_and_are_all_served(fake_engine, 
     assert {answer.status_code for answer in answers} == {200}
 
 
-def test_a_silent_stream_gets_comments_that_change_nothing_for_a_client(fake_engine, start_proxy):
+def test_a_silent_stream_gets_keep_alive_comments_that_clients_ignore(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--stream-keep-alive-seconds", "0.2")
     fake_engine.answer(Rule(reply=Reply(text="slow", pace_seconds=0.7)))
     answer = chat(proxy.v1, stream=True)

@@ -1,4 +1,4 @@
-"""Every call has one stored outcome, whatever stops it."""
+"""Every call is stored with exactly one outcome."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_a_call_without_a_healthy_engine_is_stored_and_counted(start_proxy: Star
 def test_a_call_that_is_cut_off_by_sigterm_is_stored(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
 ):
-    """After the drain time; of a stream with the tokens that were sampled until then. The client gets an error."""
+    """The proxy cuts it off after the drain time and stores the tokens sampled until then; the client gets an error."""
     proxy = start_proxy(fake_engine.url, "--drain-seconds", "0.5")
-    fake_engine.calls.clear()  # those of the proxy's own probe
+    fake_engine.calls.clear()  # the calls of the proxy's probe
     fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 500, pace_seconds=0.05)))
     seen = bytearray()
 

@@ -25,7 +25,7 @@ from turnwise.processes.supervisor import Child, State, Supervisor
 pytestmark = [pytest.mark.engine, pytest.mark.postgres]
 
 PROGRAMS = {
-    # vLLM's command looks up a distribution that its CPU build is not; the image's entrypoint is `vllm serve`.
+    # The `vllm` command looks up a distribution that the CPU build lacks; the image's entrypoint is `vllm serve`.
     "engine-cpu": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"],
 }
 """Entrypoints of images that are not ours."""
@@ -43,7 +43,7 @@ class Processes:
             "127.0.0.1:8100": f"127.0.0.1:{self.proxy_port}",
             "--port 8000": f"--port {self.engine_port}",
             "--port 8100": f"--port {self.proxy_port}",
-            # The engine's control routes know no key: on this machine it stays on loopback.
+            # The engine's control routes have no authentication: it listens on loopback only.
             "/models/policy --served-model-name policy --host 0.0.0.0": f"{model_dir} --served-model-name policy",
             "/models/policy": str(model_dir),
             "/policies": str(directory / "policies"),
@@ -87,13 +87,13 @@ def database_url(postgres_server: PrivatePostgres) -> str:
     return postgres_server.url(postgres_server.create_database())
 
 
-def test_the_services_commands_learn_in_the_files_own_start_order(
+def test_the_services_commands_serve_and_train_when_started_in_the_files_order(
     small_model_dir: Path, database_url: str, tmp_path: Path
 ) -> None:
-    """Migrated, served, rewarded, trained and reloaded, by what the compose file says and nothing else."""
+    """Migrate, serve, reward, train and reload with nothing but the commands of the compose file."""
     services = compose_file.services("cpu", {"MODEL_DIR": str(small_model_dir)})
     processes = Processes(small_model_dir, tmp_path, database_url)
-    # The server is the test's own, with its own password, and the model exists.
+    # The test has its own database server and password, and the model exists already.
     elsewhere = {"secrets", "postgres", "model"}
     children = [processes.child(name, service) for name, service in services.items() if name not in elsewhere]
     (tmp_path / "operator").mkdir()

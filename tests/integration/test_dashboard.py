@@ -41,7 +41,7 @@ ODD = "<img src=x onerror=alert(1)> שלום 🙂"
 
 @pytest.fixture
 def http(fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path):
-    """A client, without a key, of a proxy that wants one."""
+    """A client without a key, and a proxy that requires one."""
     url = f"sqlite:///{tmp_path}/turnwise.db"
     database = Database(url)
     database.upgrade()
@@ -52,8 +52,8 @@ def http(fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path):
         yield client
 
 
-def test_the_page_needs_no_key_and_its_data_does(http: httpx2.Client):
-    """Every route that its scripts read is there, and refuses a caller without a key."""
+def test_the_page_needs_no_key_but_its_data_does(http: httpx2.Client):
+    """Every route that its scripts read exists and refuses a caller without a key."""
     page = http.get("/")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     scripts = "".join(http.get(f"/web/{name}").text for name in SCRIPTS)
@@ -77,7 +77,7 @@ def test_the_page_needs_no_key_and_its_data_does(http: httpx2.Client):
 
 
 def test_only_files_of_this_origin_run_or_load(http: httpx2.Client):
-    """A strict policy for every file, no inline script or style, no other address, and no way from text to markup."""
+    """Every file has a strict content policy; no inline script or style, no other origin, no markup made from text."""
     for path in ["/", *(f"/web/{name}" for name in FILES)]:
         file = http.get(path)
         assert file.status_code == 200
@@ -101,7 +101,7 @@ def test_only_files_of_this_origin_run_or_load(http: httpx2.Client):
     assert not re.search(r"<script(?![^>]*src=)", http.get("/").text)
 
 
-def test_a_file_that_the_page_has_not_is_404(http: httpx2.Client):
+def test_an_unknown_file_of_the_page_is_404(http: httpx2.Client):
     for name in ("other.js", "__init__.py", "..%2fauth.py"):
         assert http.get(f"/web/{name}").status_code == 404
 
@@ -129,7 +129,7 @@ def played(proxy: RunningProxy) -> tuple[RunningProxy, str]:
 
 
 def dom(proxy: RunningProxy, address: str, profile: Path) -> str:
-    """Return the page's elements once its script is done; no message on the console."""
+    """Return the page's elements once its script has finished; the console must stay empty."""
     command = [str(CHROMIUM), *CHROMIUM_FLAGS, f"--user-data-dir={profile}", f"{proxy.url}/{address}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -139,7 +139,7 @@ def dom(proxy: RunningProxy, address: str, profile: Path) -> str:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
 def test_every_view_shows_what_is_stored(played: tuple[RunningProxy, str], tmp_path: Path):
-    """Text that looks like markup is shown as text; a branch says why it is one, with both texts."""
+    """Text that looks like markup is shown as text; a branch shows its reason and both texts."""
     proxy, turn_id = played
     overview = dom(proxy, "", tmp_path)
     assert "version 0" in overview
@@ -154,7 +154,7 @@ def test_every_view_shows_what_is_stored(played: tuple[RunningProxy, str], tmp_p
     assert "Metrics of this proxy that are not zero" in dom(proxy, "#health", tmp_path)
 
 
-def test_tokens_are_told_one_by_one(played: tuple[RunningProxy, str]):
+def test_a_turns_tokens_are_listed_one_by_one(played: tuple[RunningProxy, str]):
     """The whole sequence without gaps: each token's text, and a logprob for each sampled one."""
     proxy, turn_id = played
     with httpx2.Client(base_url=proxy.url) as http:

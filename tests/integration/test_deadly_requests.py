@@ -1,4 +1,4 @@
-"""Requests that would end a vLLM with LoRA, and every call on it: they are refused before it hears of them."""
+"""Requests that would crash a vLLM with LoRA: the proxy refuses them and sends nothing to the engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEADLY: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def test_an_engine_with_lora_never_sees_what_would_end_it(start_proxy: StartProxy):
-    """The error names the field and the way out; nothing is stored; the same without the field is served."""
+def test_a_request_that_would_crash_an_engine_with_lora_is_refused(start_proxy: StartProxy):
+    """The error names the field and the alternative; nothing is stored; the same call without the field is served."""
     with running_fake_engine(Script(lora=True)) as engine:
         proxy = start_proxy(engine.url)
         engine.calls.clear()
@@ -40,7 +40,7 @@ def test_an_engine_with_lora_never_sees_what_would_end_it(start_proxy: StartProx
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_an_engine_without_lora_is_asked(path: str, start_proxy: StartProxy):
+def test_the_same_request_is_sent_to_an_engine_without_lora(path: str, start_proxy: StartProxy):
     with running_fake_engine() as engine:
         proxy = start_proxy(engine.url)
         asked = {"prompt": "Hello."} if path == TEXT else PLAIN

@@ -38,7 +38,7 @@ def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
 
 @pytest.fixture
 def engine_calls(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
-    """The fake engine, with the script that it came with."""
+    """The fake engine, with its default script restored."""
     yield shared_proxy.engine
     shared_proxy.engine.state.script.rules.clear()
     shared_proxy.engine.state.script.faults.clear()
@@ -153,10 +153,10 @@ def test_a_previous_response_is_found_in_the_store_and_in_its_session(
         client.responses.create(model="fake", input="two", previous_response_id="resp_nothing")
 
 
-def test_new_instructions_take_the_place_of_the_previous_response_s(
+def test_new_instructions_replace_those_of_the_previous_response(
     proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
 ) -> None:
-    """OpenAI's rule; the chain breaks by its name."""
+    """OpenAI's rule; the new chain names this as its reason."""
     assert engine_calls.url
     client = responses_client(proxy, session_id)
     first = client.responses.create(model="fake", input="one", instructions="Be kind.")
@@ -167,7 +167,7 @@ def test_new_instructions_take_the_place_of_the_previous_response_s(
     assert second.turn.reason == "system_changed"
 
 
-def test_the_end_of_a_reply_is_named_as_each_dialect_names_it(
+def test_each_dialect_reports_its_own_finish_reason(
     proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
 ) -> None:
     """Length, a stop sequence, and a plain end."""
@@ -185,7 +185,7 @@ def test_the_end_of_a_reply_is_named_as_each_dialect_names_it(
         assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-def test_a_schema_and_logprobs_are_asked_for_in_the_client_s_words(
+def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(
     proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
 ) -> None:
     """`text.format` becomes the engine's response format; logprobs come only where they were included."""
@@ -201,7 +201,7 @@ def test_a_schema_and_logprobs_are_asked_for_in_the_client_s_words(
     assert plain.output[0].content[0].logprobs == []
 
 
-def test_counting_tokens_says_what_the_call_then_takes(
+def test_the_token_count_equals_the_prompt_tokens_of_the_call(
     proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
 ) -> None:
     """The engine's own template and tokenizer count."""
@@ -212,10 +212,10 @@ def test_counting_tokens_says_what_the_call_then_takes(
     assert counted.input_tokens == message(client, stream=False, **asked).usage.input_tokens
 
 
-def test_anthropic_s_own_tools_are_dropped_and_thinking_switched_off_is_counted(
+def test_anthropics_hosted_tools_are_dropped_and_the_count_respects_disabled_thinking(
     proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
 ) -> None:
-    """A count has the template's arguments of the call that it is for."""
+    """A count renders with the same template arguments as the call."""
     asked: Any = {
         "model": "claude-x",
         "messages": [{"role": "user", "content": "Hi."}, {"role": "system", "content": "Be brief."}],
@@ -262,10 +262,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals_have_the_dialect_s_own_shape_and_name_what_is_wrong(
+def test_errors_have_the_dialects_own_shape_and_name_the_field(
     proxy: RunningProxy, engine_calls: RunningFakeEngine, case: str
 ) -> None:
-    """Anthropic's errors say their type twice; OpenAI's have four fields."""
+    """Anthropic's errors carry a type at two levels; OpenAI's have four fields."""
     assert engine_calls.url
     route, body, status, named = REFUSED[case]
     refused = httpx2.post(f"{proxy.v1}/{route}", json=body)
@@ -279,10 +279,10 @@ def test_refusals_have_the_dialect_s_own_shape_and_name_what_is_wrong(
         assert set(error["error"]) == {"message", "type", "param", "code"}
 
 
-def test_an_engine_that_breaks_off_ends_the_stream_with_the_dialect_s_error(
+def test_a_stream_that_the_engine_cuts_off_ends_with_the_dialects_error(
     proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
 ) -> None:
-    """No terminal event comes, and what was sampled is stored."""
+    """There is no terminal event, and the sampled tokens are stored."""
     broken = Fault(kind=FaultKind.RESET_STREAM, after_chunks=3)
     asked = {"model": "fake", "stream": True}
     engine_calls.fail_next(broken.model_copy())
@@ -299,8 +299,8 @@ def test_an_engine_that_breaks_off_ends_the_stream_with_the_dialect_s_error(
     assert [view.turn.outcome for view in proxy.turns(session_id)] == [Outcome.ABORTED, Outcome.ABORTED]
 
 
-def test_all_that_this_module_asked_for_is_stored(shared_proxy: ProxyAndEngine) -> None:
-    """Served is captured, whatever the dialect."""
+def test_every_call_of_this_module_is_stored(shared_proxy: ProxyAndEngine) -> None:
+    """Every served reply is captured, in each dialect."""
     stored = {view.turn.dialect for view in shared_proxy.proxy.turns()}
     assert stored == {"messages", "responses"}
     assert_served_is_stored(shared_proxy.proxy, shared_proxy.engine)
@@ -317,10 +317,10 @@ ASKED_TWICE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_an_answer_that_is_no_longer_in_memory_is_told_from_the_store_in_each_dialect(
+def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in_each_dialect(
     start_proxy: StartProxy, fake_engine: RunningFakeEngine
 ) -> None:
-    """The same key brings the same turn in the same words, from one call of the engine."""
+    """The same key returns the same turn with the same text, from one engine call."""
     proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
     fake_engine.calls.clear()
     for route, (body, said) in ASKED_TWICE.items():
@@ -341,10 +341,10 @@ def test_an_answer_that_is_no_longer_in_memory_is_told_from_the_store_in_each_di
 
 
 @pytest.mark.engine
-def test_on_a_real_engine_each_dialect_s_second_turn_extends_its_first(
+def test_on_a_real_engine_the_second_turn_extends_the_first_in_each_dialect(
     engine: RunningEngine, start_proxy: StartProxy
 ) -> None:
-    """The words are sampled, so that tokenising them again would show."""
+    """The texts are sampled, so tokenising them again would change tokens."""
     proxy = start_proxy(engine.url)
     claude, client = messages_client(proxy, "claude"), responses_client(proxy, "gpt")
     asked: list[Any] = [{"role": "user", "content": "Who leads kim?"}]

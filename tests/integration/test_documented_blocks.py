@@ -36,7 +36,7 @@ BLOCKS = [block for block in blocks("sh") if _is_runnable(block)]
 
 @dataclass
 class Site:
-    """Where blocks run: a directory, and what the placeholders of the docs stand for."""
+    """Where blocks run: a directory, and values for the placeholders of the docs."""
 
     directory: Path
     environment: dict[str, str]
@@ -45,7 +45,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A proxy that is open, with four versions on disk, and a store of the commands' own with the same versions."""
+    """A proxy without keys, four versions on disk, and a separate store with the same versions for the commands."""
     directory = tmp_path_factory.mktemp("docs")
     program = directory / "bin" / "turnwise"
     program.parent.mkdir()
@@ -85,7 +85,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def test_there_are_blocks_to_run() -> None:
-    """A change of the pages' form must not leave this test without work."""
+    """A change of the pages' format must not leave this test without blocks."""
     assert {str(block.page.relative_to(ROOT)) for block in BLOCKS} >= {
         "README.md",
         "docs/credit.md",

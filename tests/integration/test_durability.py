@@ -1,4 +1,4 @@
-"""A store that fails under load: clear errors, nothing lost, and the same process goes on once the store is back."""
+"""A store that fails under load: clear errors, no lost turns, and the same process continues once the store is back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def postgres() -> Iterator[PrivatePostgres]:
 
 
 def refused(proxy: RunningProxy) -> str:
-    """Make a call that cannot be stored, check how it is refused, and return the sentence."""
+    """Make a call that cannot be stored, check its error, and return the error's sentence."""
     reply = httpx2.post(f"{proxy.url}/v1/chat/completions", json=CHAT, timeout=DEADLINE_SECONDS)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "store_unavailable")
     assert int(reply.headers["retry-after"]) >= 1
@@ -48,7 +48,7 @@ def refused(proxy: RunningProxy) -> str:
 
 
 @pytest.mark.postgres
-def test_postgresql_that_is_stopped_in_mid_load_and_started_again_loses_nothing(postgres, tmp_path):
+def test_no_turn_is_lost_when_postgresql_is_stopped_under_load_and_started_again(postgres, tmp_path):
     url = postgres.url(postgres.create_database())
     with (
         running_fake_engine(Script(pace_seconds=0.002)) as engine,
@@ -72,7 +72,7 @@ def test_postgresql_that_is_stopped_in_mid_load_and_started_again_loses_nothing(
 
 @contextlib.contextmanager
 def file_limit(proxy: RunningProxy, database: Path) -> Iterator[None]:
-    """Let no file of the proxy, or of the process that writes for it, grow any more."""
+    """Prevent every file of the proxy and of its writing process from growing."""
     processes = (proxy.process.pid, proxy.writing_process())
     _, hard = resource.prlimit(proxy.process.pid, resource.RLIMIT_FSIZE)
     size = max(path.stat().st_size for path in database.parent.iterdir())
@@ -85,7 +85,7 @@ def file_limit(proxy: RunningProxy, database: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk(_: RunningProxy, database: Path) -> Iterator[None]:
-    """Fill the file system of the database up."""
+    """Fill up the file system of the database."""
     filler = database.parent / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -107,7 +107,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("how", [file_limit, full_disk])
-def test_a_disk_that_is_full_loses_nothing_and_is_used_again_once_it_is_not(how, tmp_path, request):
+def test_no_turn_is_lost_while_the_disk_is_full_and_calls_succeed_once_there_is_space(how, tmp_path, request):
     place = request.getfixturevalue("small_disk") if how is full_disk else tmp_path / "database"
     place.mkdir(exist_ok=True)
     database = place / "turnwise.db"
@@ -152,8 +152,8 @@ def store_large_session(url: str) -> None:
     database.close()
 
 
-def test_exports_that_nobody_reads_take_nothing_from_calls(start_proxy, fake_engine):
-    """One more export than there is room for is told so; calls go on; and there is room once the others have left."""
+def test_exports_that_nobody_reads_do_not_delay_calls(start_proxy, fake_engine):
+    """An export over the limit is refused, calls are served, and closed exports make room for new ones."""
     proxy = start_proxy(fake_engine.url)
     store_large_session(proxy.database_url)
     export = f"{proxy.url}/v1/experiences"

@@ -1,4 +1,4 @@
-"""What every request passes first: host and origin checks, request ids and traces, CORS, TLS, and the access log."""
+"""The outermost layer of each request: host and origin checks, request ids and traces, CORS, TLS, the access log."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def chat(proxy: RunningProxy, **headers: str) -> httpx2.Response:
     return httpx2.post(f"{proxy.v1}/chat/completions", json=BODY, headers=headers, timeout=60)
 
 
-def test_a_proxy_without_keys_answers_no_foreign_page_no_rebound_host_and_no_form(proxy: RunningProxy):
-    """Each of these was served as an administrator's request."""
+def test_a_proxy_without_keys_refuses_foreign_origins_rebound_hosts_and_forms(proxy: RunningProxy):
+    """Without the checks, each of these is an administrator's request."""
     port = proxy.url.rpartition(":")[2]
     refused = [
         (chat(proxy, host="evil.example"), 403, "unknown_host"),
@@ -53,7 +53,7 @@ def test_a_proxy_without_keys_answers_no_foreign_page_no_rebound_host_and_no_for
     assert [answer.status_code for answer in served] == [200] * 4
 
 
-def test_with_keys_the_key_decides_and_anonymous_callers_see_no_engine_address(
+def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_address(
     proxy: RunningProxy, fake_engine: RunningFakeEngine
 ):
     assert httpx2.get(f"{proxy.url}/readyz").json()["engines"][0]["url"] == fake_engine.url
@@ -110,7 +110,7 @@ def test_a_malformed_request_has_an_id_too(proxy: RunningProxy):
         assert b"x-request-id: " in client.recv(4096)
 
 
-def test_pages_of_a_permitted_origin_may_call_the_proxy_and_others_may_not(fake_engine, start_proxy):
+def test_only_pages_of_a_permitted_origin_may_call_the_proxy(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--cors-origins", "https://app.example")
     asked = {"origin": "https://app.example", "access-control-request-headers": "authorization"}
     preflight = httpx2.options(f"{proxy.v1}/chat/completions", headers=asked)
@@ -163,8 +163,8 @@ def is_open(url: str, authority: Path) -> bool:
         return False
 
 
-async def test_an_engine_behind_tls_is_trusted_by_its_own_authority_and_may_want_a_certificate(certificate):
-    """The self-signed certificate is authority, server and client in one."""
+async def test_an_engine_with_tls_is_verified_by_its_own_authority_and_may_require_a_client_certificate(certificate):
+    """The self-signed certificate serves as authority, server and client certificate."""
     offered = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificate[0])
     offered.load_cert_chain(*certificate)
     offered.verify_mode = ssl.CERT_REQUIRED

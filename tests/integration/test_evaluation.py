@@ -1,4 +1,4 @@
-"""The trainer's evaluation: a command plays held-out sessions through a real proxy, and the ledger says how it went."""
+"""The trainer's evaluation: a command plays held-out sessions through a real proxy; the ledger has the results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def database(proxy: RunningProxy):
 
 
 def evaluator(database: Database, proxy: RunningProxy, *sessions: tuple[str, float | None, int]) -> LedgerEvaluator:
-    """Return an evaluator whose agent plays sessions of a split, with a reward, of so many turns."""
+    """Return an evaluator whose agent plays rewarded sessions of a split with this many turns."""
     return LedgerEvaluator(database, [sys.executable, "-c", AGENT, proxy.url, json.dumps(sessions)])
 
 
@@ -66,11 +66,11 @@ def test_held_out_sessions_are_played_by_the_version_that_was_just_published(pro
     [listed] = [policy for policy in ask(proxy.url, "/v1/policies")["data"] if policy["version"] == version]
     assert listed["metrics"]["eval"] == found
     with database.read() as connection:
-        assert queries.counts(connection).groups == {"ready": 1}  # the training session alone
+        assert queries.counts(connection).groups == {"ready": 1}  # only the training session
 
 
 def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
-    """Nor those of before it, in whatever process that was."""
+    """Nor does it count sessions of earlier evaluations, also of other processes."""
     version = publish(proxy, write_weights(tmp_path / "v1"))
     evaluator(database, proxy, ("eval", 0.0, 1)).evaluate(version)
     next_process = evaluator(database, proxy, ("eval", 1.0, 1), ("eval", 0.5, 1))
@@ -82,8 +82,8 @@ def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
     assert read_only.evaluate(version) == {}
 
 
-def test_a_version_that_engines_refuse_is_not_waited_for(proxy, database, tmp_path, caplog):
-    """What is served is played instead, the gauges say which version that was, and the refused one gets no figures."""
+def test_an_evaluation_does_not_wait_for_a_version_that_engines_refuse(proxy, database, tmp_path, caplog):
+    """The served version is played instead, the gauges name it, and the refused version gets no results."""
     with database.write() as connection:
         policies.publish_policy(connection, PolicyVersion(version=7, path=str(tmp_path / "nothing")))
     found = evaluator(database, proxy, ("eval", 1.0, 1)).evaluate(7)
@@ -94,7 +94,7 @@ def test_a_version_that_engines_refuse_is_not_waited_for(proxy, database, tmp_pa
         assert "eval" not in policies.get_policy(connection, 7).metrics
 
 
-def test_a_command_that_fails_is_reported_and_evaluates_nothing(proxy, database, tmp_path, caplog):
+def test_a_command_that_fails_is_reported_and_gives_no_evaluation(proxy, database, tmp_path, caplog):
     version = publish(proxy, write_weights(tmp_path / "v1"))
     assert LedgerEvaluator(database, [sys.executable, "-c", "raise SystemExit(3)"]).evaluate(version) == {}
     assert "exited with status 3" in caplog.text
@@ -111,7 +111,7 @@ json.dump(shown, open(sys.argv[1], "w"))
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_the_command_gets_the_proxys_address_a_key_of_its_own_and_the_version(proxy, database, tmp_path, with_keys):
+def test_the_command_gets_the_proxys_address_a_temporary_key_and_the_version(proxy, database, tmp_path, with_keys):
     """The key works while the command runs and is revoked afterwards; without any key the proxy stays open."""
     version = publish(proxy, write_weights(tmp_path / "v1"))
     if with_keys:

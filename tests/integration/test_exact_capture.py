@@ -1,4 +1,4 @@
-"""Capture against a real vLLM: what the engine sampled is what is stored, and a history that only grows is one chain.
+"""Capture against a real vLLM: the stored tokens are the sampled ones, and an append-only history is one chain.
 
 Sessions of several agents each, at temperature 1, through the plain openai client: half of them streaming, with tools,
 turns cut by length and by stop strings, text beyond ASCII, branches of n = 2, two sub-agents interleaved, a third of
@@ -34,7 +34,7 @@ TOOL_TEXTS = ['{"boss": "Ben", "friend": "Cleo"}', '{"city": "Łódź"}', "no su
 
 @dataclasses.dataclass
 class Agent:
-    """One append-only conversation, and what the engine said it sampled in it."""
+    """One append-only conversation, and the tokens that the engine reported as sampled."""
 
     name: str
     messages: list
@@ -51,7 +51,7 @@ class Played:
 
 
 async def sample(client: AsyncOpenAI, agent: Agent, rng: random.Random, *, stream: bool) -> None:
-    """Make one call as a client would, and append what came back."""
+    """Make one call as a client does, and append the reply."""
     wanted: dict = {
         "model": "small",
         "messages": agent.messages,
@@ -63,7 +63,7 @@ async def sample(client: AsyncOpenAI, agent: Agent, rng: random.Random, *, strea
         wanted["tools"] = TOOLS
     if rng.random() < 0.2:
         wanted["stop"] = ["a", "The"]
-    reply = await (streamed(client, wanted) if stream else whole(client, wanted))
+    reply = await (streamed(client, wanted) if stream else complete(client, wanted))
     turn_id, message, prompt, sampled = reply
     agent.turn_ids.append(turn_id)
     agent.echoes[turn_id] = (prompt, sampled)
@@ -74,7 +74,7 @@ async def sample(client: AsyncOpenAI, agent: Agent, rng: random.Random, *, strea
         agent.messages.append({"role": "user", "content": rng.choice(USER_TEXTS)})
 
 
-async def whole(client: AsyncOpenAI, wanted: dict) -> tuple[str, dict, list[int], list[int]]:
+async def complete(client: AsyncOpenAI, wanted: dict) -> tuple[str, dict, list[int], list[int]]:
     completion = await client.chat.completions.create(**wanted)
     choice = completion.choices[0]
     return completion.id, choice.message.model_dump(exclude_none=True), completion.prompt_token_ids, choice.token_ids
@@ -157,10 +157,10 @@ NUM_SESSIONS = [pytest.param(16), pytest.param(200, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("num_sessions", NUM_SESSIONS)
-def test_a_growing_history_is_one_chain_and_every_token_is_the_engines(
+def test_an_append_only_history_is_one_chain_of_exactly_the_engines_tokens(
     engine: RunningEngine, start_proxy: StartProxy, small_model_dir, num_sessions
 ):
-    """Stored ids are the engine's echo on all turns, an agent is one chain, and logprobs are those of the weights."""
+    """Stored ids equal the engine's echo on all turns, each agent is one chain, and logprobs match the weights."""
     proxy = start_proxy(engine.url)
     played = asyncio.run(play_all(proxy.url, num_sessions))
     counts = check(proxy, played)
@@ -175,10 +175,10 @@ def test_a_growing_history_is_one_chain_and_every_token_is_the_engines(
 
 
 @pytest.mark.parametrize("num_sessions", NUM_SESSIONS)
-def test_without_continuation_the_same_agents_leave_their_chains(
+def test_without_continuation_the_same_agents_break_their_chains(
     engine: RunningEngine, start_proxy: StartProxy, num_sessions
 ):
-    """The drift is real: with continuation off, histories are tokenised afresh, and say so."""
+    """With continuation off, histories are tokenised again, tokens drift, and turns record the reason."""
     proxy = start_proxy(engine.url, "--no-continuation")
     counts = check(proxy, asyncio.run(play_all(proxy.url, num_sessions)))
     print(f"\ncontinuation off: {dict(counts)}")
@@ -203,10 +203,8 @@ def largest_logprob_gap(proxy: RunningProxy, played: list[Played], model_dir) ->
     return worst
 
 
-def test_two_choices_of_one_call_are_two_turns_that_can_both_be_extended(
-    engine: RunningEngine, start_proxy: StartProxy
-):
-    """With n = 2 a call opens a branch: both continue exactly, on chains of their own."""
+def test_two_choices_of_one_call_are_two_turns_and_both_can_be_extended(engine: RunningEngine, start_proxy: StartProxy):
+    """With n = 2 a call starts a branch: both continue exactly, each on its own chain."""
     proxy = start_proxy(engine.url)
 
     async def branch() -> None:

@@ -1,7 +1,7 @@
 """The fake engine's wire format is vLLM's: the same calls to both, compared key by key and type by type.
 
-What the two say differs, so a reply is reduced to its shape: at each path the types seen, and whether the key was there
-every time. The fake is told to say what the real one said, so that both reply in the same parts.
+Their texts differ, so a reply is reduced to its shape: for each path the types seen, and whether the key was always
+present. The fake's script repeats the real engine's reply, so that both replies have the same parts.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ CONTROL: dict[str, tuple[str, str, Any]] = {
 }
 
 Shape = dict[str, tuple[frozenset[str], bool]]
-"""By path: the types seen, and whether the key was always there."""
+"""For each path, the types seen and whether the key was always present."""
 
 
 @pytest.fixture(scope="module")
 def real(engine: RunningEngine) -> Iterator[httpx2.Client]:
-    none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes those that idle for 5 s, maybe right now
+    none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes connections that idle for 5 s
     with httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False, limits=none_kept) as client:
         yield client
 
@@ -160,7 +160,7 @@ def _chunks(response: httpx2.Response) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events[:-1]]
 
 
-def _by_place(chunks: list[dict[str, Any]]) -> dict[str, Shape]:
+def _by_kind(chunks: list[dict[str, Any]]) -> dict[str, Shape]:
     """Sort a stream's chunks by what they are for, and return the shape of each sort.
 
     Which part of a message a chunk brings hangs on where tokens end and on how many are sent at once. So what deltas
@@ -184,8 +184,8 @@ def _by_place(chunks: list[dict[str, Any]]) -> dict[str, Shape]:
     return shapes
 
 
-def _say_the_same(fake_running: RunningFakeEngine, reply: dict[str, Any]) -> None:
-    """Script the fake to say what the real engine said, in a plain reply to the same call."""
+def _script_the_reply_of(fake_running: RunningFakeEngine, reply: dict[str, Any]) -> None:
+    """Script the fake engine with the real engine's plain reply to the same call."""
     replies = []
     for choice in reply["choices"]:
         message = choice["message"]
@@ -199,7 +199,7 @@ def _say_the_same(fake_running: RunningFakeEngine, reply: dict[str, Any]) -> Non
     fake_running.answer(Rule(reply=replies[0].model_copy(update={"choices": replies[1:]})))
 
 
-def _room(case: dict[str, Any]) -> dict[str, Any]:
+def _with_token_limit(case: dict[str, Any]) -> dict[str, Any]:
     """Return the fake's call: a byte a token needs more of them, but for a cut, which is a tool call's start."""
     return {**case, "max_tokens": 40 if case.get("max_tokens") == 3 else 2000}
 
@@ -211,8 +211,8 @@ def test_a_plain_chat_reply_has_vllms_shape(name, real, fake, fake_running):
     if name == "tools, auto":
         assert theirs["choices"][0]["message"]["tool_calls"], "the small model does not call its tool any more"
     if name != "tools, cut":
-        _say_the_same(fake_running, theirs)
-    ours = fake.post(CHAT, json=_room(case)).raise_for_status().json()
+        _script_the_reply_of(fake_running, theirs)
+    ours = fake.post(CHAT, json=_with_token_limit(case)).raise_for_status().json()
     assert _shape([ours]) == _shape([theirs])
     reasons = [(each["finish_reason"], type(each["stop_reason"])) for each in theirs["choices"]]
     assert [(each["finish_reason"], type(each["stop_reason"])) for each in ours["choices"]] == reasons
@@ -224,13 +224,13 @@ def test_a_streamed_chat_reply_has_vllms_chunks(name, usage, real, fake, fake_ru
     case = {"model": "small", "messages": ASK, "temperature": 0, "max_tokens": 6, **CHAT_CASES[name]}
     plain = real.post(CHAT, json=case).raise_for_status().json()
     if name != "tools, cut":
-        _say_the_same(fake_running, plain)
+        _script_the_reply_of(fake_running, plain)
     streamed = {"stream": True, **STREAM_OPTIONS[usage]}
     theirs = _chunks(real.post(CHAT, json={**case, **streamed}))
-    ours = _chunks(fake.post(CHAT, json={**_room(case), **streamed}))
+    ours = _chunks(fake.post(CHAT, json={**_with_token_limit(case), **streamed}))
     reasons = [[each["finish_reason"] for chunk in chunks for each in chunk["choices"]] for chunks in (theirs, ours)]
     assert {*filter(None, reasons[1])} == {*filter(None, reasons[0])}
-    shapes = _by_place(ours), _by_place(theirs)
+    shapes = _by_kind(ours), _by_kind(theirs)
     if "rest" not in shapes[1]:
         # The real engine sent all of its few tokens at once.
         shapes[0].pop("rest", None)
@@ -244,7 +244,7 @@ def test_a_text_completion_has_vllms_shape(name, streamed, real, fake):
     case |= {"ignore_eos": True, "stream": streamed} if streamed else {}
     theirs, ours = real.post(TEXT, json=case), fake.post(TEXT, json=case)
     if streamed:
-        shapes = _by_place(_chunks(ours)), _by_place(_chunks(theirs))
+        shapes = _by_kind(_chunks(ours)), _by_kind(_chunks(theirs))
         if "rest" not in shapes[1]:
             shapes[0].pop("rest", None)
         assert shapes[0] == shapes[1]

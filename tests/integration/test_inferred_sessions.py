@@ -1,4 +1,4 @@
-"""Calls that name no session: found again by their conversation, also by a proxy that has forgotten everything."""
+"""Calls that name no session: the proxy finds it by the conversation, also after a restart."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def played(
 
 
 def sessions_of(proxy: RunningProxy) -> dict[str, list[str]]:
-    """Return what users said last in each session's turns, in order."""
+    """Return the last user message of each session's turns, in order."""
     found: dict[str, list[str]] = {}
     for view in proxy.turns():
         found.setdefault(view.turn.session_id, []).append(view.messages[-1]["content"])
@@ -76,7 +76,7 @@ def test_a_reply_names_its_session(proxy: RunningProxy, stream: bool) -> None:
 def test_a_conversation_stays_in_its_session_over_a_restart(
     database_url: str, fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
-    """And on its chain: the prompt goes on from the stored tokens."""
+    """It also stays on its chain: the prompt extends the stored tokens."""
     proxy = start_proxy(fake_engine.url, database_url=database_url)
     conversations = [played(proxy, [], name) for name in ("one", "two")]
     proxy = restarted(start_proxy, proxy, fake_engine)
@@ -93,7 +93,7 @@ def test_a_conversation_stays_in_its_session_over_a_restart(
 def test_a_restarted_proxy_prefers_the_longer_conversation_that_is_stored(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
-    """Two agents begin alike; after the restart one begins anew, and memory knows only of that beginning."""
+    """Two agents start alike; after the restart one starts again, and memory holds only that start."""
     proxy = start_proxy(fake_engine.url)
     longer = played(proxy, played(proxy, [], "same"), "longer")
     proxy = restarted(start_proxy, proxy, fake_engine)
@@ -106,7 +106,7 @@ def test_a_restarted_proxy_prefers_the_longer_conversation_that_is_stored(
     ]
 
 
-def test_a_conversation_is_never_found_by_another_key(
+def test_a_conversation_is_never_found_with_another_key(
     database_url: str, two_keys: list[str], fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
     """Neither in memory nor in the store, although both keys are of one tenant."""
@@ -125,10 +125,10 @@ def test_a_conversation_is_never_found_by_another_key(
     ]
 
 
-def test_a_conversation_whose_session_is_over_goes_on_in_a_new_one(
+def test_a_conversation_whose_session_has_ended_continues_in_a_new_session(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
-    """Who named no session cannot be told to create one; before and after a restart."""
+    """The client names no session, so an error would not help it; before and after a restart."""
     proxy = start_proxy(fake_engine.url)
     said = played(proxy, [], "one")
     for text in ("two", "three"):
@@ -140,10 +140,10 @@ def test_a_conversation_whose_session_is_over_goes_on_in_a_new_one(
 
 
 @pytest.mark.parametrize("flags", [(), ("--replay-bytes", "0")], ids=["restart", "no memory"])
-def test_an_idempotency_key_is_enough_to_find_the_answer_again(
+def test_an_idempotency_key_alone_finds_the_stored_answer(
     flags: tuple[str, ...], fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
-    """The first call of a conversation, and a later one, each once; another key of the client's is another call."""
+    """The first and a later call of a conversation are each sampled once; another idempotency key is another call."""
     proxy = start_proxy(fake_engine.url, *flags)
     first = call(proxy, [user("one")], idempotency_key="k1")
     said = [user("one"), first["choices"][0]["message"], user("two")]
@@ -161,7 +161,7 @@ def test_an_idempotency_key_is_enough_to_find_the_answer_again(
 
 
 def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
-    """Its own conversation goes on in a new one, and whoever names it is told; nothing is sampled for nobody's use."""
+    """Its conversation continues in a new session; a call that names the expired one is refused and not sampled."""
     proxy = start_proxy(fake_engine.url, "--session-idle-seconds", "0.5")
     said = played(proxy, [], "one")
     (held,) = httpx2.get(f"{proxy.url}/v1/sessions").json()["data"]
@@ -174,10 +174,10 @@ def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEng
     assert sorted(sessions_of(proxy).values()) == [["one"], ["two"]]
 
 
-def test_parallel_rollouts_with_equal_replies_stay_in_sessions_of_their_own(
+def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
-    """Their second calls come at once. A further call with the same conversation could be anybody's: a new session."""
+    """Their second calls are concurrent. A third call with the same conversation is ambiguous: a new session."""
     proxy = start_proxy(fake_engine.url)
     conversations = [played(proxy, [], "same") for _ in range(6)]
     with ThreadPoolExecutor(6) as agents:
@@ -189,8 +189,8 @@ def test_parallel_rollouts_with_equal_replies_stay_in_sessions_of_their_own(
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_tool_call_ids_tell_equal_runs_apart(fake_engine: RunningFakeEngine, start_proxy: StartProxy, restarts: bool):
-    """Each run goes on in its own session, also where another run has an equal turn that nothing extends."""
+def test_tool_call_ids_distinguish_equal_runs(fake_engine: RunningFakeEngine, start_proxy: StartProxy, restarts: bool):
+    """Each run continues in its own session, also where another run has an equal turn without children."""
     fake_engine.answer(Rule(contains="look", reply=Reply(tool_calls=[ToolCall(name="look_up", arguments={})])))
     proxy = start_proxy(fake_engine.url)
     runs = [played(proxy, [], "look", TOOLS) for _ in range(2)]
@@ -224,7 +224,7 @@ def litellm_dump(reply: Message) -> Message:
 def test_an_agent_that_sends_back_litellms_dump_stays_on_its_chain(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
-    """As mini-swe-agent does; the cache control that LiteLLM adds to messages does not count either."""
+    """mini-swe-agent does this; the cache control that LiteLLM adds to messages is ignored too."""
     fake_engine.answer(Rule(contains="look", reply=Reply(text="\n", tool_calls=[ToolCall(name="look_up")])))
     proxy = start_proxy(fake_engine.url)
     said = played(proxy, [], "look", TOOLS)
@@ -252,8 +252,8 @@ def test_a_handoff_stays_in_its_session_with_its_reason(fake_engine: RunningFake
     assert found == [(None, True), ("system_changed", True), ("tools_changed", True), (None, False)]
 
 
-def test_siblings_of_parallel_calls_share_no_chain(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
-    """Eight calls extend one turn at once: one continues its chain, each other one starts a chain of its own."""
+def test_siblings_of_parallel_calls_are_on_separate_chains(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
+    """Eight concurrent calls extend one turn: one continues its chain, each of the others starts a new chain."""
     proxy = start_proxy(fake_engine.url)
     said = played(proxy, [], "one")
     with ThreadPoolExecutor(8) as agents:

@@ -1,4 +1,4 @@
-"""The pieces of `bench/learning`: what it writes is what the proxy would, and both workflows learn from it."""
+"""The parts of `bench/learning`: its ledger equals the proxy's, and both workflows learn from it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SPEC = SmallModelSpec(
     num_conversations_per_step=16,
     learning_rate=6e-3,
 )
-"""Just enough to speak the tool format."""
+"""Trained just enough to use the tool format."""
 
 
 @pytest.fixture(scope="module")
 def bench():
-    """The bench's modules, which import each other by their plain names as scripts of one directory do."""
+    """The benchmark's modules, which import each other by plain names as scripts of one directory."""
     sys.path.insert(0, str(BENCH))
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
@@ -52,7 +52,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def start(bench, model, tmp_path):
-    """Return what starts a run of a recipe with small batches; a coin rewards, hence every batch teaches something."""
+    """Return a function that starts a run of a recipe with small batches; with random rewards every batch trains."""
     runs = []
 
     def _start(credit=Credit.PROPAGATE, **settings):
@@ -74,7 +74,7 @@ def turns_by_session(run):
 
 
 def test_the_ledger_holds_exact_chains(start, model):
-    """A turn's prompt is its parent's prompt and reply, as sampled, and what the template makes of what came since."""
+    """A turn's prompt is its parent's prompt and sampled reply, followed by the rendering of the new messages."""
     run = start()
     run.play_groups()
     template = load_chat_template(str(model), "string")
@@ -93,7 +93,7 @@ def test_the_ledger_holds_exact_chains(start, model):
 
 
 def test_the_stored_logprobs_are_those_of_the_published_weights(start):
-    """Of every sampled token within 1e-4, for the base model and for the version that was learnt from it."""
+    """Every sampled token matches within 1e-4, for the base model and for the trained version."""
     run = start()
     run.play_groups()
     run.update()
@@ -115,8 +115,8 @@ def test_the_stored_logprobs_are_those_of_the_published_weights(start):
     assert checked == {0, 1}
 
 
-def test_updates_are_one_version_behind_the_play_and_are_served_next(start):
-    """As beside a real trainer; and each version is published, then active, then retired."""
+def test_each_update_trains_turns_of_the_version_before_and_its_version_is_served_next(start):
+    """This equals a real trainer; each version is published, then active, then retired."""
     run = start()
     run.play_groups()
     staleness = []
@@ -133,8 +133,8 @@ def test_updates_are_one_version_behind_the_play_and_are_served_next(start):
     }
 
 
-def test_replay_learns_from_older_turns_again(start):
-    """Three updates over a buffer that keeps everything: some group is used twice, and what is used is old."""
+def test_replay_trains_on_older_turns_again(start):
+    """Three updates over a buffer that keeps every group: at least one group is used twice, and old turns are used."""
     run = start(workflow="off_policy", buffer_groups=64, buffer_min_groups=NUM_GROUPS, wait_seconds=0.0)
     for _ in range(3):
         run.play_groups()
@@ -145,8 +145,8 @@ def test_replay_learns_from_older_turns_again(start):
     assert metrics["staleness_mean"] > 0
 
 
-def test_held_out_sessions_hear_the_truth_and_are_not_trained_on(start):
-    """Under a coin too: their rewards are 0 or 1 by their answers, and no group is claimable."""
+def test_held_out_sessions_get_true_rewards_and_are_not_trained_on(start):
+    """Also with random training rewards: theirs are 0 or 1 by their answers, and no group is claimable."""
     run = start()
     held_out = run.evaluate(16)
     assert held_out * 16 == int(held_out * 16)
@@ -159,7 +159,7 @@ def test_held_out_sessions_hear_the_truth_and_are_not_trained_on(start):
         assert session.group_id is None
 
 
-def test_a_step_is_worth_one_if_it_goes_on_with_the_trail(bench):
+def test_a_step_has_reward_one_if_it_follows_the_trail(bench):
     """Kim's boss is Ada, whose city is Oslo; each conversation is graded by hand."""
     records = {"Kim": {"boss": "Ada", "friend": "Leo"}, "Ada": {"city": "Oslo"}, "Leo": {"city": "Rome"}}
     task = trail.TrailTask("t", "Follow each boss from Kim. Which city?", records, "Oslo", 2)
@@ -179,8 +179,8 @@ def test_a_step_is_worth_one_if_it_goes_on_with_the_trail(bench):
     assert grade("<tool_call>\nnonsense</tool_call>") == [0.0]
 
 
-def test_a_run_reports_what_it_did(bench, model, tmp_path):
-    """Two updates of a recipe that cannot have learnt anything by then: the outcome says so, and counts right."""
+def test_a_run_reports_its_outcome_and_its_counts(bench, model, tmp_path):
+    """Two updates cannot have learned anything: the outcome reports this, and its counts are correct."""
     recipe = bench.recipes.Recipe(
         settings={"groups_per_batch": NUM_GROUPS}, coin=True, groups_per_update=NUM_GROUPS, max_updates=2
     )

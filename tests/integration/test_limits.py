@@ -1,4 +1,4 @@
-"""Limits of a real proxy: sizes, nesting, counts, time, and what happens to a client that leaves."""
+"""Limits of a real proxy: sizes, nesting, counts, time, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEADLINE_SECONDS = 10.0
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory) -> Iterator[ProxyAndEngine]:
-    """A proxy with small limits, in front of an engine that takes its time."""
+    """A proxy with small limits in front of a slow engine."""
     directory = tmp_path_factory.mktemp("limited")
     flags = [word for flag in FLAGS.items() for word in flag]
     with (
@@ -51,7 +51,7 @@ def code_of(reply: httpx2.Response) -> tuple[int, str]:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions"])
 def test_a_body_that_is_too_large_is_refused(limited, path):
-    """On both planes, with a length that was told and without one."""
+    """On both planes, with and without a declared length."""
     body = b'{"metadata": {"a": "' + b"x" * 100_000 + b'"}}'
     headers = {"content-type": "application/json"}
     with httpx2.Client(base_url=limited.proxy.url) as http:
@@ -84,7 +84,7 @@ def test_too_many_messages_and_choices_are_refused(limited):
 
 
 def test_headers_that_are_too_long_are_refused(limited):
-    """Whole in one piece, in several, and never whole."""
+    """Complete in one piece, complete in several, and never complete."""
     with httpx2.Client(base_url=limited.proxy.url) as http:
         assert code_of(http.get("/healthz", headers={"x-long": "y" * 5000})) == (431, "headers_too_large")
         assert http.get("/healthz", headers={"x-long": "y" * 3000}).status_code == 200
@@ -98,7 +98,7 @@ def talk(proxy: RunningProxy, pieces: list[bytes], pause: float = 0.0) -> bytes:
     received = b""
     with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2])), timeout=DEADLINE_SECONDS) as peer:
         for piece in pieces:
-            # Once it has spoken it reads no more, and what is sent all the same would make a reset of its answer.
+            # After its answer the proxy reads no more, and data sent after that would reset the connection.
             if select.select([peer], [], [], pause)[0]:
                 break
             peer.sendall(piece)
@@ -119,8 +119,8 @@ HALF_SENT = {
 
 
 @pytest.mark.parametrize("sent", HALF_SENT)
-def test_a_request_that_never_comes_whole_is_closed(limited, sent):
-    """After `header_timeout_seconds`, however many drops come meanwhile."""
+def test_a_request_that_never_completes_is_closed(limited, sent):
+    """After `header_timeout_seconds`, also when single bytes keep arriving."""
     started = time.monotonic()
     answer = talk(limited.proxy, HALF_SENT[sent], pause=0.2)
     took = time.monotonic() - started
@@ -129,7 +129,7 @@ def test_a_request_that_never_comes_whole_is_closed(limited, sent):
     assert b'"code":"request_timeout"' in answer
 
 
-def test_what_is_no_http_is_told_so(limited):
+def test_data_that_is_not_http_gets_a_400(limited):
     assert b'"code":"invalid_http"' in talk(limited.proxy, [b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n"])
 
 
@@ -143,8 +143,8 @@ def test_a_reply_may_take_longer_than_a_request(limited):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_stops_the_engines_work(limited, stream):
-    """The engine sees its call aborted, and the turn says so."""
+def test_a_client_that_disconnects_aborts_the_engines_call(limited, stream):
+    """The engine's call is aborted, and the turn is stored as aborted."""
     session_id = f"left-{stream}"
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": stream}
 
@@ -170,8 +170,8 @@ def test_a_client_that_leaves_stops_the_engines_work(limited, stream):
     assert bool(len(turns[0].turn.token_ids)) == stream
 
 
-def test_more_calls_than_are_admitted_are_told_to_come_back(limited):
-    """As many as fit are served; the others are answered at once, with the time to wait."""
+def test_calls_over_the_limit_are_refused_with_a_retry_after_header(limited):
+    """As many as the limit are served; the others are refused at once, with the time to wait."""
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 10}
 
     async def call(http: aiohttp.ClientSession) -> tuple[int, str | None]:

@@ -1,4 +1,4 @@
-"""The whole loop against a real vLLM: calls become turns, rewards become a version, and agents go on under it."""
+"""The whole loop against a real vLLM: calls become turns, rewards become a version, and agents sample with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UPDATE_SECONDS = 120.0
 
 @contextlib.contextmanager
 def running_trainer(proxy: RunningProxy, model_dir: Path, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a trainer that makes a version of every two groups."""
+    """Run a trainer that publishes a version for every two groups."""
     flags = ["--database", proxy.database_url, "--model", str(model_dir), "--policies-dir", str(directory / "policies")]
     flags += ["--groups-per-batch", str(GROUPS), "--num-threads", "1", "--poll-seconds", "0.1", "--no-progress"]
     # The small model is hardly warmed up; what is tested is the loop, so a step must change something.
@@ -77,16 +77,16 @@ def wait_for_version(client: Client, version: int, trainer_log: Path) -> dict:
 
 @pytest.fixture
 def base_weights(engine: RunningEngine) -> Iterator[None]:
-    """Begin and end with the engine's own weights: it serves other tests before and after."""
+    """Start and end with the engine's original weights: other tests share it."""
     load_own_weights(engine)
     yield
     load_own_weights(engine)
 
 
-def test_rewards_become_a_version_that_is_served_and_a_killed_trainer_goes_on(
+def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(
     engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path, base_weights
 ):
-    """Two batches, the trainer killed in between: two versions, each group trained once, and turns that know theirs."""
+    """Two batches with a kill in between: two versions, each group trained once, and each turn has its version."""
     proxy = start_proxy(engine.url)
     log = tmp_path / "trainer.log"
     with Client(proxy.url) as client:
@@ -112,8 +112,8 @@ def test_rewards_become_a_version_that_is_served_and_a_killed_trainer_goes_on(
     assert (served / "model.safetensors").read_bytes() != (engine.model_dir / "model.safetensors").read_bytes()
 
 
-def test_the_demo_agent_imports_nothing_of_ours():
-    """Somebody who never heard of us could have written it."""
+def test_the_demo_agent_does_not_import_turnwise():
+    """It imports the standard library and `openai` only."""
     tree = ast.parse(AGENT.read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -123,7 +123,7 @@ def test_the_demo_agent_imports_nothing_of_ours():
 def test_the_same_agent_runs_against_vllm_itself_and_through_the_proxy(
     engine: RunningEngine, start_proxy: StartProxy, tmp_path: Path
 ):
-    """Only the two variables of the environment differ."""
+    """Only two environment variables differ."""
     proxy = start_proxy(engine.url)
     task = tmp_path / "task.json"
     task.write_text(json.dumps(make_task("eval", 0, seed=0).for_agent()))

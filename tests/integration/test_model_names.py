@@ -38,7 +38,7 @@ def test_by_default_every_name_is_the_served_policy_and_the_reply_repeats_it(sha
 
 
 def test_a_setting_maps_names_and_patterns(start_proxy: StartProxy, fake_engine: RunningFakeEngine) -> None:
-    """The first pattern that matches decides; a name that none matches is refused."""
+    """The first matching pattern decides; a name without a match is refused."""
     rules = '{"gpt-secret": "refuse", "gpt-*": "policy", "house-model": "policy"}'
     proxy = start_proxy(fake_engine.url, "--model-names", rules)
     statuses = {

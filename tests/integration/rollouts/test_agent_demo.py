@@ -26,7 +26,7 @@ def play(task, run):
 
 
 class ShortDemo(AgentDemo):
-    """Plays one group and one evaluation where the demo learns."""
+    """A short demo: one group and one evaluation in place of the training."""
 
     async def _play_until_learnt_by(self, rollouts) -> Report:
         await rollouts.train_group(0, 2)

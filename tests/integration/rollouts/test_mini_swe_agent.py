@@ -20,7 +20,7 @@ PYTHON = Path(os.environ.get("TURNWISE_TEST_DEMO_AGENT", ROOT / ".demo-agent")) 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="mini-swe-agent is not installed: run `make demo-agent`")
 
 
-def test_its_sessions_are_one_exact_chain_each_and_its_commands_reach_only_what_they_need(
+def test_each_session_is_one_exact_chain_and_commands_get_only_the_variables_that_they_need(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("A_SECRET", "hunter2")
@@ -30,7 +30,7 @@ def test_its_sessions_are_one_exact_chain_each_and_its_commands_reach_only_what_
     commands = [f"cat {first}", "echo $A_SECRET $PATH; ls; id", f"{shell_trail.SUBMIT}{task['answer']}"]
     for command in reversed(commands):
         fake_engine.answer(Rule(reply=Reply(text=f"```mswea_bash_command\n{command}\n```"), count=1))
-    # Rules answer once each: the last one put in front is the first one to answer.
+    # Each rule answers once; the rule that was inserted last answers first.
     agent = ("--call", "examples.mini_swe_agent.agent:play", "--python", str(PYTHON))
     task_file = ("--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "out"), "--json")
     done = finished_run(ROOT, "--proxy", proxy.url, *task_file, *agent)

@@ -29,7 +29,7 @@ def client(proxy: RunningProxy) -> Iterator[Client]:
 
 
 def play(client: Client, session_id: str, *said: str, **fields: object) -> None:
-    """Play a session in which the user says these, one after the other, and end it."""
+    """Play a session with these user messages, in order, and end it."""
     session = client.create_session(session_id=session_id, **fields)
     messages: list[dict[str, object]] = []
     for text in said:
@@ -45,14 +45,14 @@ def start(directory: Path, proxy: RunningProxy, *arguments: str) -> subprocess.P
 
 
 def finished(directory: Path, proxy: RunningProxy, *arguments: str) -> tuple[int, dict[str, object], str]:
-    """Run `turnwise reward` to its end; return its exit status, its counts and what it said."""
+    """Run `turnwise reward` to its end; return its exit status, its counts and its output."""
     process = start(directory, proxy, "--json", *arguments)
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
     return process.returncode, json.loads(out) if out else {}, err
 
 
 def test_a_command_rewards_every_ended_session_once(proxy, client, tmp_path):
-    """A second start finds nothing to do; so does one that lost its state, whose rewards the proxy knows."""
+    """A second run writes no reward, with or without the state file: the proxy already stores the rewards."""
     for number in range(3):
         play(client, f"s{number}", f"say {number}")
     client.create_session(session_id="open")
@@ -82,7 +82,7 @@ def test_a_python_function_may_reward_single_turns(proxy, client, tmp_path):
     assert [[line["value"] for line in turn["rewards"]] for turn in client.turns("s0")] == [[1.0], [3.0]]
 
 
-def test_a_source_that_fails_is_tried_again_and_then_left_alone(proxy, client, tmp_path):
+def test_a_source_that_fails_is_retried_and_then_skipped(proxy, client, tmp_path):
     (tmp_path / "mine.py").write_text(
         "tried = []\n"
         "def grade(session):\n"
@@ -102,7 +102,7 @@ def test_a_source_that_fails_is_tried_again_and_then_left_alone(proxy, client, t
     assert (client.session("good")["reward"], client.session("bad")["reward"]) == (1.0, None)
 
 
-def test_what_the_user_says_next_rewards_the_turn_before_it(proxy, client, tmp_path):
+def test_the_next_user_message_rewards_the_turn_before_it(proxy, client, tmp_path):
     play(client, "s0", "do it", "No, the other one", "Thanks")
     status, counts, said = finished(tmp_path, proxy, "--source", "next_state")
     assert (status, counts["num_rewards"]) == (0, 2), said
@@ -123,7 +123,7 @@ def test_a_judge_scores_each_session_by_the_rubric_and_is_not_trained_on(
     assert judging["split"] == "eval"
 
 
-def test_a_relative_judge_sees_a_group_in_both_orders(proxy, client, fake_engine, tmp_path):
+def test_a_relative_judge_compares_a_group_in_both_orders(proxy, client, fake_engine, tmp_path):
     """A judge that always prefers the first place gives both sessions the mean: (9 + 1) / 2 tenths."""
     for run in range(2):
         play(client, f"s{run}", f"hello {run}", group_id="g", group_size=2, run=run)
@@ -143,7 +143,7 @@ def test_a_relative_judge_sees_a_group_in_both_orders(proxy, client, fake_engine
     )
 
 
-def test_watch_rewards_sessions_that_end_later_and_a_kill_loses_and_doubles_nothing(proxy, client, tmp_path):
+def test_watch_rewards_later_sessions_and_a_kill_neither_loses_nor_duplicates_a_reward(proxy, client, tmp_path):
     write_program(tmp_path / "grade.sh", "#!/bin/sh\necho x >> graded\necho 1\n")
     arguments = ("--source", "command", "--command", "./grade.sh", "--watch", "--poll-seconds", "0.2")
     play(client, "s0", "a")
@@ -180,7 +180,7 @@ def wait_for_reward(client: Client, session_id: str) -> None:
         (["--source", "next_state", "--relative"], "--relative is for --source judge"),
     ],
 )
-def test_a_source_that_cannot_start_is_one_sentence(tmp_path, arguments, sentence):
+def test_a_source_that_cannot_start_is_reported_in_one_sentence(tmp_path, arguments, sentence):
     done = subprocess.run(
         command("reward", *arguments), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )

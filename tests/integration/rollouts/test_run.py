@@ -1,4 +1,4 @@
-"""`turnwise run` as a user calls it: a process, a real proxy, agents that are programs of their own."""
+"""`turnwise run` as a user calls it: a process, a real proxy, and agents that are separate programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_one_command_runs_in_a_session_of_its_own_and_gives_its_exit_status(url, client, tmp_path):
+def test_one_command_runs_in_its_own_session_and_its_exit_status_is_returned(url, client, tmp_path):
     agent = write_agent(tmp_path, "print(ask('hello'))\nsys.exit(3)\n")
     done = finished_run(tmp_path, "--proxy", url, "--", sys.executable, str(agent))
     assert (done.returncode, done.stdout) == (3, "hello\n")
@@ -139,7 +139,7 @@ def test_a_grader_reads_the_session_and_rewards_its_steps(url, client, tmp_path)
 
 
 def test_the_time_limit_ends_the_whole_process_tree(url, client, tmp_path):
-    """Also the part that left its process group and its parent."""
+    """This includes a process that left its process group and its parent."""
     body = """
 import subprocess, time
 ask('hello')
@@ -156,7 +156,7 @@ time.sleep(600)
     assert b"611" not in command_line(int(pid_file.read_text()))
 
 
-def test_after_kill_9_the_same_command_finishes_without_playing_anything_twice(url, client, tmp_path):
+def test_after_kill_9_the_same_command_finishes_without_repeating_a_finished_run(url, client, tmp_path):
     """Finished runs are kept, the interrupted one is played in a new session, and no process is left behind."""
     body = """
 import time
@@ -195,7 +195,7 @@ ask('bye')
     }
 
 
-def test_a_run_that_was_played_and_not_graded_is_only_graded_after_a_kill(url, client, tmp_path):
+def test_after_a_kill_a_run_that_was_played_but_not_graded_is_only_graded(url, client, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\nopen('../../../../played', 'a').write('x')\n")
     write_program(
         tmp_path / "grade.sh", "#!/bin/sh\necho $$ >> ../../../../grading\n[ -e ../../../../go ] || sleep 600\n"
@@ -276,7 +276,7 @@ def test_held_out_tasks_are_played_in_eval_sessions_without_a_group(url, client,
         (["--proxy", "http://127.0.0.1:9", "--tasks", "tasks.jsonl"], ["true"], "was not ready within"),
     ],
 )
-def test_what_cannot_be_started_is_one_sentence(url, tmp_path, options, command, sentence):
+def test_a_command_that_cannot_be_started_is_reported_in_one_sentence(url, tmp_path, options, command, sentence):
     write_tasks(tmp_path, {"task_id": "t"})
     done = finished_run(tmp_path, "--proxy", url, *options, *(["--", *command] if command else []))
     assert done.returncode in (1, 2)
@@ -354,7 +354,7 @@ def test_a_called_agent_is_imported_once_and_returns_its_reward(url, client, tmp
     assert {session["status"] for session in sessions_of(client, tmp_path, "out")} == {"ended"}
 
 
-def test_a_call_that_hangs_fails_or_ends_its_worker_costs_its_own_run(url, tmp_path):
+def test_a_call_that_hangs_fails_or_ends_its_worker_fails_only_its_own_run(url, tmp_path):
     (tmp_path / "library_agent.py").write_text(CALLED)
     questions = ["a", "hang", "fail", "b", "die", "c", "d"]
     tasks = write_tasks(tmp_path, *({"task_id": each, "question": each, "answer": each} for each in questions))
@@ -368,7 +368,7 @@ def test_a_call_that_hangs_fails_or_ends_its_worker_costs_its_own_run(url, tmp_p
     assert "worker process ended" in runs["die"]["error"]
 
 
-def test_a_wrong_session_key_does_not_stop_a_proxy_that_asks_for_none(proxy: RunningProxy, tmp_path):
+def test_an_unknown_api_key_is_accepted_by_a_proxy_without_keys(proxy: RunningProxy, tmp_path):
     """The session's own key reaches the agent; the run's key stays with the runner."""
     agent = write_agent(tmp_path, "ask('hello')\nprint(os.environ['OPENAI_API_KEY'])\n")
     done = finished_run(tmp_path, "--proxy", proxy.url, "--api-key", "mine", "--", sys.executable, str(agent))
