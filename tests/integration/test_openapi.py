@@ -1,8 +1,8 @@
-"""The OpenAPI document is true: what its schemas allow is answered as they say, and nothing is answered with a 5xx.
+"""The OpenAPI document matches the proxy: answers to requests that its schemas allow fit them, and none is a 5xx.
 
-Schemathesis makes the requests, in all of its phases. What a schema cannot say, such as that a directory holds a
-checkpoint or that an id is known, is refused all the same, so requests that a schema allows may be refused; and of a
-call's body the engine is the judge, so what the schema of a call does not allow may be accepted.
+Schemathesis makes the requests, in all of its phases. A schema cannot express that a directory holds a checkpoint or
+that an id exists, so requests that it allows may be refused. The engine validates a call's body, so a body that the
+schema does not allow may be accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXAMPLES = [pytest.param(3), pytest.param(100, marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, str]]:
-    """A proxy and an admin's key to it."""
+    """A proxy and one of its admin keys."""
     directory = tmp_path_factory.mktemp("openapi")
     url = f"sqlite:///{directory}/turnwise.db"
     for arguments in (["db", "upgrade"], ["keys", "create", "--role", "admin"]):
@@ -47,14 +47,14 @@ def schemathesis(proxy: RunningProxy, key: str, directory: Path, *arguments: str
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_the_control_plane_answers_as_its_schemas_say(keyed, tmp_path, examples):
-    # A deleted tenant has no key to go on with.
+def test_the_answers_of_the_control_plane_fit_their_schemas(keyed, tmp_path, examples):
+    # A deleted tenant has no key for further requests.
     exclude = ("--exclude-tag", "calls", "--exclude-path", "/v1/tenant")
     exclude += ("--exclude-checks", "positive_data_acceptance")
     schemathesis(*keyed, tmp_path, "-n", str(examples), *exclude)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_calls_answer_as_their_schemas_say(keyed, tmp_path, examples):
+def test_the_answers_of_calls_fit_their_schemas(keyed, tmp_path, examples):
     checks = ("--exclude-checks", "positive_data_acceptance,negative_data_rejection")
     schemathesis(*keyed, tmp_path, "-n", str(examples), "--include-tag", "calls", *checks)

@@ -1,7 +1,7 @@
-"""What a client gets through the proxy is what vLLM would have sent: the same requests to both, at temperature 0.
+"""A reply through the proxy equals vLLM's own: the same requests to both, at temperature 0.
 
-Only what differs between any two calls is left out: ids and times. Streams are compared by what they say once joined,
-and by the keys of their opening, middle, ending and usage chunks, since where a stream is cut hangs on timing.
+Only what differs between any two calls is left out: ids and times. Streams are compared by their joined content and by
+the keys of their opening, middle, ending and usage chunks, because chunk boundaries depend on timing.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def proxy_over_real(engine: RunningEngine, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def both(engine: RunningEngine, proxy_over_real: RunningProxy) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
     """Clients of the engine and of the proxy in front of it."""
-    none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes those that idle for 5 s, maybe right now
+    none_kept = httpx2.Limits(max_keepalive_connections=0)  # vLLM closes connections that idle for 5 s
     with (
         httpx2.Client(base_url=engine.url, timeout=60.0, trust_env=False, limits=none_kept) as straight,
         httpx2.Client(base_url=proxy_over_real.url, timeout=60.0, trust_env=False) as through,
@@ -210,7 +210,7 @@ def ask(
 
 
 def without_ids(value: Any) -> Any:
-    """Blank what differs between any two calls."""
+    """Blank the values that differ between any two calls."""
     if isinstance(value, list):
         return [without_ids(each) for each in value]
     if not isinstance(value, dict):
@@ -220,7 +220,7 @@ def without_ids(value: Any) -> Any:
 
 
 def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
-    """Compare JSON; numbers may differ by what the order of additions changes."""
+    """Compare JSON; numbers may differ by the rounding of another order of additions."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         assert ours.keys() == theirs.keys(), path
         for key in theirs:
@@ -245,7 +245,7 @@ def chunks_of(response: httpx2.Response) -> list[dict[str, Any]]:
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a stream says: every choice's parts put together, and the last value of all else."""
+    """Return the content of a stream: each choice's parts joined, and the last value of every other field."""
     choices: dict[int, dict[str, Any]] = {}
     head: dict[str, Any] = {}
     for chunk in chunks:
@@ -273,8 +273,8 @@ def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[key] = value
 
 
-def keys_by_place(chunks: list[dict[str, Any]]) -> dict[str, set[str]]:
-    """Return the keys of the chunks, by what they are for: a place's chunks may differ in what they bring."""
+def keys_by_kind(chunks: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Return the keys of the chunks by kind: opening, middle, ending or usage."""
     places: dict[str, set[str]] = {}
     for chunk in chunks:
         if not chunk["choices"]:
@@ -316,14 +316,14 @@ def test_a_stream_through_the_proxy_is_vllms_own(
         return
     their_chunks, our_chunks = chunks_of(theirs), chunks_of(ours)
     assert_equal(joined(our_chunks), joined(their_chunks))
-    their_keys, our_keys = keys_by_place(their_chunks), keys_by_place(our_chunks)
+    their_keys, our_keys = keys_by_kind(their_chunks), keys_by_kind(our_chunks)
     for place in their_keys.keys() | our_keys.keys():
         if not place.startswith("middle") or (place in their_keys and place in our_keys):
             assert our_keys.get(place) == their_keys.get(place), place
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_vllm_refuses_is_refused_in_its_own_words(both: tuple[httpx2.Client, httpx2.Client], name: str) -> None:
+def test_a_request_that_vllm_refuses_gets_vllms_own_error(both: tuple[httpx2.Client, httpx2.Client], name: str) -> None:
     """The same status and the same body."""
     path, body = REFUSED[name]
     theirs, ours = ask(both, path, {"model": "small", **body})
@@ -339,10 +339,10 @@ DEADLY = {
 
 
 @pytest.mark.parametrize("name", DEADLY)
-def test_what_would_end_an_engine_with_adapters_does_not_reach_it(
+def test_a_request_that_would_crash_an_engine_with_adapters_does_not_reach_it(
     both: tuple[httpx2.Client, httpx2.Client], name: str
 ) -> None:
-    """This vLLM was started with LoRA, which the proxy found out; it lives on, and serves the next call."""
+    """This vLLM was started with LoRA, which the proxy detects; it still serves the next call."""
     straight, through = both
     path, body = DEADLY[name]
     plain = {"model": "small", "max_tokens": 1, **({"prompt": "a"} if path == TEXT else said(USER))}
@@ -351,8 +351,8 @@ def test_what_would_end_an_engine_with_adapters_does_not_reach_it(
     assert through.post(path, json=plain).status_code == straight.post(path, json=plain).status_code == 200
 
 
-def test_all_of_it_was_captured(proxy_over_real: RunningProxy) -> None:
-    """Nothing that was served is missing or lacks its tokens."""
+def test_every_call_of_this_module_was_captured(proxy_over_real: RunningProxy) -> None:
+    """Every served reply is stored with its tokens."""
     turns = [view.turn for view in proxy_over_real.turns()]
     assert turns
     assert {turn.outcome for turn in turns} <= {Outcome.EXACT, Outcome.ERROR}

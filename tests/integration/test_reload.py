@@ -1,7 +1,7 @@
-"""Reloading a real vLLM under streams: nobody notices but by a short silence, and every token names its policy.
+"""Reloading a real vLLM under streams: clients see only a short pause, and every turn has its policy versions.
 
 Versions are checked against `transformers` itself: a turn's tokens must have the logprobs of the version that its row
-names, up to the token where the reload came, and those of the next version from there on.
+names, up to the token of the reload, and those of the next version after it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZES = [pytest.param(5, 8), pytest.param(60, 32, marks=pytest.mark.slow)]
 
 @pytest.fixture
 def served(engine: RunningEngine, start_proxy: StartProxy) -> Iterator[RunningProxy]:
-    """A proxy whose version 0 is the engine's own model; afterwards the engine has that again, for other tests."""
+    """A proxy whose version 0 is the engine's own model; the engine's weights are restored for other tests."""
     proxy = start_proxy(engine.url)
     assert publish(proxy, engine.model_dir) == 0
     wait_for_status(proxy, 0)
@@ -74,20 +74,20 @@ def greedy_gap(proxy: RunningProxy, forward: Forward) -> float:
 
 
 @dataclasses.dataclass
-class Watched:
-    """What the clients of a run saw."""
+class Observed:
+    """Events that the clients of a run observed."""
 
     silences: dict[int, list[tuple[float, float]]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
     )
-    """By client, begin and end of each time that it waited for the next event, on the monotonic clock."""
+    """For each client, start and end of each wait for the next event, on the monotonic clock."""
     num_calls: int = 0
     failures: list[str] = dataclasses.field(default_factory=list)
 
 
 @contextlib.asynccontextmanager
-async def streams(proxy: RunningProxy, count: int, watched: Watched):
-    """Keep so many streams running for as long as the block lasts; each ends its last call."""
+async def streams(proxy: RunningProxy, count: int, watched: Observed):
+    """Keep this many streams running while the block runs; each finishes its last call."""
     stop = asyncio.Event()
     async with AsyncOpenAI(base_url=proxy.v1, api_key="none", max_retries=0, timeout=60) as client:
 
@@ -106,7 +106,7 @@ async def streams(proxy: RunningProxy, count: int, watched: Watched):
             await asyncio.gather(*agents)
 
 
-async def one_stream(client: AsyncOpenAI, number: int, watched: Watched) -> None:
+async def one_stream(client: AsyncOpenAI, number: int, watched: Observed) -> None:
     watched.num_calls += 1
     last, finished = time.monotonic(), False
     try:
@@ -128,8 +128,8 @@ async def one_stream(client: AsyncOpenAI, number: int, watched: Watched) -> None
         watched.failures.append(repr(error))
 
 
-def stalls(watched: Watched, reloads: list[tuple[float, float]]) -> list[float]:
-    """Return, for each reload and client, the longest silence that reaches into the time of the reload, seconds."""
+def stalls(watched: Observed, reloads: list[tuple[float, float]]) -> list[float]:
+    """Return, for each reload and client, the longest pause that overlaps the reload, in seconds."""
     return [
         max((b - a for a, b in silences if a < end and b > begin), default=0.0)
         for begin, end in reloads
@@ -138,11 +138,11 @@ def stalls(watched: Watched, reloads: list[tuple[float, float]]) -> list[float]:
 
 
 @pytest.mark.parametrize(("num_reloads", "num_streams"), SIZES)
-def test_reloads_under_streams_fail_nothing_and_every_token_is_of_the_version_that_its_turn_names(
+def test_no_stream_fails_during_reloads_and_every_token_has_the_version_that_its_turn_names(
     served: RunningProxy, engine: RunningEngine, tmp_path: Path, num_reloads: int, num_streams: int
 ):
-    """0 failed, 0 cut; what is served is what was published; first and last version are those of the tokens."""
-    watched, reloads, gaps = Watched(), [], []
+    """0 failed, 0 cut; the published weights are served; first and last version match the tokens."""
+    watched, reloads, gaps = Observed(), [], []
     paths = {0: engine.model_dir}
     for version in range(1, num_reloads + 1):
         paths[version] = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)
@@ -151,7 +151,7 @@ def test_reloads_under_streams_fail_nothing_and_every_token_is_of_the_version_th
     async def reload_all() -> None:
         async with streams(served, num_streams, watched):
             for version in range(1, num_reloads + 1):
-                await asyncio.sleep(0.3)  # the pace of a trainer: streams start and end in between
+                await asyncio.sleep(0.3)  # the pace of a trainer: streams start and end between reloads
                 begin = time.monotonic()
                 assert await asyncio.to_thread(publish, served, paths[version]) == version
                 await asyncio.to_thread(wait_for_status, served, version)
@@ -170,7 +170,7 @@ def test_reloads_under_streams_fail_nothing_and_every_token_is_of_the_version_th
 
 
 def report(
-    watched: Watched, reloads: list[tuple[float, float]], gaps: list[float], counts: collections.Counter
+    watched: Observed, reloads: list[tuple[float, float]], gaps: list[float], counts: collections.Counter
 ) -> None:
     seen = sorted(stalls(watched, reloads))
     p50, p99 = (seen[min(len(seen) - 1, int(len(seen) * q))] for q in (0.5, 0.99))
@@ -206,7 +206,7 @@ def check_versions(turns: list[TurnView], paths: dict[int, Path], limit: int) ->
 
 
 def in_order(fits: list[torch.Tensor]) -> bool:
-    """Say whether the tokens can be cut into one run a version, in order, that each fits."""
+    """Return whether the tokens split into one run per version, in order, that fits its version."""
     at, length = 0, len(fits[0])
     for fit in fits:
         while at < length and fit[at]:
@@ -214,8 +214,8 @@ def in_order(fits: list[torch.Tensor]) -> bool:
     return at == length
 
 
-def test_a_turn_that_does_not_fit_its_versions_is_found():
-    """The check itself: two versions, tokens 0-1 of the first, 2-3 of the second; swapped they do not fit."""
+def test_the_check_detects_a_turn_that_does_not_fit_its_versions():
+    """Two versions, tokens 0-1 of the first, 2-3 of the second; swapped they do not fit."""
     first, second = torch.tensor([1, 1, 0, 0]).bool(), torch.tensor([0, 0, 1, 1]).bool()
     assert in_order([first, second])
     assert not in_order([second, first])
@@ -261,7 +261,7 @@ def changed_since(model_dir: Path, place: Path) -> None:
 
 
 def other_probe(model_dir: Path, place: Path) -> None:
-    """Whole and loadable, but not the weights that the trainer saw: only the engine's answer tells."""
+    """Complete and loadable, but not the trainer's weights: only the engine's logprobs show it."""
     copied(model_dir, place, "config.json", "model.safetensors")
     probe = {"token_ids": [5, 6, 7, 8], "logprobs": [-0.1, -0.1, -0.1]}
     (place / "turnwise.json").write_text(json.dumps({"probe": probe}))
@@ -290,23 +290,23 @@ BAD = {
     nowhere: "is not a directory",
     other_probe: "from the checkpoint's own probe",
 }
-"""What can be wrong with a version, and the words that say so."""
+"""Defects of a version, and the words of their errors."""
 
 
 def num_loads(engine: RunningEngine) -> int:
-    """Return how often the engine was asked to load weights."""
+    """Return the number of times that the engine was asked to load weights."""
     return engine.log.read_text(errors="replace").count("POST /collective_rpc")
 
 
-def test_a_bad_version_is_refused_with_a_sentence_before_the_engine_sees_it_and_serving_goes_on(
+def test_a_bad_version_is_refused_before_the_engine_loads_it_and_serving_continues(
     served: RunningProxy, engine: RunningEngine, tmp_path: Path
 ):
-    """Whatever is wrong, the version is marked failed and the last good one answers; so does the one after it."""
+    """Each bad version is marked failed, the last good one serves calls, and the next good one is served in turn."""
     good = write_perturbed(engine.model_dir, tmp_path / "good", 1)
     version = publish(served, good)
     wait_for_status(served, version)
     forward = forward_of(good)
-    watched = Watched()
+    watched = Observed()
 
     async def publish_bad_ones() -> None:
         async with streams(served, 4, watched):
@@ -337,7 +337,7 @@ def publish_in_store(proxy: RunningProxy, version: int, path: Path, kind: Policy
 
 
 def test_the_route_refuses_a_bad_directory_at_once(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
-    """A person who publishes by hand learns what is wrong from the answer; nothing is stored."""
+    """The answer names the defect, for a person who publishes by hand; nothing is stored."""
     for spoil in (nowhere, cut_off, without_config, other_shapes):
         place = tmp_path / spoil.__name__
         spoil(engine.model_dir, place)
@@ -348,8 +348,8 @@ def test_the_route_refuses_a_bad_directory_at_once(served: RunningProxy, engine:
     assert [each["version"] for each in ask(served.url, "/v1/policies")["data"]] == [0]
 
 
-def test_a_version_is_pinned_rolled_back_to_and_let_go(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
-    """Pinned, it stays whatever is published; let go, the newest is served again."""
+def test_a_version_is_pinned_rolled_back_to_and_unpinned(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
+    """A pinned version stays active whatever is published; after unpinning the newest is served again."""
     forwards = {0: forward_of(engine.model_dir)}
     for version in (1, 2):
         path = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)
@@ -368,10 +368,8 @@ def test_a_version_is_pinned_rolled_back_to_and_let_go(served: RunningProxy, eng
     assert greedy_gap(served, forwards[3]) < TOLERANCE
 
 
-def test_an_engine_that_was_restarted_is_brought_to_the_active_version(
-    served: RunningProxy, engine: RunningEngine, tmp_path: Path
-):
-    """Whether it comes back under a running proxy or before a new one: fresh weights are replaced."""
+def test_a_restarted_engine_gets_the_active_version(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
+    """Its original weights are replaced, whether it restarts under a running proxy or before a new one starts."""
     path = write_perturbed(engine.model_dir, tmp_path / "v1", 1)
     wait_for_status(served, publish(served, path))
     load_own_weights(engine)
@@ -384,19 +382,19 @@ def test_an_engine_that_was_restarted_is_brought_to_the_active_version(
         assert another.turns()[-1].turn.policy_version_first == 1
 
 
-def test_adapters_take_over_call_by_call_without_a_pause_and_go_when_nobody_calls_them(
+def test_adapters_are_swapped_between_calls_without_a_pause_and_unloaded_when_unused(
     served: RunningProxy, engine: RunningEngine, tmp_path: Path
 ):
-    """Each version is an adapter with a name of its own; clients see only the model's name; a turn has one version."""
+    """Each version is an adapter with its own name; clients see only the model's name; a turn has one version."""
     adapters = {number: write_adapter(engine.model_dir, tmp_path / f"a{number}", number) for number in (1, 2, 3, 4)}
     for path in adapters.values():
         with_probe(path, forward_of(engine.model_dir, path))
-    watched, loads = Watched(), num_loads(engine)
+    watched, loads = Observed(), num_loads(engine)
 
     async def load_all() -> None:
         async with streams(served, 6, watched):
             for number, path in adapters.items():
-                await asyncio.sleep(0.3)  # streams start and end in between
+                await asyncio.sleep(0.3)  # streams start and end between reloads
                 assert await asyncio.to_thread(publish, served, path, kind="lora") == number
                 await asyncio.to_thread(wait_for_status, served, number)
                 forward = forward_of(engine.model_dir, path)
@@ -423,10 +421,10 @@ def test_adapters_take_over_call_by_call_without_a_pause_and_go_when_nobody_call
     assert greedy_gap(served, forwards[0]) < TOLERANCE
 
 
-def test_a_bad_adapter_is_refused_and_the_last_good_one_answers(
+def test_a_bad_adapter_is_refused_and_the_last_good_one_is_served(
     served: RunningProxy, engine: RunningEngine, tmp_path: Path
 ):
-    """One of another model, one without its weights."""
+    """One adapter of another model, one without its weights."""
     good = write_adapter(engine.model_dir, tmp_path / "good", 1)
     wait_for_status(served, publish(served, good, kind="lora"))
     strange = write_adapter(engine.model_dir, tmp_path / "strange", 2)

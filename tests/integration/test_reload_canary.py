@@ -1,7 +1,7 @@
-"""A poisoned update is withdrawn without a person, and the test shows how much of the traffic saw it; a good one stays.
+"""A bad update is rolled back automatically after a bounded share of the traffic; a good update is promoted.
 
-Agents open sessions all the time, make two calls in each and end it with a reward for what they were told. An engine
-whose weights, or adapter, lie in a directory called `poisoned` says the wrong thing.
+Agents open sessions continuously, make two calls in each and end it with a reward for the reply. An engine whose
+weights or adapter are in a directory called `poisoned` gives wrong replies.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FLAGS = ("--canary-share", str(SHARE), "--canary-min-sessions", "8", "--canary-r
 
 
 class Weights(Script):
-    """What an engine says depends on what it has loaded."""
+    """Replies that depend on the loaded weights."""
 
     _state: EngineState = PrivateAttr()
 
     def take_reply(self, last_message: str, *, offers_tools: bool = False) -> Reply | None:
-        """Say what the call's weights say."""
+        """Return the reply of the weights that the call is sampled with."""
         del last_message, offers_tools
         model = self._state.calls[-1].body.get("model")
         name = Path(self._state.adapters.get(model) or self._state.weights_path).name
@@ -58,7 +58,7 @@ WRITE = {"full": write_weights, "lora": write_adapter}
 
 
 class Agents:
-    """Agents that never stop; they count what they were told."""
+    """Agents that play until stopped and count the replies."""
 
     def __init__(self, proxy: RunningProxy) -> None:
         self._proxy = proxy
@@ -123,10 +123,10 @@ def versions_of_sessions(proxy: RunningProxy) -> dict[str, list[int]]:
         pytest.param("full", "broken", "turns are broken", marks=pytest.mark.slow),
     ],
 )
-def test_a_poisoned_update_is_rolled_back_without_a_person_and_a_good_one_is_promoted(
+def test_a_poisoned_update_is_rolled_back_automatically_and_a_good_one_is_promoted(
     engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path, kind: str, poison: str, words: str
 ):
-    """Only the canary's share of the sessions saw it, and none of them was moved in the middle but by the roll-back."""
+    """Only the canary's share of the sessions samples with it, and only the roll-back moves a running session."""
     urls = [engine.url for engine in engines][: 2 if kind == "full" else 1]
     proxy = start_proxy(urls[0], *(flag for url in urls[1:] for flag in ("--engine", url)), *FLAGS)
     good = publish(proxy, WRITE[kind](tmp_path / "good"), kind=kind)
@@ -155,7 +155,7 @@ def test_a_poisoned_update_is_rolled_back_without_a_person_and_a_good_one_is_pro
 
 
 def probed(place: Path, shift: float) -> Path:
-    """Leave beside the weights what a trainer would: a text, and its logprobs under these weights."""
+    """Write a trainer's probe beside the weights: a text, and its logprobs under these weights."""
     text = [40, 41, 42, 43]
     logprobs = [logprobs_of(token, 1.0, count=0)[0] + shift for token in text[1:]]
     (place / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": text, "logprobs": logprobs}}))
@@ -168,8 +168,8 @@ def test_a_version_too_far_from_the_served_one_is_never_tried(
 ):
     """Each token of the probe is 3 nats less likely: e⁻³ − 1 + 3 = 2.05 nats a token, and the limit is 1.
 
-    Half a nat is 0.107, and is tried. The far version says of itself what the engine says of it, so nothing else is
-    wrong with it.
+    Half a nat is 0.107, and is tried. The far version's own probe matches the engine's logprobs, so it has no other
+    defect.
     """
     for engine in engines:
         engine.state.script.logprob_shifts = {"far": -3.0, "near": -0.5}
@@ -185,8 +185,8 @@ def test_a_version_too_far_from_the_served_one_is_never_tried(
     assert policy(proxy, good)["status"] == "active"
 
 
-def test_a_pin_calls_a_canary_off(engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path):
-    """What a person decides is not tried: the pinned version is served to all, and the other waits to be published."""
+def test_a_pin_cancels_a_canary(engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path):
+    """A pinned version gets no trial: it is served to all sessions, and the other one returns to published."""
     proxy = start_proxy(engines[0].url, *FLAGS)
     for version in (0, 1):
         publish(proxy, write_adapter(tmp_path / f"v{version}"), kind="lora")

@@ -1,4 +1,4 @@
-"""Proxies that come to one version: one drives, the others follow, and nothing is tried for ever."""
+"""Several proxies converge on one version: one drives, the others follow, and a bad version is tried once."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_one_of_two_proxies_drives_and_the_other_follows(
     assert {view.turn.policy_version_first for view in two_proxies[0].turns()} == {version}
 
 
-def test_a_pinned_version_that_fails_is_tried_once_and_again_when_it_is_asked_for(
+def test_a_pinned_version_that_fails_is_tried_once_and_again_on_request(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
 ):
-    """Pinned to what cannot be served, the active version stays; activating it anew, once it is mended, serves it."""
+    """While the pinned version cannot be served, the active one stays; a new activation after its repair serves it."""
     paths = [write_weights(tmp_path / f"v{number}") for number in range(3)]
     for path in paths:
         version = publish(proxy, path)
@@ -85,8 +85,8 @@ def test_a_pinned_version_that_fails_is_tried_once_and_again_when_it_is_asked_fo
     assert fake_engine.state.reloads[-1] == str(paths[1])
 
 
-def test_what_is_no_adapter_is_not_published_as_one(proxy: RunningProxy, tmp_path: Path):
-    """The route looks for what the kind needs; the version before stays served."""
+def test_a_directory_that_is_not_an_adapter_is_not_published_as_one(proxy: RunningProxy, tmp_path: Path):
+    """The route checks the files that the kind needs; the version before stays active."""
     good = publish(proxy, write_weights(tmp_path / "good"))
     wait_until(lambda: status(proxy, good) == "active", "it is served")
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -95,10 +95,10 @@ def test_what_is_no_adapter_is_not_published_as_one(proxy: RunningProxy, tmp_pat
     assert status(proxy, good) == "active"
 
 
-def test_an_adapter_after_whole_weights_rides_on_the_model_that_it_was_trained_on(
+def test_an_adapter_after_whole_weights_is_served_on_its_own_base_model(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
 ):
-    """The engine gets its own model back before it serves the adapter, and whole weights after it are loaded again."""
+    """The engine loads its original model before it serves the adapter; later whole weights are loaded again."""
     weights = write_weights(tmp_path / "weights")
     versions = [publish(proxy, write_weights(tmp_path / "first")), publish(proxy, weights)]
     wait_until(lambda: status(proxy, versions[1]) == "active", "the weights are served")

@@ -1,6 +1,6 @@
-"""Two real vLLMs behind one proxy: one is killed in the middle of a reload, comes back with fresh weights, is mended.
+"""Two real vLLMs behind one proxy: one is killed during a reload, restarts, and gets the active version.
 
-What was on its way to the dead engine ends clearly; everything else is served, by weights that `transformers` confirms.
+Calls in flight to the killed engine end with an error; all others are served, by weights that `transformers` confirms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_STREAMS = 8
 
 @contextlib.contextmanager
 def running_vllm(model_dir: Path, log: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A vLLM of this test's own, with its original weights."""
+    """A separate vLLM for this test, with its original weights."""
     settings = EngineSettings(model=str(model_dir), port=port, served_model_name="small")
     command = build_command(settings, gpu=False)
     assignments = [f"{name}={value}" for name, value in command.environment.items()]
@@ -77,14 +77,14 @@ def count_pauses(log: Path) -> int:
 
 
 @dataclasses.dataclass
-class Seen:
-    """What the clients saw."""
+class Observed:
+    """Replies and errors that the clients observed."""
 
     num_whole: int = 0
     errors: list[str] = dataclasses.field(default_factory=list)
 
 
-async def stream_until(stop: asyncio.Event, proxy: RunningProxy, number: int, seen: Seen) -> None:
+async def stream_until(stop: asyncio.Event, proxy: RunningProxy, number: int, seen: Observed) -> None:
     async with AsyncOpenAI(base_url=proxy.v1, api_key="none", max_retries=0, timeout=60) as client:
         count = 0
         while not stop.is_set():
@@ -107,13 +107,13 @@ async def stream_until(stop: asyncio.Event, proxy: RunningProxy, number: int, se
                 seen.errors.append(str(error))
 
 
-def test_an_engine_killed_in_mid_reload_is_left_out_and_mended_when_it_returns(
+def test_an_engine_killed_during_a_reload_is_taken_out_and_gets_the_active_version_when_it_returns(
     engine: RunningEngine, start_proxy: StartProxy, small_model_dir: Path, tmp_path: Path
 ):
-    """The other takes the version, or keeps the last; no client hangs; the returned engine serves the active one."""
+    """The other loads the version, or keeps the last; no client hangs; the returned engine serves the active one."""
     port = free_port()
     other_url = f"http://127.0.0.1:{port}"
-    seen, log = Seen(), tmp_path / "other.log"
+    seen, log = Observed(), tmp_path / "other.log"
     paths = {number: write_perturbed(small_model_dir, tmp_path / f"v{number}", number) for number in (1, 2, 3)}
 
     def publish_version(number: int) -> None:
@@ -137,7 +137,7 @@ def test_an_engine_killed_in_mid_reload_is_left_out_and_mended_when_it_returns(
         await asyncio.gather(*agents)
 
     with running_vllm(small_model_dir, log, port) as process:
-        # The second engine is named first: it tries each version, and is the one that dies of it.
+        # The second engine is named first: it tries each version first, and it is the one that is killed.
         proxy = start_proxy(other_url, "--engine", engine.url)
         wait_for_engines(proxy, {other_url: 0, engine.url: 0})
         asyncio.run(reload_and_kill(process))

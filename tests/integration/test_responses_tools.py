@@ -1,4 +1,4 @@
-"""Tools and items of the Responses API that are no plain functions: what Codex and the AI SDK send."""
+"""Tools and items of the Responses API other than plain functions, as Codex and the AI SDK send them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_namespaces_and_freeform_tools_come_back_as_the_client_named_them(
     assert roles == ["user", "assistant", "tool", "tool"]
 
 
-def test_shell_calls_of_an_earlier_reply_are_taken(
+def test_shell_calls_of_an_earlier_reply_are_accepted(
     proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
 ) -> None:
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
@@ -128,7 +128,7 @@ def test_shell_calls_of_an_earlier_reply_are_taken(
 def test_an_item_reference_is_resolved_from_the_stored_turn(
     proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
 ) -> None:
-    """The AI SDK's default sends ids in place of the items of a reply."""
+    """By default the AI SDK sends ids in place of the items of a reply."""
     engine.answer(Rule(reply=REPLY, contains="first", count=1))
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
     asked: Any = {"model": "fake", "tools": [SPAWN, PATCH]}
@@ -143,10 +143,10 @@ def test_an_item_reference_is_resolved_from_the_stored_turn(
     assert_one_exact_chain(proxy, session_id, 2)
 
 
-def test_a_session_key_reaches_no_response_of_another_session(
+def test_a_session_key_cannot_read_a_response_of_another_session(
     proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
 ) -> None:
-    """Neither by `previous_response_id` nor by an item reference: both answer as if nothing were stored."""
+    """`previous_response_id` and an item reference are both answered as unknown."""
     assert engine.url
     other = openai.OpenAI(base_url=proxy.session_v1(f"{session_id}-other"), api_key="any", max_retries=0)
     secret = other.responses.create(model="fake", input="the secret")

@@ -1,4 +1,4 @@
-"""Retried calls through a running proxy: nobody gets the answer of somebody else's call."""
+"""Retried calls through a running proxy: no client gets the answer to another client's call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def post(
 
 
 def test_a_retry_never_crosses_tenants(database_url: str, fake_engine: RunningFakeEngine, start_proxy: StartProxy):
-    """Session keys of equally named sessions: neither a key nor a marked body gets the other tenant's reply."""
+    """Equally named sessions: neither an idempotency key nor a retried body gets the other tenant's reply."""
     database = Database(database_url)
     with database.write() as connection:
         made = [keys.create_key(connection, tenant, keys.Role.AGENT, tenant)[1] for tenant in ("a", "b")]
@@ -49,10 +49,10 @@ def test_a_retry_never_crosses_tenants(database_url: str, fake_engine: RunningFa
     assert len(set(ids)) == 4
 
 
-def test_parallel_rollouts_that_are_retried_each_get_a_sample_of_their_own(
+def test_parallel_rollouts_that_are_retried_each_get_their_own_sample(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
-    """Eight equal calls of the stock SDK, of which two at a time are admitted: the others are retried after 429."""
+    """Eight equal calls of the standard SDK, of which two at a time are admitted: the others are retried after 429."""
     proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "2")
     fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi.", pace_seconds=0.05)))
 
@@ -86,7 +86,7 @@ def test_a_retry_gets_the_answer_that_could_not_be_delivered_once(
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_used_key_answers_its_own_request_alone_and_in_the_form_that_is_asked_for(
+def test_a_used_key_replays_only_its_own_request_in_the_requested_form(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy, restarts: bool
 ):
     proxy = start_proxy(fake_engine.url)

@@ -1,4 +1,4 @@
-"""Roles of chains through a running proxy: stored, explained, corrected, and decisive for what is trained."""
+"""Roles of chains through a running proxy: stored, explained, corrected, and used to select what is trained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(proxy: RunningProxy, **query: str | list[str]) -> list[str]:
 
 
 def test_side_calls_are_stored_with_their_role_and_not_trained(proxy: RunningProxy):
-    """A title that comes first, the agent, and its sub-agent; then a person corrects the sub-agent's role."""
+    """A title call first, the agent, and its sub-agent; then an operator corrects the sub-agent's role."""
     title = call(proxy, TITLES, USER)
     main = call(proxy, CODER, USER, tools=TOOLS)
     sub = call(proxy, USER, tools=TOOLS, headers={"x-claude-code-agent-id": "a1"})

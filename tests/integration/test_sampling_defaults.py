@@ -1,4 +1,4 @@
-"""What an engine samples with where a request sets nothing: found by the probe, stored with each turn."""
+"""Sampling parameters that a request does not set: the probe detects the engine's, and each turn stores them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ async def test_an_engine_without_defaults_has_neutral_ones():
         assert await defaults_of(engine.url) == {}
 
 
-async def test_defaults_that_nobody_can_read_make_an_engine_unsuitable():
-    """The trainer would take temperature 1, and train on wrong importance ratios in silence."""
+async def test_an_engine_with_unreadable_defaults_is_unsuitable():
+    """The trainer would assume temperature 1 and silently train on wrong importance ratios."""
     with running_fake_engine(Script(default_temperature=0.6)) as engine:
         with pytest.raises(EngineUnsuitable, match="--generation-config vllm"):
             await defaults_of(engine.url)
@@ -52,7 +52,7 @@ async def test_defaults_that_nobody_can_read_make_an_engine_unsuitable():
 
 
 def test_each_turn_is_stored_with_the_parameters_that_it_was_sampled_with(start_proxy):
-    """The client's own parameter comes first; a null is as none."""
+    """The client's own parameter wins; a null counts as unset."""
     with running_fake_engine(Script(default_temperature=0.6)) as engine:
         Path(engine.state.model_path, "generation_config.json").write_text('{"temperature": 0.6}')
         proxy = start_proxy(engine.url)
@@ -65,7 +65,7 @@ def test_each_turn_is_stored_with_the_parameters_that_it_was_sampled_with(start_
 
 @pytest.mark.slow
 @pytest.mark.engine
-async def test_a_real_vllm_with_a_generation_config_tells_its_defaults_and_none_with_our_flags(
+async def test_a_real_vllm_reports_the_defaults_of_its_generation_config_and_none_with_our_flags(
     small_model_dir: Path, tmp_path: Path
 ):
     model = shutil.copytree(small_model_dir, tmp_path / "small")

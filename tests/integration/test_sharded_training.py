@@ -1,4 +1,4 @@
-"""Two processes under `torchrun` against one: the same losses and weights."""
+"""Two processes under `torchrun` give the same losses and weights as one."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_two_processes_give_the_losses_and_weights_of_one_over_twenty_updates(tm
 
 
 @pytest.mark.slow
-def test_two_processes_resume_from_a_state_that_only_the_first_one_reads(tmp_path):
-    """Stopped after the first of two batches and started again: the weights of one process that was never stopped."""
+def test_two_processes_resume_from_a_state_that_only_the_first_process_reads(tmp_path):
+    """Stopped after the first of two batches and restarted, they reach the weights of one uninterrupted process."""
     model = make_model(tmp_path / "model")
     train(tmp_path / "one", model, 1, "full", num_groups=8, total_batches=2)
     for total_batches in (1, 2):

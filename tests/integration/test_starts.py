@@ -27,7 +27,7 @@ def _refused(directory: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, sentences[0]
 
 
-def test_a_proxy_on_a_new_file_makes_its_tables(fake_engine: RunningFakeEngine, tmp_path: Path) -> None:
+def test_a_proxy_on_a_new_sqlite_file_creates_its_tables(fake_engine: RunningFakeEngine, tmp_path: Path) -> None:
     port = free_port()
     argv = command(
         "proxy", "--engine", fake_engine.url, "--database", f"sqlite:///{tmp_path}/new.db", "--port", str(port)
@@ -41,7 +41,9 @@ def test_a_proxy_on_a_new_file_makes_its_tables(fake_engine: RunningFakeEngine, 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("arguments", [["proxy"], ["train", "--model", "owner/name"], ["sessions"]])
-def test_on_postgresql_the_tables_are_asked_for(postgres_server: PrivatePostgres, tmp_path: Path, arguments) -> None:
+def test_on_postgresql_a_start_without_tables_names_the_command_that_creates_them(
+    postgres_server: PrivatePostgres, tmp_path: Path, arguments
+) -> None:
     url = postgres_server.url(postgres_server.create_database())
     port = ["--port", str(free_port())] if arguments == ["proxy"] else []
     status, sentence = _refused(tmp_path, *arguments, "--database", url, *port)
@@ -56,7 +58,7 @@ def test_a_proxy_on_a_taken_port_does_not_start(tmp_path: Path) -> None:
     assert (status, f"cannot listen on 127.0.0.1:{port}" in sentence) == (2, True)
 
 
-def test_a_proxy_for_other_machines_without_a_key_does_not_start(tmp_path: Path) -> None:
+def test_a_proxy_beyond_loopback_without_a_key_does_not_start(tmp_path: Path) -> None:
     status, sentence = _refused(tmp_path, "proxy", "--host", "0.0.0.0", "--port", str(free_port()))
     assert (status, "turnwise keys create" in sentence) == (2, True)
 

@@ -1,4 +1,4 @@
-"""The supervisor with real processes: order, restarts, giving up, and nothing left behind, whoever is killed."""
+"""The supervisor with real processes: order, restarts, giving up, and no process left after any kill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLEEPER = "import time\nopen({path!r}, 'a').write(f'{{__import__(\"os\").getpid(
 
 
 def _alive(pid: int) -> bool:
-    """A zombie is dead: only its status is left."""
+    """Return whether a process runs; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def test_a_child_gets_its_environment_and_its_output_goes_to_its_log(tmp_path):
         assert (tmp_path / "task.log").read_text() == "blue green\n"
 
 
-def test_a_child_that_dies_is_named_and_started_again(tmp_path):
+def test_a_child_that_dies_is_reported_and_restarted(tmp_path):
     said: list[tuple[str, str]] = []
     path = tmp_path / "pids"
     with Supervisor(
@@ -98,7 +98,7 @@ def test_a_child_that_dies_is_named_and_started_again(tmp_path):
     assert any(text.startswith("died with signal SIGKILL") for _, text in said)
 
 
-def test_a_child_that_keeps_dying_is_given_up_with_the_end_of_its_log(tmp_path):
+def test_a_child_that_keeps_dying_is_not_restarted_and_the_end_of_its_log_is_shown(tmp_path):
     child = Child(name="broken", argv=_python("import sys; print('no such key'); sys.exit(3)"))
     supervisor = Supervisor([child], log_directory=tmp_path, max_quick_deaths=3, first_delay_seconds=0.02)
     said = r"died 3 times in a row, last with exit status 3(?s:.*)no such key"
@@ -107,7 +107,7 @@ def test_a_child_that_keeps_dying_is_given_up_with_the_end_of_its_log(tmp_path):
     assert supervisor.num_starts("broken") == 3
 
 
-def test_restarts_wait_twice_as_long_from_death_to_death(tmp_path):
+def test_the_wait_before_a_restart_doubles_with_each_death(tmp_path):
     said: list[str] = []
     child = Child(name="broken", argv=_python("raise SystemExit(1)"), ready=lambda: False)
     with pytest.raises(ChildFailed):
@@ -122,8 +122,8 @@ def test_restarts_wait_twice_as_long_from_death_to_death(tmp_path):
     assert delays == ["0.1 s", "0.2 s", "0.4 s"]
 
 
-def test_chosen_lines_of_a_childs_log_are_printed_as_they_come(tmp_path):
-    """What the trainer waits for and what it trained; of the rest warnings alone."""
+def test_selected_lines_of_a_childs_log_are_printed_as_they_are_written(tmp_path):
+    """The trainer's waits and updates; of the other processes only warnings."""
     said: list[tuple[str, str]] = []
     code = """
     import time
@@ -141,7 +141,7 @@ def test_chosen_lines_of_a_childs_log_are_printed_as_they_come(tmp_path):
 
 
 def test_exit_status_two_is_not_retried(tmp_path):
-    """It says that the same start fails again: wrong settings, a taken port, no model."""
+    """It means that the same start fails again: wrong settings, a taken port, no model."""
     child = Child(name="wrong", argv=_python("raise SystemExit(2)"), ready=lambda: False)
     supervisor = Supervisor([child], log_directory=tmp_path, first_delay_seconds=0.02)
     with pytest.raises(ChildFailed, match="wrong cannot start"), supervisor:
@@ -149,7 +149,7 @@ def test_exit_status_two_is_not_retried(tmp_path):
     assert supervisor.num_starts("wrong") == 1
 
 
-def test_the_log_of_an_earlier_run_is_not_shown_as_this_ones(tmp_path):
+def test_the_log_of_an_earlier_run_is_not_shown_for_this_run(tmp_path):
     (tmp_path / "wrong.log").write_text("an old failure\n")
     child = Child(name="wrong", argv=_python("import sys; print('a new failure'); sys.exit(2)"), ready=lambda: False)
     with pytest.raises(ChildFailed) as failed, Supervisor([child], log_directory=tmp_path):
@@ -159,7 +159,7 @@ def test_the_log_of_an_earlier_run_is_not_shown_as_this_ones(tmp_path):
 
 
 def test_an_answer_of_another_process_on_the_childs_port_does_not_count(tmp_path):
-    """The port is taken while the child starts: the child is not ready because somebody else answers."""
+    """The port is taken while the child starts: an answer of another process does not make the child ready."""
     with contextlib.ExitStack() as opened:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
         opened.callback(server.server_close)
@@ -188,7 +188,7 @@ def test_a_secret_of_the_environment_is_on_no_command_line(tmp_path):
         assert b"SECRET=swordfish" in Path(f"/proc/{_pids(path)[0]}/environ").read_bytes()
 
 
-def test_a_task_that_fails_stops_the_start_of_what_follows(tmp_path):
+def test_a_task_that_fails_stops_the_start_of_later_children(tmp_path):
     children = [
         Child(name="task", argv=_python("raise SystemExit('no database')"), once=True),
         _sleeper(tmp_path / "never"),
@@ -198,7 +198,7 @@ def test_a_task_that_fails_stops_the_start_of_what_follows(tmp_path):
     assert not (tmp_path / "never").exists()
 
 
-def test_a_child_that_is_never_ready_is_given_up_and_stopped(tmp_path):
+def test_a_child_that_is_not_ready_in_time_is_stopped(tmp_path):
     path = tmp_path / "pids"
     child = Child(name="deaf", argv=_python(SLEEPER.format(path=str(path))), ready=lambda: False, start_seconds=0.5)
     with pytest.raises(ChildFailed, match="is not ready after"):
@@ -224,7 +224,7 @@ def test_a_child_that_ignores_the_term_signal_is_killed_after_its_grace(tmp_path
 
 
 def _grandparent(path: Path) -> str:
-    """Code of a child that has a child of its own; both write their process ids."""
+    """Code of a child that starts another process; both write their process ids."""
     inner = SLEEPER.format(path=str(path))
     return f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {inner!r}])\n{inner}"
 
@@ -243,7 +243,7 @@ def test_grandchildren_end_with_their_child(tmp_path):
     wait_until(lambda: not any(map(_alive, pids)), "all processes are gone")
 
 
-def test_what_a_dead_child_leaves_in_its_group_is_ended_before_it_starts_again(tmp_path):
+def test_remaining_processes_of_a_dead_childs_group_are_ended_before_its_restart(tmp_path):
     path = tmp_path / "pids"
     inner = SLEEPER.format(path=str(path))
     code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {inner!r}])\ntime.sleep(1)"
@@ -254,7 +254,7 @@ def test_what_a_dead_child_leaves_in_its_group_is_ended_before_it_starts_again(t
 
 
 def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
-    """A process of its own that supervises a child with a grandchild, and would for ever."""
+    """A separate process that supervises a child with a grandchild until it is stopped."""
     code = f"""
     import pathlib, sys, threading
     from turnwise.processes.supervisor import Child, Supervisor
@@ -272,8 +272,8 @@ def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
-def test_a_killed_supervisor_leaves_no_process_behind(tmp_path):
-    """`kill -9` runs no handler: the kernel tells the guards, and they end their groups."""
+def test_no_process_outlives_a_killed_supervisor(tmp_path):
+    """`kill -9` runs no handler: the kernel signals the guards, and they end their groups."""
     path = tmp_path / "pids"
     process = _supervising_process(path, tmp_path)
     pids = _pids(path)
@@ -295,7 +295,7 @@ def test_ctrl_c_stops_everything(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
-def test_a_killed_guard_takes_its_child_along_and_is_replaced(tmp_path):
+def test_a_killed_guard_ends_with_its_child_and_is_restarted(tmp_path):
     path = tmp_path / "pids"
     with Supervisor([_sleeper(path)], log_directory=tmp_path, first_delay_seconds=0.05) as stack:
         first = _pids(path)[0]
@@ -308,5 +308,5 @@ def test_a_killed_guard_takes_its_child_along_and_is_replaced(tmp_path):
     ("code", "words"),
     [(3, "exit status 3"), (137, "signal SIGKILL"), (-15, "signal SIGTERM"), (250, "exit status 250")],
 )
-def test_an_exit_is_named_as_a_person_knows_it(code, words):
+def test_an_exit_is_reported_by_signal_name_or_status(code, words):
     assert describe_exit(code) == words

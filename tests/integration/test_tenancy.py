@@ -1,4 +1,4 @@
-"""Keys, roles and tenants of a real proxy: who gets in, how far, and what one tenant sees of another: nothing."""
+"""Keys, roles and tenants of a real proxy: authentication, permissions, and isolation between tenants."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, dict[str, Tenant]]]:
         yield proxy, tenants
 
 
-def test_every_route_but_health_wants_a_key(keyed):
-    """All that the document lists, and the document itself."""
+def test_every_route_but_health_requires_a_key(keyed):
+    """Every route of the OpenAPI document, and the document itself."""
     _, tenants = keyed
     paths = tenants["agent"].http.get("/openapi.json").raise_for_status().json()["paths"]
     assert len(paths) >= 20
@@ -83,8 +83,8 @@ def test_every_route_but_health_wants_a_key(keyed):
         assert {path for (_, path), status in statuses.items() if status != 401} == HEALTH
 
 
-def test_a_second_tenant_finds_nothing_of_the_first(keyed):
-    """Each id of the first, on each route that takes one, is as unknown to the second as one that never was."""
+def test_a_second_tenant_cannot_read_anything_of_the_first(keyed):
+    """For the second tenant each id of the first is unknown, on each route that takes one."""
     _, tenants = keyed
     first, other = tenants["admin"].http, tenants["other"].http
     first.post("/v1/sessions", json={"session_id": "mine", "task_id": "t", "group_id": "g"}).raise_for_status()
@@ -100,12 +100,12 @@ def test_a_second_tenant_finds_nothing_of_the_first(keyed):
     assert other.get("/v1/sessions", params={"after": "mine"}).status_code == 404
     for query in ({"session_id": "mine"}, {"task_id": "t"}, {"group_id": "g"}, {}):
         assert other.get("/v1/experiences", params=query).content == b""
-    assert other.post("/v1/sessions", json={"session_id": "mine"}).json()["num_turns"] == 0  # a session of its own
+    assert other.post("/v1/sessions", json={"session_id": "mine"}).json()["num_turns"] == 0  # a new session
     assert first.get("/v1/sessions/mine").json()["num_turns"] == 1
     assert first.get("/v1/counts").json()["num_turns"] >= 1
 
 
-def test_a_role_reaches_as_far_as_it_says(keyed):
+def test_each_role_may_use_exactly_its_routes(keyed):
     _, tenants = keyed
     agent, trainer = tenants["agent"].http, tenants["trainer"].http
     assert trainer.post("/v1/chat/completions", json=CHAT).status_code == 403
@@ -119,8 +119,8 @@ def test_a_role_reaches_as_far_as_it_says(keyed):
     assert refused.json()["error"]["message"].startswith("A trainer key cannot activate policy versions.")
 
 
-def test_a_session_key_reaches_its_own_session_alone(keyed):
-    """It calls, rewards and ends; every other session, and every list, is out of reach."""
+def test_a_session_key_works_for_its_own_session_only(keyed):
+    """It may call, reward and end its session; every other session and every list is refused."""
     proxy, tenants = keyed
     made = (
         tenants["agent"]
@@ -161,7 +161,7 @@ def test_a_revoked_key_is_refused_within_five_seconds(keyed):
         )
 
 
-def test_without_keys_the_proxy_is_open_until_the_first_is_made(start_proxy, fake_engine):
+def test_without_keys_the_proxy_is_open_until_the_first_key_is_created(start_proxy, fake_engine):
     proxy = start_proxy(fake_engine.url)
     with Tenant(proxy, None).http as http:
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
@@ -193,8 +193,8 @@ def payloads(count: int) -> Iterator[str]:
         yield "".join(rng.choices(FRAGMENTS, k=rng.randint(1, 3)))
 
 
-def test_a_thousand_injections_are_all_the_callers_fault(keyed):
-    """In keys, ids and filters: each is refused with a 4xx, or finds nothing; none gets in, none breaks anything."""
+def test_a_thousand_injections_are_answered_without_a_5xx(keyed):
+    """In keys, ids and filters: each is refused with a 4xx or finds nothing; none authenticates, none causes a 5xx."""
     _, tenants = keyed
     http, statuses = tenants["admin"].http, []
     tenants["admin"].call("bystander")

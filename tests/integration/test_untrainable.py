@@ -1,4 +1,4 @@
-"""What was not sampled as training assumes says so; and no client steers the engine itself."""
+"""Turns that violate the assumptions of training are untrainable with a reason; clients cannot control the engine."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_beam_search_and_media_are_untrainable(proxy: RunningProxy, engine: Runn
     assert ended == [(Outcome.UNTRAINABLE, "beam_search"), (Outcome.UNTRAINABLE, "media"), (Outcome.EXACT, None)]
 
 
-def test_fields_that_steer_the_engine_are_removed_and_counted(
+def test_fields_that_control_the_engine_are_removed_and_counted(
     proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
 ) -> None:
-    """Neither in a call nor in the sampling parameters of a session."""
+    """This covers calls and the sampling parameters of a session."""
     steering = {"kv_transfer_params": {"prompt_token_ids": [1]}, "vllm_xargs": {"a": 1}, "priority": -5}
     pinned = {"session_id": session_id, "sampling": {"vllm_xargs": {"b": 1}, "min_p": 0.5}}
     httpx2.post(f"{proxy.v1}/sessions", json=pinned).raise_for_status()
@@ -140,7 +140,7 @@ def gemini(client: Any, *, stream: bool) -> None:
 def test_a_tool_call_with_broken_arguments_does_not_end_its_conversation(
     proxy: RunningProxy, engine: RunningFakeEngine, session_id: str, play: Any, *, stream: bool
 ) -> None:
-    """The next turn extends it, and no message that the engine gets has arguments that it cannot parse."""
+    """The next turn extends it, and the engine gets no message with arguments that it cannot parse."""
     engine.answer(Rule(reply=BROKEN, contains="break", count=1))
     base_url = f"{proxy.url}/sessions/{session_id}"
     if play is messages:

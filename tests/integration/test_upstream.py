@@ -1,4 +1,4 @@
-"""Routes that no engine of ours serves: passed to a configured upstream, else 404 with a sentence."""
+"""Routes that the engines do not serve: passed to a configured upstream, else 404 with a sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turnwise.fake_engine import RunningFakeEngine
 
 
 class Embeddings(http.server.BaseHTTPRequestHandler):
-    """Answers with what it was asked, and by whom."""
+    """Echoes the request and its key."""
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["content-length"]))
@@ -29,7 +29,7 @@ class Embeddings(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Disable the access log."""
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_configured_upstream_gets_the_request_with_its_own_key(
     assert not proxy.turns()
 
 
-def test_without_an_upstream_the_answer_says_what_to_set(
+def test_without_an_upstream_the_error_names_the_setting(
     start_proxy: StartProxy, fake_engine: RunningFakeEngine
 ) -> None:
     proxy = start_proxy(fake_engine.url)

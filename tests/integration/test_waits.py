@@ -1,4 +1,4 @@
-"""Nobody waits for ever: a client, a writing process or a body that blocks the others is cut off at its deadline."""
+"""Every wait has a deadline: a client, a writing process or a body that blocks others is cut off."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chat(proxy: RunningProxy) -> int:
 def test_a_stopped_writing_process_fails_its_calls_at_their_deadline_and_is_replaced(
     fake_engine: RunningFakeEngine, start_proxy
 ):
-    """Old code let all calls hang, while /readyz answered 200."""
+    """Without the deadline, all calls hang while /readyz answers 200."""
     proxy = start_proxy(fake_engine.url, "--commit-timeout-seconds", "1")
     assert chat(proxy) == 200
     stopped = proxy.writing_process()
@@ -57,7 +57,7 @@ def test_readiness_asks_the_writing_process(fake_engine: RunningFakeEngine, star
 
 
 def test_a_client_that_stops_reading_is_disconnected_and_its_slot_is_freed(fake_engine: RunningFakeEngine, start_proxy):
-    """With one slot, old code answered 429 to everybody else for ever."""
+    """With one slot and without the deadline, every other call gets 429 for ever."""
     proxy = start_proxy(fake_engine.url, "--client-stall-seconds", "1", "--max-concurrent-calls", "1")
     fake_engine.answer(Rule(contains="much", reply=Reply(text="much to read " * 8_000)))
     body = orjson.dumps({"model": "fake", "stream": True, "messages": [{"role": "user", "content": "much"}]})
@@ -76,7 +76,7 @@ HOSTILE = b'{"messages":[' + b"[]," * (4 * 2**20 // 3) + b"[]]}"
 
 
 async def test_a_body_of_four_megabytes_of_empty_arrays_is_refused_without_blocking_the_event_loop():
-    """Decoding it takes longer than anything else in the proxy: it holds the interpreter for the whole text.
+    """Decoding it is the longest step in the proxy: it holds the interpreter lock for the whole text.
 
     The longest pause of the loop is compared with the time that decoding takes on this machine.
     """

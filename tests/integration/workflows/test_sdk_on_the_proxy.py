@@ -1,4 +1,4 @@
-"""The SDK and its workflows on a real proxy, in front of a fake engine that knows what it sampled."""
+"""The SDK and its workflows on a real proxy, in front of a fake engine that records its sampled tokens."""
 
 import asyncio
 import collections
@@ -40,7 +40,7 @@ def ask(openai_client, text="hi", **kwargs):
     return openai_client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], **kwargs)
 
 
-def test_a_session_from_its_beginning_to_its_experiences(client):
+def test_a_session_gives_experiences_with_the_sampled_tokens_and_the_credit(client):
     """Open, sample in two steps, reward, end: the experiences carry the sampled tokens and the credit."""
     session = client.create_session(task_id="t", credit="step_wise", metadata={"by": "test"})
     assert ask(session.openai(step=0)).choices[0].message.content
@@ -63,8 +63,8 @@ def test_a_session_from_its_beginning_to_its_experiences(client):
         assert client.turn(turn_id)["token_ids"] == turns[turn_id]["token_ids"]
 
 
-def test_errors_are_those_of_the_tree(client):
-    """The server's sentence arrives with the class of its boundary."""
+def test_each_error_has_the_class_of_its_boundary(client):
+    """The exception carries the server's message."""
     session = client.create_session()
     ask(session.openai())
     with pytest.raises(errors.NotFound, match="nobody"):
@@ -127,7 +127,7 @@ def look(url, ids, n_parallel_tasks=32):
 
 
 def check_ledger(client, episodes, ids):
-    """The ledger holds exactly the episodes' turns, and the crashed attempts' apart from them, without a reward."""
+    """The ledger holds the episodes' turns, and those of crashed attempts in other sessions, without a reward."""
     order = list(dict.fromkeys(ids))
     assert [episode.task_id for episode in episodes] == [
         task_id for task_id in order for _ in range(ids.count(task_id))
@@ -219,7 +219,7 @@ def by_client(proxy, credit):
 
 
 def by_http(proxy, credit):
-    """Nothing of ours: what any language can send."""
+    """Plain HTTP, without the SDK."""
     session_id = f"http-{credit}"
     with httpx2.Client(base_url=proxy.url) as http:
 
@@ -272,8 +272,8 @@ def by_node(proxy, credit, directory):
         program.unlink()
 
 
-def left_by(ways, client, proxy, credit):
-    """Return what each way left in the ledger, as bytes of JSON."""
+def credit_of(ways, client, proxy, credit):
+    """Return the ledger's content for each implementation, as bytes of JSON."""
     left = {}
     for way, leave in ways.items():
         leave(proxy, credit)
@@ -284,9 +284,9 @@ def left_by(ways, client, proxy, credit):
 
 
 @pytest.mark.parametrize("credit", ["step_wise", "propagate"])
-def test_one_agent_written_three_ways_in_python_leaves_the_same_credit(client, proxy, credit):
-    """Subclass, our client and bare HTTP: tokens, steps, rewards and returns are byte for byte the same."""
-    left = left_by({"subclass": by_subclass, "client": by_client, "http": by_http}, client, proxy, credit)
+def test_three_python_implementations_of_one_agent_give_the_same_credit(client, proxy, credit):
+    """Subclass, Turnwise's client and plain HTTP: tokens, steps, rewards and returns are equal byte for byte."""
+    left = credit_of({"subclass": by_subclass, "client": by_client, "http": by_http}, client, proxy, credit)
     assert len(set(map(tuple, left.values()))) == 1
     rewards = [json.loads(line)["turn_rewards"] for line in left["http"]]
     assert rewards == ([[0.5], [2.0], [2.0]] if credit == "step_wise" else [[0.75]] * 3)
@@ -294,16 +294,16 @@ def test_one_agent_written_three_ways_in_python_leaves_the_same_credit(client, p
 
 
 @pytest.mark.parametrize("credit", ["step_wise", "propagate"])
-def test_an_openai_node_script_leaves_the_same_credit_as_the_subclass(client, proxy, credit, node_project):
-    """No Python at all: byte for byte what the Python class leaves."""
+def test_an_openai_node_script_gives_the_same_credit_as_the_subclass(client, proxy, credit, node_project):
+    """Without Python: equal byte for byte to the Python class."""
     ways = {"subclass": by_subclass, "node": functools.partial(by_node, directory=node_project)}
-    left = left_by(ways, client, proxy, credit)
+    left = credit_of(ways, client, proxy, credit)
     assert left["node"] == left["subclass"]
     assert len(left["node"]) == 3
 
 
-def test_an_exception_in_the_middle_leaves_turns_and_earlier_rewards(client, proxy):
-    """The session ends with its reason; what was rewarded before is credited."""
+def test_an_exception_keeps_the_turns_and_the_earlier_rewards(client, proxy):
+    """The session ends with its reason; earlier rewards are credited."""
 
     class Breaking(Stepped):
         def step(self, step_num):

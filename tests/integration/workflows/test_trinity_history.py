@@ -1,6 +1,6 @@
-"""Trinity-RFT's `ModelWrapper` on a real proxy: its history, way of sampling by way of sampling.
+"""Trinity-RFT's `ModelWrapper` on a real proxy: its history for each way of sampling.
 
-Where the original records less, or refuses, the docstring says both.
+Where the original records less, or refuses, the docstring describes both.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def model(proxy):
 
 
 def sampled(fake_engine):
-    """Return what the engine knows it sampled in chats, in order: prompt and reply tokens of each choice."""
+    """Return the tokens that the engine sampled in chats, in order: prompt and reply of each choice."""
     return [[*call.prompt_token_ids, *ids] for call in fake_engine.calls for ids in call.token_ids]
 
 
@@ -92,14 +92,14 @@ def test_generate_returns_the_replies_to_each_prompt_and_history_has_them(model,
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_generating_from_nothing_samples_nothing(model, fake_engine, is_async):
+def test_generating_without_prompts_samples_nothing(model, fake_engine, is_async):
     """No prompt, no call, no experience."""
     assert generated(model, is_async, []) == ([], [])
     assert fake_engine.calls == []
 
 
-def test_chat_and_generate_ask_for_what_the_wrapper_was_made_with(proxy, fake_engine):
-    """`generate_kwargs` hold where the call itself says nothing else."""
+def test_chat_and_generate_use_the_wrappers_generate_kwargs(proxy, fake_engine):
+    """`generate_kwargs` apply where the call itself sets no other value."""
     model = ModelWrapper(proxy.url, model="fake", generate_kwargs={"temperature": 0.5, "max_tokens": 3})
     model.chat([USER])
     model.generate(PROMPTS[:1], max_tokens=2)
@@ -123,7 +123,7 @@ def test_chat_returns_one_experience_for_each_choice_and_history_has_them(model,
     assert [exp.turn_id for exp in history] == [exp.turn_id for exp in made]
 
 
-def test_the_client_is_openais_own_and_the_reply_is_what_it_asked_for(model, fake_engine):
+def test_the_client_is_openais_own_and_the_reply_has_only_the_requested_fields(model, fake_engine):
     """The original patches `create` to ask for logprobs and token ids; here the call stays as it was, both are kept."""
     client = model.get_openai_client()
     assert type(client) is openai.OpenAI
@@ -171,14 +171,14 @@ def responses(client):
 
 @pytest.mark.parametrize("way", [ask, exhausted, with_helper, raw, parsed, responses])
 def test_history_has_every_way_of_sampling(model, fake_engine, way):
-    """The original hears of `create` and its streams alone: `stream`, raw replies, `parse` and responses pass it by."""
+    """The original records only `create` and its streams, not `stream`, raw replies, `parse` or responses."""
     way(model.get_openai_client())
     assert [exp.tokens.tolist() for exp in model.extract_experience_from_history()] == sampled(fake_engine)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_history_has_tool_calls_and_thinking(model, fake_engine, streamed):
-    """The original keeps a stream's text alone; here the experience is the sampled tokens, whatever they mean."""
+    """The original keeps only a stream's text; here the experience is the sampled tokens, whatever they encode."""
     call = ToolCall(name="weather", arguments={"city": "Łódź"})
     fake_engine.answer(Rule(reply=Reply(reasoning="let me look", tool_calls=[call])))
     reply = ask(model.get_openai_client(), tools=[WEATHER], stream=streamed)
@@ -190,7 +190,7 @@ def test_history_has_tool_calls_and_thinking(model, fake_engine, streamed):
 
 
 def test_an_asynchronous_stream_is_history_too(model, fake_engine):
-    """Read to its end, as the original wants it."""
+    """Read to its end, as the original requires."""
 
     async def go():
         async for _ in await ask(model.get_openai_async_client(), stream=True):
@@ -203,7 +203,7 @@ def test_an_asynchronous_stream_is_history_too(model, fake_engine):
 def test_a_stream_that_is_closed_early_is_kept_as_aborted(model, proxy, fake_engine):
     """The original records the part that was read, and nothing of a stream that is dropped; here neither is trained on.
 
-    What was sampled of it is in the ledger, with its outcome.
+    Its sampled tokens are in the ledger, with its outcome.
     """
     fake_engine.answer(Rule(reply=Reply(text=LONG, pace_seconds=0.05)))
     with ask(model.get_openai_client(), stream=True) as stream:
@@ -221,7 +221,7 @@ def wait_for_turn(proxy, session_id):
 
 
 def test_extracting_returns_and_clears(model, fake_engine):
-    """Unless it is told not to clear."""
+    """It keeps the history with `clear_history=False`."""
     client = model.get_openai_client()
     ask(client)
     ask(client)
@@ -230,16 +230,16 @@ def test_extracting_returns_and_clears(model, fake_engine):
     assert model.extract_experience_from_history() == []
 
 
-def test_clones_have_histories_of_their_own(model):
-    """A run's clone hears nothing of another's calls, nor does the wrapper that both come from."""
+def test_each_clone_has_its_own_history(model):
+    """A clone records no calls of another clone, and the original wrapper none of either."""
     one, two = model.clone_with_isolated_history(), model.clone_with_isolated_history()
     ask(one.get_openai_client())
     two.generate(PROMPTS, max_tokens=2)
     assert [len(each.extract_experience_from_history()) for each in (one, two, model)] == [1, 2, 0]
 
 
-def test_a_reply_that_was_cut_is_marked_and_the_run_goes_on(proxy, fake_engine):
-    """Over the OpenAI API the original marks nothing; like its 0.6, a cut reply ends no run."""
+def test_a_truncated_reply_is_marked_and_the_run_continues(proxy, fake_engine):
+    """Over the OpenAI API the original marks nothing; as in its 0.6, a truncated reply does not end the run."""
     fake_engine.answer(Rule(reply=Reply(text="cut", finish_reason="length")))
 
     class Cut(StepWiseRewardWorkflow):
@@ -282,7 +282,7 @@ class Propagated(RewardPropagationWorkflow):
 
 @pytest.mark.parametrize(("kind", "returns"), [(Stepped, [[1.0], [1.0], [2.0]]), (Propagated, [[2.0], [2.0], [2.0]])])
 def test_step_rewards_become_discounted_credit(proxy, kind, returns):
-    """No path of the original makes discounted credit of step rewards; here each reaches the loss.
+    """The original never discounts step rewards into credit; here each reaches the loss.
 
     γ 0.5: the last step's 2, before it 0 + 0.5 · 2 = 1, first 0.5 + 0.5 · 1 = 1. A run's one reward is not discounted.
     """
