@@ -33,6 +33,8 @@ RESTART_SECONDS = 0.2
 """Pause before a writing process that ended is replaced."""
 GRACE_SECONDS = 2.0
 """How long after a job's deadline the writing process may still report it."""
+START_SECONDS = 60.0
+"""How long a writing process may take until it can write: on a busy machine, imports take many times as long."""
 CHECK_SECONDS = 0.5
 """How often the oldest job is compared with its deadline."""
 ANSWER_SECONDS = 5.0
@@ -72,6 +74,8 @@ class Writer:
         metrics.writer_queue.set_function(lambda: len(self._waiting))
         self._is_closing = False
         self._reported_at = time.monotonic()
+        self._ready_at: float | None = None
+        """When the present writing process reported that it can write; None while it starts."""
         self._watch: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
@@ -90,6 +94,7 @@ class Writer:
             undo.pop_all()
         self._transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=ours)
         self._transport.writelines(frame(self._setup))
+        self._ready_at, self._reported_at = None, time.monotonic()
         if self._watch is None:
             self._watch = loop.call_later(CHECK_SECONDS, self._check_deadline)
 
@@ -157,9 +162,12 @@ class Writer:
         """Kill a writing process that has not answered its oldest job in time; `lost` then replaces it."""
         self._watch = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check_deadline)
         now, longest = time.monotonic(), self._timeout_seconds + GRACE_SECONDS
+        if self._ready_at is None:
+            longest = max(longest, START_SECONDS)
         while self._waiting:
             number, (future, submitted_at) = next(iter(self._waiting.items()))
-            if now - submitted_at <= longest:
+            # Jobs that wait for a process to start have their time from when it can write.
+            if now - max(submitted_at, self._ready_at or 0.0) <= longest:
                 return
             del self._waiting[number]
             if not future.done():
@@ -184,6 +192,10 @@ class Writer:
         """Give the callers the results of their jobs."""
         metrics = self._metrics
         now = self._reported_at = time.monotonic()
+        if self._ready_at is None:
+            self._ready_at = now
+        if not report.results:  # the first report only says that the process can write
+            return
         metrics.commit_batch.observe(len(report.results))
         if report.num_retries:
             metrics.retries.labels("commit").inc(report.num_retries)

@@ -263,6 +263,7 @@ def serve(link: socket.socket) -> None:
     configure_logging("warning", setup.log_format)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
     committer = Committer(database, FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid)), setup.proxy_pid)
+    link.sendall(b"".join(frame(Report({}, 0, 0))))
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
             link.sendall(b"".join(frame(committer.write(jobs[start : start + MAX_BATCH]))))

@@ -250,8 +250,8 @@ def test_what_a_killed_proxy_left_with_its_writing_process_is_not_committed(lock
 
 
 def receive(link: socket.socket) -> Report:
-    """Return the next report of a writing process."""
+    """Return the next report of a writing process that has results."""
     frames, found = Frames(), []
     while not found:
-        found = frames.feed(link.recv(1 << 16))
+        found = [report for report in frames.feed(link.recv(1 << 16)) if report.results]
     return found[0]
