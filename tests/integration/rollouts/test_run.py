@@ -350,7 +350,8 @@ def test_a_called_agent_is_imported_once_and_returns_its_reward(url, client, tmp
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert {run["task_id"]: run["reward"] for run in report["runs"]} == {str(n): float(n % 3 == 1) for n in range(12)}
-    assert (tmp_path / "out/workers.log").read_text().count("imported") == 2
+    # Once in each worker that was given a run; on a busy machine the first may play all of them.
+    assert 1 <= (tmp_path / "out/workers.log").read_text().count("imported") <= 2
     assert {session["status"] for session in sessions_of(client, tmp_path, "out")} == {"ended"}
 
 
