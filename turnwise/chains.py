@@ -1,8 +1,8 @@
-"""Turns into chains: the sequences that a trainer sees. Pure, numpy only.
+"""Merge turns into chains, the sequences that a trainer reads. Pure functions, numpy only.
 
-One decision: a turn stores only what came after its parent, so a chain's tokens are the plain concatenation of its
-turns, and nothing is tokenised or compared again. A sampled token is trained exactly once: where chains share a trunk,
-the first one trains it and the others carry it masked.
+A turn stores only the tokens after its parent, so a chain's tokens are the concatenation of its turns, and nothing is
+tokenised or compared again. Each sampled token is trained exactly once: if chains share their first turns, the first
+chain trains them and they are masked in the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from turnwise.types import Logprobs, Outcome, TokenIds, Turn
 
 TRAINABLE_OUTCOMES = frozenset({Outcome.EXACT, Outcome.RETOKENISED})
-"""What is captured whole and bit-exact."""
+"""Outcomes of turns that are captured completely and bit-exactly."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ChainTokens:
     prompt_length: int
     """Tokens before the first trained one."""
     loss_mask: npt.NDArray[np.bool_]
-    """True where a token was sampled and is trained. [L]"""
+    """True for sampled tokens that are trained. [L]"""
     turn_index: TokenIds
     """Which of `turns` sampled the token; -1 where none did. [L]"""
     logprobs: Logprobs
@@ -43,10 +43,10 @@ def is_trainable(turn: Turn) -> bool:
 
 
 def chain_paths(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Return every root-to-leaf path of a session's turns, in the order in which the chains were opened.
+    """Return all root-to-leaf paths of a session's turns, in the order in which the chains started.
 
-    Turns that nothing trainable comes after are left out first, so that an aborted attempt does not split the chain
-    that its retry goes on with.
+    Turns that are not trainable and have no trainable descendants are removed first, so that an aborted attempt does
+    not split the chain that its retry continues.
 
     Args:
         turns: The session's turns in order of `seq`, parents before children.
@@ -69,11 +69,11 @@ def chain_paths(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = frozenset()) -> ChainTokens:
-    """Concatenate a path's tokens, up to the last that is trained, and mark those that are.
+    """Concatenate a path's tokens up to the last trained token, and mark the trained tokens.
 
     Args:
-        path: Turns from a root on, each the parent of the next; at least one is to be trained.
-        trained_elsewhere: Turn ids whose tokens an earlier chain trains already.
+        path: Turns from a root on, each the parent of the next; at least one must be trained here.
+        trained_elsewhere: Ids of the turns that an earlier chain trains.
     """
     trained = [turn for turn in path if is_trainable(turn) and turn.turn_id not in trained_elsewhere]
     assert trained, "a path without a turn to train is no training sequence"
@@ -100,7 +100,7 @@ def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = froze
 
 
 def merge_session(turns: Sequence[Turn]) -> list[ChainTokens]:
-    """Return a session's training sequences; every trainable token is trained in exactly one of them."""
+    """Return a session's training sequences; each trainable token is trained in exactly one of them."""
     merged: list[ChainTokens] = []
     trained: set[str] = set()
     for path in chain_paths(turns):
@@ -111,7 +111,7 @@ def merge_session(turns: Sequence[Turn]) -> list[ChainTokens]:
 
 
 def split_session(turns: Sequence[Turn]) -> list[ChainTokens]:
-    """Return one sequence per trainable turn, its whole prompt before it."""
+    """Return one sequence per trainable turn, which begins with the turn's whole prompt."""
     by_id = {turn.turn_id: turn for turn in turns}
     singles: list[ChainTokens] = []
     for turn in turns:
@@ -122,7 +122,7 @@ def split_session(turns: Sequence[Turn]) -> list[ChainTokens]:
 
 
 def lineage(turn: Turn, by_id: dict[str, Turn]) -> list[Turn]:
-    """Return the turns from the root to this one, this one included."""
+    """Return the turns from the root to this turn, inclusive."""
     path = [turn]
     while path[-1].parent_turn_id is not None:
         path.append(by_id[path[-1].parent_turn_id])

@@ -1,8 +1,8 @@
-"""Reward lines into rewards and returns per turn. Pure, stdlib only.
+"""Compute the reward and the return of each turn from reward lines. Pure functions, standard library only.
 
-One decision: credit is worked out when experiences are read, never when rewards are written, so a late or revised
-line, or another policy of credit, needs no rewrite of what is stored. The shaping is rLLM's, over steps: with raw
-rewards r, bonus coefficient c and discount γ,
+Credit is computed when experiences are read, never when rewards are written, so a late or revised line, or another
+credit policy, does not rewrite stored data. The shaping is rLLM's, over steps: with raw rewards r, bonus coefficient c
+and discount γ,
 
     r'_0 = r_0,   r'_t = r_t + c · (r_t - r_{t-1}),   G_t = r'_t + γ · G_{t+1}
 """
@@ -19,24 +19,24 @@ from turnwise.types import Credit, Reward, Turn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionCredit:
-    """What the reward lines of one session are worth to its turns."""
+    """The rewards and returns that the reward lines of a session give to its turns."""
 
     reward: float
-    """Of the whole session: undiscounted, without bonus."""
+    """Reward of the whole session, without discount and bonus."""
     turn_rewards: dict[str, float]
     """Reward of each turn, by turn id."""
     turn_returns: dict[str, float]
     """Return of each turn, by turn id: its reward after bonus and discount."""
     by_name: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The session's reward, split by the names of its lines."""
+    """The session's reward by the names of its lines."""
 
 
 def latest_lines(lines: Iterable[Reward], names: Collection[str] | None = None) -> list[Reward]:
-    """Return the lines in force: of each target and name the latest, of these names only if any are given.
+    """Return the effective lines: the latest of each target and name.
 
     Args:
         lines: Lines of one session in order of arrival.
-        names: The reward names that count; None lets all of them.
+        names: The reward names that count; None means all.
     """
     latest: dict[tuple[str | None, int | None, str], Reward] = {}
     for line in lines:
@@ -46,9 +46,10 @@ def latest_lines(lines: Iterable[Reward], names: Collection[str] | None = None) 
 
 
 def session_reward(lines: Iterable[Reward], credit: Credit, names: Collection[str] | None = None) -> float | None:
-    """Return the reward of a whole session; None when no line counts.
+    """Return the reward of a whole session; None if no line counts.
 
-    Step by step it is the sum of all lines in force; propagated it is the session's own lines, where it has any.
+    With `step_wise` it is the sum of all effective lines. With `propagate` it is the sum of the lines for the whole
+    session, or of all effective lines if there are none for the whole session.
     """
     in_force = latest_lines(lines, names)
     if not in_force:
@@ -59,12 +60,12 @@ def session_reward(lines: Iterable[Reward], credit: Credit, names: Collection[st
 
 
 def shape_returns(raw: Sequence[float], gamma: float = 0.0, reward_bonus_coeff: float = 0.0) -> list[float]:
-    """Return the step rewards after bonus and discount; both are off at 0, as in rLLM.
+    """Return the step rewards after bonus and discount; the value 0 disables each of them, as in rLLM.
 
     Args:
         raw: Reward of each step, in order.
         gamma: Discount γ of the return.
-        reward_bonus_coeff: Weight c of the improvement over the step before, taken from the raw rewards.
+        reward_bonus_coeff: Weight c of the improvement over the previous step, computed from the raw rewards.
     """
     shaped = list(raw)
     if reward_bonus_coeff > 0:
@@ -85,15 +86,15 @@ def assign_credit(
     reward_bonus_coeff: float = 0.0,
     names: Collection[str] | None = None,
 ) -> SessionCredit:
-    """Give each turn of a session its reward and its return.
+    """Compute the reward and the return of each turn of a session.
 
     Args:
         turns: All turns of the session.
         lines: Its reward lines in order of arrival.
-        credit: Step by step, or the session's reward to every turn.
-        gamma: Discount over steps; unused when propagated.
-        reward_bonus_coeff: Bonus over steps; unused when propagated.
-        names: The reward names that count; None lets all of them.
+        credit: `step_wise`, or `propagate` (each turn gets the session's reward).
+        gamma: Discount over steps; `propagate` does not use it.
+        reward_bonus_coeff: Bonus over steps; `propagate` does not use it.
+        names: The reward names that count; None means all.
     """
     in_force = latest_lines(lines, names)
     reward = session_reward(in_force, credit) or 0.0
@@ -105,7 +106,7 @@ def assign_credit(
     steps = sorted(step_total)
     shaped = dict(zip(steps, shape_returns([step_total[s] for s in steps], gamma, reward_bonus_coeff), strict=True))
     rewards = {turn.turn_id: of_turn[turn.turn_id] + of_step[_step(turn)] for turn in turns}
-    # A turn that was judged by itself stands as far from its step's return as from its step's reward.
+    # A turn with a reward of its own differs from its step's return by as much as from its step's reward.
     returns = {turn.turn_id: shaped[_step(turn)] + (rewards[turn.turn_id] - step_total[_step(turn)]) for turn in turns}
     return SessionCredit(reward, rewards, returns, by_name)
 
@@ -113,11 +114,11 @@ def assign_credit(
 def _step_rewards(
     turns: Sequence[Turn], in_force: Iterable[Reward]
 ) -> tuple[dict[str, float], dict[int, float], dict[int, float]]:
-    """Return what lines say of single turns, what they say of whole steps, and each step's total of both."""
+    """Return the rewards of single turns, the rewards of whole steps, and the total of both for each step."""
     of_turn: dict[str, float] = defaultdict(float)
     of_step: dict[int, float] = defaultdict(float)
     trained_steps = [_step(turn) for turn in turns if is_trainable(turn)]
-    # A last step that cannot be trained (an aborted call, say) must not swallow the session's reward.
+    # The session's reward must not go to a last step that cannot be trained, such as an aborted call.
     last_step = max(trained_steps or [_step(turn) for turn in turns], default=0)
     for line in in_force:
         if line.turn_id is not None:
@@ -131,7 +132,7 @@ def _step_rewards(
 
 
 def _by_name(in_force: Sequence[Reward], credit: Credit) -> dict[str, float]:
-    """Return what `session_reward` adds up, name by name."""
+    """Return the parts of `session_reward`, by name."""
     names = sorted({line.name for line in in_force})
     counted = in_force
     if credit is Credit.PROPAGATE:
@@ -140,10 +141,10 @@ def _by_name(in_force: Sequence[Reward], credit: Credit) -> dict[str, float]:
 
 
 def _step(turn: Turn) -> int:
-    """Return the turn's step, which the store gives to every turn that it holds."""
+    """Return the turn's step, which the store sets on every stored turn."""
     return turn.seq if turn.step is None else turn.step
 
 
 def _is_for_session(line: Reward) -> bool:
-    """Return whether the line judges the whole session."""
+    """Return whether the line is for the whole session."""
     return line.turn_id is None and line.step is None

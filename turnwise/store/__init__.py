@@ -1,4 +1,4 @@
-"""The database: the only truth that proxy and trainer share.
+"""The database: the only state that proxy and trainer share.
 
-Everything here is synchronous SQLAlchemy Core, the same for SQLite and PostgreSQL; the proxy calls it from threads.
+All code here is synchronous SQLAlchemy Core, the same for SQLite and PostgreSQL; the proxy calls it from threads.
 """

@@ -1,4 +1,4 @@
-"""How sessions fared by the policy version that they sampled with: what a canary is judged by."""
+"""Session statistics by policy version: a canary is judged by them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Arm:
     """The finished sessions of one version."""
 
     rewards: tuple[float, ...] = ()
-    """Of the sessions that have one."""
+    """Rewards of the sessions that have one."""
     num_sessions: int = 0
     num_turns: int = 0
     num_broken: int = 0
@@ -28,7 +28,7 @@ class Arm:
 
 
 def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[int, int]) -> tuple[Arm, Arm]:
-    """Return how the sessions that began since then and have finished fared, for each of two versions.
+    """Return statistics of the finished sessions that began since then, for each of two versions.
 
     A session counts for the newest version that it sampled with.
     """

@@ -1,4 +1,4 @@
-"""Chain ids, assigned at the commit: of turns that extend one turn at the same moment, one continues its chain."""
+"""Chain ids, assigned at commit: if several turns extend one turn at the same time, one of them continues its chain."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Claim, lease and acknowledgement of groups by a trainer.
 
-A claim holds a fencing token per group, which grows by one with every new holder. The transaction that records an
-update checks every token, so a trainer whose lease ran out cannot record anything, and a group is trained exactly once
-whichever process is killed. Leases use the database's clock, and it only decides who may claim: when it jumps, groups
-change hands early, or at most `LONGEST_LEASE_SECONDS` late.
+A claim holds a fencing token per group, which increases by one with every new holder. The transaction that records an
+update checks every token, so a trainer with an expired lease cannot record an update, and a group is trained exactly
+once, whichever process is killed. Leases use the database's clock, which only decides when another trainer may claim:
+if the clock jumps, a group becomes claimable too early, or at most `LONGEST_LEASE_SECONDS` too late.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from turnwise.types import GroupKey, GroupStatus, PolicyVersion, SessionKey, Upd
 log = logging.getLogger(__name__)
 
 NAMED_GROUPS = 20
-"""Group ids that a log line names at most."""
+"""Maximum number of group ids in a log line."""
 LONGEST_LEASE_SECONDS = 3600.0
-"""No lease is granted for longer; one that seems to last longer is from before the clock was set back, and is void."""
+"""Maximum length of a lease. A lease that ends later was granted before the clock was set back; it is ignored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ClaimedGroup:
     group_id: str
     tenant: str
     fencing_token: int
-    """Grows by one with every claim of the group."""
+    """Increases by one with every claim of the group."""
 
     @property
     def key(self) -> GroupKey:
@@ -50,15 +50,15 @@ class ClaimedGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Groups that a trainer holds until its lease runs out."""
+    """Groups that a trainer holds until its lease expires."""
 
     trainer_id: str
     groups: tuple[ClaimedGroup, ...]
-    """At least one, the one that was ready first at the front."""
+    """At least one group; the group that was ready first comes first."""
     leased_until: datetime.datetime
-    """By the database's clock."""
+    """Time on the database's clock."""
     num_stale: int = 0
-    """Groups that this call dropped because a turn of theirs was too old."""
+    """Groups that this call dropped because one of their turns was too old."""
 
     @property
     def group_pks(self) -> list[int]:
@@ -75,18 +75,18 @@ def claim(
     min_policy_version: int | None = None,
     now: datetime.datetime | None = None,
 ) -> Claim | None:
-    """Take the groups that have been ready longest, those included whose lease ran out.
+    """Claim the groups that have been ready longest, including groups with an expired lease.
 
     Args:
         db: The store.
-        trainer_id: Who takes them.
-        max_groups: How many at most.
-        lease_seconds: How long the trainer may take without renewing, at most `LONGEST_LEASE_SECONDS`.
+        trainer_id: The trainer that claims them.
+        max_groups: Maximum number of groups.
+        lease_seconds: Length of the lease without renewal, at most `LONGEST_LEASE_SECONDS`.
         min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
-        now: Instead of the database's own time, in tests.
+        now: Replaces the database's own time in tests.
 
     Returns:
-        The claim; None when no group is there to train.
+        The claim; None if no group is ready.
     """
     with db.write() as conn:
         instant = clock(conn, now)
@@ -121,7 +121,7 @@ def claim(
 
 
 def num_claimable(conn: sa.Connection) -> int:
-    """Count the groups that a claim could take now, those included whose lease ran out."""
+    """Count the groups that could be claimed now, including groups with an expired lease."""
     instant = clock(conn, None)
     return int(conn.execute(sa.select(sa.func.count()).select_from(groups).where(_free(instant))).scalar_one())
 
@@ -131,7 +131,7 @@ def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetim
 
     Args:
         conn: The store.
-        active_since: Sessions without activity since then are left out.
+        active_since: Sessions without activity since then are ignored.
     """
     oldest = (
         sa.select(sa.func.min(turns.c.policy_version_first))
@@ -145,10 +145,10 @@ def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetim
 
 
 def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetime | None = None) -> Claim:
-    """Hold the groups for longer.
+    """Extend the lease.
 
     Raises:
-        LeaseLost: one of them was taken since.
+        LeaseLost: another trainer has claimed one of the groups.
     """
     with db.write() as conn:
         leased_until = clock(conn, now) + _granted(lease_seconds)
@@ -158,10 +158,10 @@ def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetim
 
 
 def release(db: Database, held: Claim, reason: str | None = None) -> None:
-    """Give the groups back for somebody else to claim, with a note why.
+    """Make the groups claimable again, with a reason.
 
     Raises:
-        LeaseLost: one of them was taken since.
+        LeaseLost: another trainer has claimed one of the groups.
     """
     with db.write() as conn:
         for group in held.groups:
@@ -169,10 +169,10 @@ def release(db: Database, held: Claim, reason: str | None = None) -> None:
 
 
 def take_back(db: Database, trainer_id: str) -> int:
-    """Make ready again what an earlier process of this trainer held when it died; return how many groups.
+    """Make the groups that an earlier process of this trainer held ready again; return the number of groups.
 
-    Nobody has to wait for the dead process's lease, and the batch can be done again as it was. Should that process be
-    alive after all, its tokens are stale as soon as the groups are claimed anew.
+    No trainer has to wait for the dead process's lease, and the same batch can be trained again. If that process is
+    still alive, its tokens become stale when the groups are claimed again.
     """
     with db.write() as conn:
         held = sa.and_(groups.c.trainer_id == trainer_id, groups.c.status == GroupStatus.CLAIMED.value)
@@ -190,22 +190,22 @@ def ack(
     refused: Mapping[GroupKey, str] | None = None,
     trained: Mapping[SessionKey, Advantages] | None = None,
 ) -> bool:
-    """Record an update and what it was trained on, and publish what came out of it: all of it or nothing.
+    """Record an update with the groups it trained, and publish its policy version, in one transaction.
 
     Args:
         conn: A transaction of `Database.write`.
-        held: What the update was trained on.
-        update: The update; its id makes a replay visible.
-        policy: The version that came out of it, if it is to be served.
-        refused: Groups that were not trained on after all, with the reason: they are dropped.
+        held: The groups that the update was trained on.
+        update: The update; a replay has the same id.
+        policy: The version that the update made, if it is to be served.
+        refused: Groups that were not trained, with the reason; they are dropped.
         trained: The sessions that were trained, with the advantages of their turns.
 
     Returns:
-        False when this trainer committed the same update before; then nothing is written.
+        False if this trainer has committed the same update before; then nothing is written.
 
     Raises:
-        LeaseLost: one of the groups was taken since.
-        Conflict: the update id is another trainer's, or the policy version is there with another path.
+        LeaseLost: another trainer has claimed one of the groups.
+        Conflict: the update id belongs to another trainer, or the policy version exists with another path.
     """
     if _is_recorded(conn, update):
         return False
@@ -222,7 +222,7 @@ def ack(
 
 
 def _free(instant: int) -> sa.ColumnElement[bool]:
-    """Return the condition that a group may be claimed."""
+    """Return the SQL condition for a group that may be claimed."""
     until = groups.c.leased_until
     lapsed = sa.or_(until <= instant, until > instant + _granted(LONGEST_LEASE_SECONDS))
     return sa.or_(
@@ -252,10 +252,10 @@ def _drop_stale(conn: sa.Connection, instant: int, min_policy_version: int | Non
 
 
 def _change(conn: sa.Connection, group: ClaimedGroup, **values: Any) -> None:
-    """Change a group that is held.
+    """Change a claimed group.
 
     Raises:
-        LeaseLost: its fencing token is not the claim's any more.
+        LeaseLost: the group has a newer fencing token.
     """
     held = sa.and_(
         groups.c.group_pk == group.group_pk,

@@ -1,8 +1,9 @@
 """One connection pool, and every difference between SQLite and PostgreSQL.
 
-One decision: callers see two kinds of transaction, `write()` and `read()`, and two errors, `StoreUnavailable` and
+Callers use two kinds of transaction, `write()` and `read()`, and handle two errors, `StoreUnavailable` and
 `SchemaMismatch`; the rest of the store is one set of SQLAlchemy Core statements for both databases. SQLite runs in WAL
-with `synchronous=FULL` and takes its write lock at BEGIN, so a writer never fails half-way for want of it.
+mode with `synchronous=FULL` and takes its write lock at BEGIN, so a write transaction cannot fail later because the
+lock is taken.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, Store
 from turnwise.store.statements import execute
 
 Connection: TypeAlias = sa.Connection
-"""An open transaction; what callers outside of the store know of SQLAlchemy."""
+"""An open transaction; the only SQLAlchemy type that callers outside of the store use."""
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 _MIGRATION_LOCK = 0x7475726E
-"""Key of the advisory lock under which PostgreSQL migrates."""
+"""Key of the advisory lock that a migration of PostgreSQL holds."""
 _MIGRATION_SECONDS = 600
-"""How long one process waits for another's migration."""
+"""How long a process waits for another process's migration."""
 ANSWER_SECONDS = 30.0
-"""Longest time that PostgreSQL may take for one statement; migrations have no limit."""
+"""Maximum time of a statement on PostgreSQL; migrations have no limit."""
 GRACE_SECONDS = 2.0
 _LOGIN_REFUSED = re.compile(
     r"\w+ authentication failed for user \S+|no password supplied|(?:role|database) \S+ does not exist|no pg_hba.conf"
@@ -44,12 +45,12 @@ _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "Und
 
 
 def to_micros(instant: datetime.datetime) -> int:
-    """Return the instant as stored: microseconds since 1970 in UTC."""
+    """Return the stored form of an instant: microseconds since 1970 in UTC."""
     return (instant - _EPOCH) // _MICROSECOND
 
 
 def from_micros(micros: int) -> datetime.datetime:
-    """Return a stored instant, aware, in UTC."""
+    """Return a stored instant as a timezone-aware datetime in UTC."""
     return _EPOCH + micros * _MICROSECOND
 
 
@@ -65,12 +66,12 @@ class Database:
         self._engine = make(parsed, pool_size, lock_timeout_seconds)
         self._writer = self._engine.execution_options(**_WRITE_OPTIONS[self.dialect])
         self._reader = self._engine.execution_options(**_READ_OPTIONS[self.dialect])
-        # SQLite has one writer anyway; queueing for it here is fair, where its own busy handler sleeps and guesses.
+        # SQLite allows one writer. A queue here is fair; SQLite's own busy handler polls.
         self._write_turn: threading.Lock | None = threading.Lock() if self.dialect == "sqlite" else None
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """Open a transaction that writes: committed, durably, when the block ends, rolled back when it raises.
+        """Open a write transaction: it is committed durably when the block ends, and rolled back if the block raises.
 
         Raises:
             StoreUnavailable: the database cannot be reached, is full, or is locked for too long.
@@ -81,7 +82,7 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """Open a transaction that only reads, all of it from one snapshot.
+        """Open a read-only transaction on one snapshot.
 
         Raises:
             StoreUnavailable: the database cannot be reached, or is locked for too long.
@@ -91,7 +92,7 @@ class Database:
             yield conn
 
     def upgrade(self, revision: str = "head") -> None:
-        """Migrate the tables to this release; two processes that do it at once take turns.
+        """Migrate the tables to this release; concurrent migrations run one after the other.
 
         Raises:
             SchemaMismatch: the tables are of a newer release.
@@ -111,10 +112,10 @@ class Database:
         self._migrate(command.downgrade, revision)
 
     def check_schema(self) -> None:
-        """Make sure that the tables are those of this release.
+        """Check that the tables are those of this release.
 
         Raises:
-            SchemaMismatch: they are not; the message says which command helps.
+            SchemaMismatch: they are not; the message names the command to run.
             StoreUnavailable: the database cannot be reached.
         """
         found = self._revision()
@@ -122,10 +123,10 @@ class Database:
             raise SchemaMismatch(self._mismatch(found))
 
     def prepare(self) -> bool:
-        """Make the tables those of this release where that is safe; return whether they were changed.
+        """Migrate the tables to this release if that is safe; return whether they were changed.
 
-        An SQLite file that is new or of an older release is migrated here. A PostgreSQL database is only checked,
-        because other machines may use it: `turnwise db upgrade` migrates it.
+        A new SQLite file, or one of an older release, is migrated here. A PostgreSQL database is only checked,
+        because other machines may use it; `turnwise db upgrade` migrates it.
 
         Raises:
             SchemaMismatch: the tables are of a newer release, are not Turnwise's, or are PostgreSQL's and out of date.
@@ -148,7 +149,7 @@ class Database:
             return not set(sa.inspect(conn).get_table_names()) - {"alembic_version"}
 
     def _mismatch(self, found: str | None) -> str:
-        """Return why the tables do not fit this release, and what to do."""
+        """Return the reason why the tables do not fit this release, and what to do."""
         name = self._engine.url.set(drivername=self.dialect).render_as_string(hide_password=True)
         if found is None and not self._is_empty():
             return f"{name} has tables, but none of Turnwise: name another database with --database"
@@ -164,7 +165,7 @@ class Database:
         return f"{name} is at schema revision {found!r}, this release needs {_head()!r}; run `turnwise db upgrade`"
 
     def backup(self, target: Path) -> None:
-        """Copy an SQLite database to a new file, consistently, while others write to it.
+        """Copy an SQLite database to a new file as a consistent snapshot, during concurrent writes.
 
         Raises:
             SettingsError: the database is PostgreSQL, or the file exists.
@@ -234,7 +235,7 @@ def _known_revisions() -> set[str]:
 
 @contextlib.contextmanager
 def attributed() -> Iterator[None]:
-    """Turn what a driver raises into the store's own errors; programming errors pass as they are.
+    """Translate a driver's exceptions to the store's errors; programming errors are not changed.
 
     Raises:
         StoreUnavailable: the database cannot be reached, is full, read-only, corrupt, or is locked for too long.
@@ -263,7 +264,7 @@ def attributed() -> Iterator[None]:
 
 
 def _parsed(url: str) -> sa.URL:
-    """Return the URL with the driver that this project uses."""
+    """Return the URL with this project's driver."""
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
@@ -284,7 +285,7 @@ def _sqlite_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float) -> 
         pool_size=pool_size,
         max_overflow=0,
         pool_timeout=lock_timeout_seconds,
-        # Autocommit at the driver: transactions are begun below, and nowhere behind our back.
+        # Autocommit in the driver: only the code below begins transactions.
         connect_args={"timeout": lock_timeout_seconds, "isolation_level": None, "check_same_thread": False},
     )
 
@@ -308,7 +309,7 @@ def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float)
         pool_size=pool_size,
         max_overflow=0,
         pool_timeout=lock_timeout_seconds,
-        # A server that was restarted leaves dead connections behind; one cheap probe per transaction replaces them.
+        # After a restart of the server, pooled connections are dead; a probe per transaction replaces them.
         pool_pre_ping=True,
         connect_args={
             "connect_timeout": max(2, int(lock_timeout_seconds)),
@@ -325,7 +326,7 @@ def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float)
         from turnwise.store.postgres_deadline import DeadlineConnection
 
         connection = DeadlineConnection.connect(*args, **options)
-        # The server's own limit comes first, where the server still works: its error leaves the connection usable.
+        # The server's own limit is shorter: if the server works, its error leaves the connection usable.
         connection.answer_seconds = ANSWER_SECONDS + GRACE_SECONDS
         return connection
 
@@ -333,12 +334,12 @@ def _postgresql_engine(url: sa.URL, pool_size: int, lock_timeout_seconds: float)
 
 
 def clock(conn: sa.Connection, now: datetime.datetime | None = None) -> int:
-    """Return the database's own time in microseconds, so that a client's clock steals no lease; or `now`, if given."""
+    """Return the database's time in microseconds (leases must not depend on a client's clock), or `now` if given."""
     if now is not None:
         return to_micros(now)
     if conn.dialect.name == "postgresql":
         sql = "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)"
     else:
-        # julianday counts days from noon, 4714 BC; 2440587.5 of them came before 1970.
+        # julianday counts days from noon, 4714 BC; 1970 begins at day 2440587.5.
         sql = "SELECT CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000"
     return int(conn.exec_driver_sql(sql).scalar_one())

@@ -1,6 +1,6 @@
-"""Evaluations: which versions sampled the held-out sessions, and the gauges that are kept with a version.
+"""Evaluations: which versions sampled the held-out sessions, and the gauges that are stored with a version.
 
-The version comes from the turns and not from who ordered the evaluation, because engines may serve another one by then.
+The version is read from the turns, because engines may serve another version than the one that was to be evaluated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from turnwise.types import Json, SessionKey, Split
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The policy versions behind some turns; None where there are no turns, or no version is known."""
+    """The oldest and newest policy version of some turns; None without turns or without known versions."""
 
     oldest: int | None
     newest: int | None
@@ -38,12 +38,12 @@ def versions_sampled(conn: sa.Connection, keys: Collection[SessionKey]) -> Sampl
 
 
 def record_evaluation(conn: sa.Connection, version: int, gauges: Json) -> None:
-    """Keep an evaluation with the version that it is of, as `eval` in its metrics; a later one replaces it.
+    """Store an evaluation as `eval` in the metrics of its version; a later evaluation replaces it.
 
     Args:
         conn: A transaction of `Database.write`.
-        version: The version; nothing is kept for one that was never published.
-        gauges: What was measured.
+        version: The version; nothing is stored if it was never published.
+        gauges: The measured values.
     """
     known = conn.execute(sa.select(policies.c.metrics).where(policies.c.version == version)).scalar_one_or_none()
     if known is not None:

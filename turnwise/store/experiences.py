@@ -1,7 +1,7 @@
 """Experiences, computed from the ledger on every read: the trainer's batch and the proxy's dry run are the same.
 
-Only finished sessions count (over, with a reward), because a session without a reward is not one with reward 0.
-Sessions are read some at a time, so a long history streams in bounded memory.
+Only finished sessions count (over, with a reward): a session without a reward is different from one with reward 0.
+Sessions are read in batches, so a long history streams in bounded memory.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _SESSIONS_AT_ONCE = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFilter:
-    """Conditions that all must hold; None leaves one out."""
+    """Conditions on a session, all of which must hold; None means no condition."""
 
     tenant: str | None = None
     session_id: str | None = None
     task_id: str | None = None
     group_id: str | None = None
-    """A group's id; a session without one is a group under its own session id, and is not found by this."""
+    """A group's id. It does not match a session without `group_id`, whose group has the session id."""
     split: Split | None = None
     status: SessionStatus | None = None
 
@@ -57,7 +57,7 @@ class SessionFilter:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """How experiences are to be made; None takes what the session says."""
+    """How experiences are computed; None uses the session's own value."""
 
     credit: Credit | None = None
     gamma: float | None = None
@@ -78,17 +78,17 @@ def experiences(
     roles: Collection[Role] = TRAINED_ROLES,
     merge: Literal["turn", "chain"] = "turn",
 ) -> Iterator[Experience]:
-    """Yield the experiences of rewarded sessions, oldest first: of those that are over, unless a status is asked.
+    """Yield the experiences of rewarded sessions, oldest first; without a status only of sessions that are over.
 
     Args:
         conn: A transaction that stays open while the iterator is read.
         wanted: Which sessions.
-        credit: Another credit policy than each session's own.
-        gamma: Another discount than each session's own.
-        reward_bonus_coeff: Bonus for getting better from step to step.
-        names: The reward names that count; None lets all of them.
-        roles: Roles whose turns are trained; the others stay in the prompts of those.
-        merge: One experience per turn, or one per chain, as the trainer sees them.
+        credit: Replaces each session's credit policy.
+        gamma: Replaces each session's discount.
+        reward_bonus_coeff: Coefficient of the bonus for an improvement from step to step.
+        names: The reward names that count; None means all.
+        roles: Roles whose turns are trained; turns of other roles remain in their prompts.
+        merge: One experience per turn, or one per chain as in training.
     """
     shape = _Shape(
         credit=credit, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge
@@ -113,9 +113,9 @@ def experiences_of_groups(
     Args:
         conn: A transaction that stays open while the iterator is read.
         group_pks: Keys of the groups, from a claim.
-        reward_bonus_coeff: Bonus for getting better from step to step.
-        names: The reward names that count; None lets all of them.
-        roles: Roles whose turns are trained; the others stay in the prompts of those.
+        reward_bonus_coeff: Coefficient of the bonus for an improvement from step to step.
+        names: The reward names that count; None means all.
+        roles: Roles whose turns are trained; turns of other roles remain in their prompts.
         merge: One experience per chain, or one per turn.
     """
     shape = _Shape(reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge)
@@ -147,7 +147,7 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
         in_session = [_trained(turn, shape.roles) for turn in turns.get(row.session_pk, [])]
         in_force = latest_lines(lines.get(row.session_pk, []), shape.names)
         if not in_force:
-            continue  # judged, but by none of the names that count
+            continue  # no reward has a name that counts
         assigned = assign_credit(
             in_session,
             in_force,
@@ -162,7 +162,7 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
 
 
 def _trained(turn: Turn, roles: Collection[Role]) -> Turn:
-    """Return the turn; one of another role as untrainable."""
+    """Return the turn, changed to untrainable if it has another role."""
     role = turn.role or Role.MAIN
     if role in roles or not is_trainable(turn):
         return turn
@@ -203,7 +203,7 @@ def _experience(
             "metadata": session.metadata,
             "credit": session.credit.value,
             "roles": [turn.role or Role.MAIN for turn in sequence.turns],
-            # What a session pins wins over what a call asked for. One a turn.
+            # The session's pinned parameters override the call's. One entry per turn.
             "sampling": [{**turn.sampling, **session.sampling} for turn in sequence.turns],
             "finish_reasons": [turn.finish_reason for turn in sequence.turns],
             "rewards": credit.by_name,

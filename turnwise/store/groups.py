@@ -1,7 +1,7 @@
-"""Groups: the sessions that are centred together, and the unit that a trainer claims.
+"""Groups: sessions whose rewards are compared with each other, and the unit that a trainer claims.
 
-A group's state changes in the transaction of the session that causes it, so a group is ready at the commit that
-completes it, without a sweep. Turns never touch groups: they are the hot path.
+A group's state changes in the transaction of the session that causes the change, so a group is ready at the commit
+that completes it. Turns do not change groups, because turns are the hot path.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def close_stalled_groups(
     policy: Literal["train", "drop"] = "train",
     now: datetime.datetime | None = None,
 ) -> list[str]:
-    """Decide the open groups in which nothing happened since: train on what is finished, or drop them.
+    """Close the open groups without activity since then: make them ready with their finished sessions, or drop them.
 
-    Under `train` a group without any finished session stays open: its rewards may still come.
+    With `train`, a group without a finished session stays open, because its rewards may still arrive.
 
     Returns:
-        The group ids that left the state `open`.
+        The ids of the groups that were closed.
     """
     since = to_micros(inactive_since)
     active = sa.exists().where(sessions.c.group_pk == groups.c.group_pk, sessions.c.last_active_at >= since)
@@ -50,7 +50,7 @@ def close_stalled_groups(
 
 
 def join(conn: sa.Connection, session: Session) -> int:
-    """Count the session in its group, which is created with its first session; return the group's key."""
+    """Count the session in its group, and create the group with its first session; return the group's key."""
     instant = to_micros(session.created_at)
     size = session.group_size if session.group_id is not None else 1
     group_id = session.group_id if session.group_id is not None else session.session_id
@@ -100,7 +100,7 @@ def _check_joinable(group: StoredRow, session: Session) -> None:
 
 
 def leave(conn: sa.Connection, group_pk: int | None) -> None:
-    """Undo `join`; a group without any session goes."""
+    """Undo `join`; delete the group if it has no session left."""
     if group_pk is None:
         return
     conn.execute(sa.update(groups).where(groups.c.group_pk == group_pk).values(num_sessions=groups.c.num_sessions - 1))
@@ -109,7 +109,7 @@ def leave(conn: sa.Connection, group_pk: int | None) -> None:
 
 
 def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
-    """Give a group without a size its size.
+    """Set the size of a group that has none.
 
     Raises:
         Conflict: the group has another size, or is not open.
@@ -122,7 +122,7 @@ def set_size(conn: sa.Connection, group_pk: int, session: Session) -> None:
 
 
 def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
-    """Make trained groups ready again, because their rewards were revised."""
+    """Make trained groups ready again after a revision of their rewards."""
     dialect = conn.dialect.name
     conn.execute(
         sa.update(groups)
@@ -133,7 +133,7 @@ def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
 
 
 class Member(Protocol):
-    """A session's row, as far as its group goes."""
+    """The columns of a session's row that its group needs."""
 
     @property
     def session_pk(self) -> int:
@@ -141,13 +141,13 @@ class Member(Protocol):
 
     @property
     def group_pk(self) -> int | None:
-        """Its group, None for a session that is not trained on."""
+        """Its group; None for a session that is never trained."""
 
 
 def finish(conn: sa.Connection, finished: Iterable[Member]) -> None:
     """Count sessions as finished in their groups, and make complete groups ready.
 
-    A group also remembers the oldest policy version among the trainable turns of its finished sessions.
+    A group also stores the oldest policy version among the trainable turns of its finished sessions.
     """
     new = [(row.group_pk, row.session_pk) for row in finished if row.group_pk is not None]
     if not new:
@@ -169,7 +169,7 @@ def finish(conn: sa.Connection, finished: Iterable[Member]) -> None:
             last_active_at=instant,
             policy_version_first=sa.case((sa.or_(known.is_(None), known > version), version), else_=known),
         ),
-        # Always in the same order, so that two writers cannot deadlock.
+        # A fixed order prevents deadlocks between two writers.
         [{"pk": pk, "num_new": num_new[pk], "version": oldest.get(pk)} for pk in sorted(num_new)],
     )
 

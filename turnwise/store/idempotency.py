@@ -1,4 +1,4 @@
-"""Answers to writes under an `Idempotency-Key`: a repeated request gets the first answer and writes nothing."""
+"""Stored answers by `Idempotency-Key`: a repeated request gets the first answer and writes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turnwise.types import utc_now
 
 
 def claim_key(conn: sa.Connection, tenant: str, key: str, body_digest: bytes) -> list[int] | None:
-    """Take an idempotency key, or return the answer of the request that took it.
+    """Claim an idempotency key, or return the answer of the request that claimed it first.
 
     Raises:
         Conflict: the key was used with another body.
@@ -32,12 +32,12 @@ def claim_key(conn: sa.Connection, tenant: str, key: str, body_digest: bytes) ->
 
 
 def keep_answer(conn: sa.Connection, tenant: str, key: str, answer: Sequence[int]) -> None:
-    """Store the answer of the request that took the key."""
+    """Store the answer of the request that claimed the key."""
     conn.execute(sa.update(idempotency).where(_is_key(tenant, key)).values(answer=dump(list(answer))))
 
 
 def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
-    """Delete older answers; return how many. A request under one of their keys is then a new one."""
+    """Delete older answers; return their number. A later request with one of their keys is a new request."""
     return conn.execute(sa.delete(idempotency).where(idempotency.c.created_at < to_micros(before))).rowcount
 
 

@@ -1,7 +1,7 @@
 """API keys, and the secrets that all proxy processes share.
 
-A key is `tw-ID-SECRET`; only a hash of the secret is stored, and since the secret is 32 random bytes a
-plain SHA-256 is enough. The id in front finds the row, so the comparison is of one hash, in constant time.
+A key is `tw-ID-SECRET`. Only a hash of the secret is stored; the secret is 32 random bytes, so a plain SHA-256 is
+enough. The id finds the row, so one hash is compared, in constant time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from turnwise.types import utc_now
 _PREFIX = "tw"
 _SECRET_BYTES = 32
 USE_INTERVAL = datetime.timedelta(minutes=1)
-"""How often a key's last use is recorded, at most."""
+"""Minimum time between two updates of a key's last use."""
 
 
 class Role(enum.StrEnum):
-    """How far a key reaches."""
+    """What a key may do."""
 
     AGENT = "agent"
-    """Calls the model, creates sessions, posts rewards, reads its tenant's sessions."""
+    """May call the model, create sessions, post rewards and read its tenant's sessions."""
     TRAINER = "trainer"
-    """Also reads experiences and publishes policies."""
+    """May also read experiences and publish policies."""
     ADMIN = "admin"
-    """Everything, keys included."""
+    """May do everything, including the management of keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,15 @@ class Key:
     created_at: datetime.datetime
     revoked_at: datetime.datetime | None = None
     expires_at: datetime.datetime | None = None
-    """From when on it is refused; None for never."""
+    """When it expires; None if it does not expire."""
     last_used_at: datetime.datetime | None = None
-    """When it was last verified, at most `USE_INTERVAL` late; None before its first use."""
+    """When it was last verified, up to `USE_INTERVAL` out of date; None before its first use."""
 
 
 def create_key(
     conn: sa.Connection, tenant: str, role: Role, name: str, *, expires_at: datetime.datetime | None = None
 ) -> tuple[str, str]:
-    """Create a key; return its id and the whole key, which is shown this once and never again."""
+    """Create a key; return its id and the whole key, which cannot be read again."""
     key_id = secrets.token_hex(8)
     secret = secrets.token_urlsafe(_SECRET_BYTES)
     conn.execute(
@@ -77,12 +77,12 @@ def create_key(
 
 
 def verify_key(conn: sa.Connection, presented: str) -> Key | None:
-    """Return the key that was presented; None when it is malformed, unknown, wrong, expired or revoked."""
+    """Return the presented key; None if it is malformed, unknown, wrong, expired or revoked."""
     prefix, _, rest = presented.partition("-")
     key_id, _, secret = rest.partition("-")
     row = conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one_or_none()
     stored = b"" if row is None else row.secret_hash
-    # Compared also when there is no such id, so that the time taken does not tell which ids exist.
+    # An unknown id is compared too, so that the response time does not reveal which ids exist.
     matches = hmac.compare_digest(_hash(secret), stored)
     if row is None or not matches or prefix != _PREFIX or row.revoked_at is not None:
         return None
@@ -91,7 +91,7 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
 
 
 def get_key(conn: sa.Connection, key_id: str) -> Key:
-    """Return a key that exists."""
+    """Return an existing key."""
     return _key(conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one())
 
 
@@ -113,7 +113,7 @@ def tenants_with_keys(conn: sa.Connection) -> set[str]:
 
 
 def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
-    """Return all keys, revoked ones included, oldest first; of one tenant if it is named."""
+    """Return all keys, including revoked ones, oldest first; with a tenant, only its keys."""
     found = sa.select(api_keys).order_by(api_keys.c.created_at, api_keys.c.key_id)
     if tenant is not None:
         found = found.where(api_keys.c.tenant == tenant)
@@ -121,14 +121,14 @@ def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
 
 
 def any_keys(conn: sa.Connection) -> bool:
-    """Say whether a key was ever made, revoked or not."""
+    """Return whether any key was ever created, including revoked ones."""
     return conn.execute(sa.select(api_keys.c.key_id).limit(1)).one_or_none() is not None
 
 
 def revoke_key(
     conn: sa.Connection, key_id: str, now: datetime.datetime | None = None, *, tenant: str | None = None
 ) -> Key:
-    """Revoke a key, of this tenant if one is named; revoking it again changes nothing.
+    """Revoke a key, if it belongs to the given tenant; revoking it again changes nothing.
 
     Raises:
         NotFound: no such key.
@@ -146,7 +146,7 @@ def revoke_key(
 
 
 def server_secret(conn: sa.Connection, name: str = "session_keys") -> bytes:
-    """Return a secret that all proxy processes share; the first to ask makes it."""
+    """Return a secret that all proxy processes share; the first call creates it."""
     insert_ignoring(conn, secrets_table, {"name": name, "value": secrets.token_bytes(_SECRET_BYTES)})
     found = sa.select(secrets_table.c.value).where(secrets_table.c.name == name)
     return bytes(conn.execute(found).scalar_one())

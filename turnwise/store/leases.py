@@ -1,4 +1,4 @@
-"""Named locks between processes, held for some seconds under a fencing token: who may drive a reload now."""
+"""Named locks between processes with a time limit and a fencing token; the holder may run a reload."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 def acquire_lease(
     conn: sa.Connection, name: str, owner: str, seconds: float, now: datetime.datetime | None = None
 ) -> int | None:
-    """Take a named lock between processes for some seconds, the same number for all who want it.
+    """Acquire a named lock between processes for some seconds; all processes must use the same number.
 
-    A lease that seems to last more than twice as long is from before the clock was set back, and is void.
+    A lease with more than twice that time left was granted before the clock was set back; it is ignored.
 
     Returns:
-        The fencing token, which grows by one with every change of holder; None while somebody else holds the lease.
-        Who holds it already gets the same token and a longer lease.
+        The fencing token, which increases by one with every change of holder; None while another process holds the
+        lease. The current holder gets the same token and a longer lease.
     """
     instant = clock(conn, now)
     expires_at = instant + int(seconds * 1e6)
@@ -50,7 +50,7 @@ def acquire_lease(
 def renew_lease(
     conn: sa.Connection, name: str, fencing_token: int, seconds: float, now: datetime.datetime | None = None
 ) -> bool:
-    """Hold the lease for longer; False when somebody else took it since."""
+    """Extend the lease; return False if another process has acquired it."""
     lease = tables.leases
     renewed = conn.execute(
         sa.update(lease)
@@ -63,10 +63,10 @@ def renew_lease(
 def under_lease(
     conn: sa.Connection, name: str, fencing_token: int, seconds: float, change: Callable[..., T], *arguments: Any
 ) -> T:
-    """Make a change, and hold the lease for longer.
+    """Make a change and extend the lease, in one transaction.
 
     Raises:
-        LeaseLost: somebody else took the lease since; nothing is changed.
+        LeaseLost: another process has acquired the lease; nothing is changed.
     """
     if not renew_lease(conn, name, fencing_token, seconds):
         raise LeaseLost(f"another process has taken over the lease {name!r}; this one follows it now")
@@ -74,7 +74,7 @@ def under_lease(
 
 
 def release_lease(conn: sa.Connection, name: str, fencing_token: int) -> bool:
-    """Give the lease back at once; False when somebody else took it since."""
+    """Release the lease; return False if another process has acquired it."""
     lease = tables.leases
     released = conn.execute(
         sa.update(lease).where(lease.c.name == name, lease.c.fencing_token == fencing_token).values(expires_at=0)

@@ -1,8 +1,8 @@
 """Writes of running agents: sessions, turns and rewards, and their effect on groups.
 
-Every function works inside the caller's transaction, so the proxy commits all turns that arrived meanwhile at once,
-and ending a session with a reward is one commit. A session is *finished* when it is over (ended or
-expired) and has a reward; the write that makes it so counts it in its group, and the last one makes the group ready.
+Every function runs in the caller's transaction, so the proxy commits all waiting turns together, and ending a session
+with a reward is one commit. A session is *finished* when it is over (ended or expired) and has a reward. The write
+that finishes a session counts it in its group, and the write that finishes the last session makes the group ready.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from turnwise.types import Outcome, Reward, Session, SessionKey, SessionStatus, 
 
 
 def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool]:
-    """Open a session, and join its group; idempotent by tenant and session id.
+    """Create a session and add it to its group; idempotent by tenant and session id.
 
     Returns:
         The stored session, and whether this call created it.
 
     Raises:
-        Conflict: its group is complete already, has another size, or is a session by itself.
+        Conflict: its group is complete, has another size, or is the group of a single session.
     """
     if session.group_size is not None and session.group_id is None:
         raise InvalidRequest(f"group_size {session.group_size!r} needs a group_id to say which group", param="group_id")
@@ -49,20 +49,20 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
 
 
 def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
-    """Store the turns of many sessions, each exactly once by its turn id and by its session and request key.
+    """Store turns of many sessions, each exactly once by its turn id and by its session and request key.
 
-    A turn for a session that is over is stored all the same, as untrainable with the reason `session_ended`.
+    A turn of a session that is over is stored as untrainable with the reason `session_ended`.
 
     Args:
         conn: A transaction of `Database.write`.
         batch: Turns in order of arrival, parents before children.
 
     Returns:
-        For each turn, itself with its `seq`, `step` and `chain_id`; for a replay the turn that is stored.
+        Each turn with its `seq`, `step` and `chain_id`; for a replay, the stored turn.
 
     Raises:
-        NotFound: a session or a parent that is not stored.
-        Conflict: a turn id that another session holds.
+        NotFound: a session or a parent is not stored.
+        Conflict: another session has a turn with this id.
     """
     pks, states = _lock_sessions(conn, {(turn.tenant, turn.session_id) for turn in batch})
     session_of_turn, stored_keys = _already_stored(conn, batch, pks)
@@ -100,11 +100,11 @@ def end_session(
     *,
     reward: Reward | None = None,
 ) -> Session:
-    """End a session, with a last reward; ending it again changes nothing but its rewards.
+    """End a session, with an optional last reward; ending it again changes only its rewards.
 
     Raises:
         NotFound: no such session.
-        Conflict: it expired before.
+        Conflict: it has expired.
     """
     if reward is not None:
         add_rewards(conn, [reward])
@@ -128,16 +128,16 @@ def end_session(
 def expire_idle_sessions(
     conn: sa.Connection, idle_before: datetime.datetime, now: datetime.datetime | None = None, *, limit: int = 500
 ) -> list[SessionKey]:
-    """Expire open sessions without activity since then; those with a reward are finished.
+    """Expire open sessions without activity since then; sessions with a reward are finished.
 
     Args:
         conn: A transaction of `Database.write`.
         idle_before: Sessions whose last activity is older are idle.
-        now: When they expire; by default now.
-        limit: How many at most, so that the transaction stays short.
+        now: The time of expiry; by default the current time.
+        limit: Maximum number of sessions, so that the transaction stays short.
 
     Returns:
-        Tenant and id of each, those idle longest first.
+        Tenant and id of each, longest idle first.
     """
     idle = conn.execute(
         sa.select(
@@ -172,21 +172,21 @@ def add_rewards(
     body_digest: bytes = b"",
     retrain: bool = False,
 ) -> list[int]:
-    """Append reward lines, all of them or none.
+    """Append all reward lines in one transaction.
 
     Args:
         conn: A transaction of `Database.write`.
-        lines: Of one tenant. A line with a turn id may leave its session id empty.
-        idempotency_key: A replay under the same key gets the first answer again and writes nothing.
-        body_digest: Digest of the request's body, to tell a replay from another body under the same key.
-        retrain: Whether groups that were trained become ready again, to be trained with the new rewards.
+        lines: Lines of one tenant. A line with a turn id may have an empty session id.
+        idempotency_key: A replay with the same key gets the first answer and writes nothing.
+        body_digest: Digest of the request's body; it distinguishes a replay from another body with the same key.
+        retrain: Whether trained groups become ready again, to be trained with the new rewards.
 
     Returns:
-        How many turns each line reached.
+        The number of turns that each line applies to.
 
     Raises:
         NotFound: an unknown session, turn or step.
-        InvalidRequest: a value that is not finite, or a line for a turn and a step at once.
+        InvalidRequest: a value is not finite, or a line has both a turn and a step.
         Conflict: the key was used with another body.
     """
     if not lines:
@@ -213,7 +213,7 @@ def add_rewards(
 
 @dataclasses.dataclass(slots=True)
 class _SessionState:
-    """A locked session, while turns are appended to it."""
+    """A locked session to which turns are appended."""
 
     session_pk: int
     is_open: bool
@@ -234,7 +234,7 @@ class _SessionState:
         return dataclasses.replace(turn, seq=seq, step=step, outcome=Outcome.UNTRAINABLE, reason="session_ended")
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Return what `count_up` takes."""
+        """Return the session's arguments for `count_up`."""
         return self.session_pk, self.num_new, self.num_new_chains, self.last_active_at
 
 
@@ -244,7 +244,7 @@ def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: boo
 
 
 class _LockedSession(NamedTuple):
-    """What of a session's row a writer needs."""
+    """The columns of a session's row that a writer needs."""
 
     session_pk: int
     tenant: str
@@ -256,7 +256,7 @@ class _LockedSession(NamedTuple):
 
 
 def _lock_rows(conn: sa.Connection, wanted: set[tuple[str, str]]) -> list[_LockedSession]:
-    """Lock these sessions, always in the same order, so that two writers cannot deadlock.
+    """Lock these sessions in a fixed order, so that two writers cannot deadlock.
 
     Raises:
         NotFound: one of them is not stored.
@@ -309,7 +309,7 @@ def _select_by_key(dialect: str) -> sa.Select[*tuple[Any, ...]]:
 def _already_stored(
     conn: sa.Connection, batch: Sequence[Turn], pks: dict[tuple[str, str], int]
 ) -> tuple[dict[str, int], set[tuple[int, str | None]]]:
-    """Return which of the batch's turns and parents are stored, with their session, and which request keys."""
+    """Return the stored ones of the batch's turns and parents, with their session, and of its request keys."""
     dialect = conn.dialect.name
     ids = {turn.turn_id for turn in batch} | {turn.parent_turn_id for turn in batch if turn.parent_turn_id}
     session_of_turn = dict(fetch_at_once(conn, _select_by_id(dialect), {"turn_ids": members(dialect, ids)}))
@@ -330,7 +330,7 @@ def _is_replay(
 
 
 def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) -> list[str]:
-    """Return the session id of each line's target; one statement for all."""
+    """Return the session id of each line's target; one statement reads all of them."""
     for line in lines:
         if not math.isfinite(line.value):
             raise InvalidRequest(f"reward value {line.value!r} is not a finite number", param="value")
@@ -343,7 +343,7 @@ def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) 
 
 
 def _holder(line: Reward, holders: Mapping[str, str]) -> str:
-    """Return the session id of the turn that a line is for."""
+    """Return the session id of a line's turn."""
     session_id = holders.get(line.turn_id or "")
     if session_id is None or line.session_id not in ("", session_id):
         where = f" in session {line.session_id!r}" if line.session_id else ""
@@ -352,7 +352,7 @@ def _holder(line: Reward, holders: Mapping[str, str]) -> str:
 
 
 def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[_LockedSession]) -> list[int]:
-    """Return how many turns each line is for; the turns of steps are counted by one statement."""
+    """Return the number of turns that each line applies to; one statement counts the turns of all steps."""
     pks = {row.session_pk for line, row in zip(lines, targets, strict=True) if line.step is not None}
     steps = {line.step for line in lines if line.step is not None}
     turns_in: dict[tuple[int, int], int] = {}
@@ -384,7 +384,7 @@ def _count_steps(dialect: str) -> sa.Select[*tuple[Any, ...]]:
 def _count_rewards(
     conn: sa.Connection, locked: Sequence[_LockedSession], targets: Iterable[_LockedSession], instant: int
 ) -> None:
-    """Count new lines in their sessions, and finish those that are over and had none."""
+    """Count new lines in their sessions; finish the sessions that are over and had no lines before."""
     new_lines = collections.Counter(row.session_pk for row in targets)
     conn.execute(
         sa.update(sessions)

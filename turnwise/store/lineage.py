@@ -1,7 +1,7 @@
 """Stored turns with their whole prompts, rebuilt through their parents.
 
 A session is read with one statement and rebuilt in one pass in order of `seq` (parents come before children), so the
-work is linear in its turns; a single turn finds its ancestors by a recursive query.
+cost is linear in the number of turns. A recursive query reads the ancestors of a single turn.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from turnwise.types import Json, Reward, TokenIds, Turn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTurn:
-    """A turn in an update that trained it."""
+    """A turn's part in an update that trained it."""
 
     update_id: int
     policy_version: int
-    """The version that came out of the update."""
+    """The version that the update made."""
     advantage: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TurnView:
-    """A turn with its rewards, and with its whole prompt or what it adds to its parent's."""
+    """A turn with its rewards, and with its whole prompt or the part that it adds to its parent's prompt."""
 
     turn: Turn
     messages: list[Json]
-    """The prompt's messages: all of them from the root on, or those that the turn adds."""
+    """The prompt's messages: all of them from the root on, or those that the turn adds to its parent's."""
     tools: list[Json] | None
-    """The tools of its chain; None where only what the turn adds was read, except at a root."""
+    """The tools of its chain; None if only the part that the turn adds was read, except at a root."""
     prompt_token_ids: TokenIds
-    """The whole prompt [P], or what the turn adds to it."""
+    """The whole prompt [P], or the part that the turn adds."""
     trained_in: tuple[TrainedTurn, ...] = ()
     """The updates that trained it, oldest first."""
     rewards: tuple[Reward, ...]
-    """Lines for this turn or its step, in order of arrival; those for the whole session are not here."""
+    """Lines for this turn or its step, in order of arrival; without lines for the whole session."""
 
 
 _TURN_COLUMNS = (*turns.c, sessions.c.session_id, sessions.c.tenant)
@@ -71,7 +71,7 @@ def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, lis
 
 
 def with_ancestors(conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[Turn]:
-    """Return the turns of a session for which this holds, and everything that they extend, in order of `seq`."""
+    """Return the turns of a session that satisfy the conditions, and their ancestors, in order of `seq`."""
     found = conn.execute(_SELECT_TURNS.where(*_in_line(session_pk, *wanted)).order_by(turns.c.seq))
     return [rows.TURNS.record(row) for row in found]
 
@@ -98,7 +98,7 @@ def turn_by_id(conn: sa.Connection, turn_id: str) -> Turn:
 
 
 def added_views(found: Sequence[Turn], lines: Iterable[Reward]) -> list[TurnView]:
-    """Return each turn with what it adds to its parent's prompt.
+    """Return each turn with the part that it adds to its parent's prompt.
 
     Args:
         found: Turns of one session.
@@ -139,7 +139,7 @@ def turn_views(turns_in_order: Sequence[Turn], lines: Iterable[Reward]) -> list[
 
 
 def _by_target(lines: Iterable[Reward]) -> Mapping[str | int | None, list[Reward]]:
-    """Return the lines by their turn or step."""
+    """Return the lines, keyed by their turn or step."""
     by_target: dict[str | int | None, list[Reward]] = defaultdict(list)
     for line in lines:
         by_target[line.turn_id if line.turn_id is not None else line.step].append(line)
@@ -147,7 +147,7 @@ def _by_target(lines: Iterable[Reward]) -> Mapping[str | int | None, list[Reward
 
 
 def _lines_of(turn: Turn, by_target: Mapping[str | int | None, list[Reward]]) -> tuple[Reward, ...]:
-    """Return the lines for a turn and for its step, in order of arrival."""
+    """Return the lines for a turn and its step, in order of arrival."""
     own = [*by_target.get(turn.turn_id, ()), *by_target.get(turn.step, ())]
     return tuple(sorted(own, key=lambda line: line.reward_id or 0))
 
@@ -161,9 +161,9 @@ def _whole_tokens(view: TurnView | None) -> TokenIds:
 
 
 def _in_line(session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions for the turns that are wanted, and for their ancestors."""
+    """Return the SQL conditions for the wanted turns and their ancestors."""
     link = sa.select(turns.c.turn_id, turns.c.parent_turn_id).where(turns.c.session_pk == session_pk)
     line = link.where(*wanted).cte(recursive=True)
-    # UNION, not UNION ALL: a trunk that several of them share is walked once.
+    # UNION, not UNION ALL: ancestors that several turns share are visited once.
     line = line.union(link.where(turns.c.turn_id == line.c.parent_turn_id))
     return [turns.c.session_pk == session_pk, turns.c.turn_id.in_(sa.select(line.c.turn_id))]

@@ -1,7 +1,7 @@
 """Versions of the served model: published by the trainer, activated by the proxy, pinned by a person.
 
-At most one version is active, and its row says so only after engines serve it. Which version should be served (the
-pinned one, else the newest that has not failed) is computed, never stored twice.
+At most one version is active; it is recorded as active after engines serve it. The version that should be served (the
+pinned version, otherwise the newest that has not failed) is computed, not stored.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from turnwise.store.tables import serving
 from turnwise.types import Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
 
 _SERVING = 1
-"""Key of the one row of `serving`."""
+"""Key of the only row of `serving`."""
 
 
 def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
-    """Announce a version; the same version with the same path again changes nothing. Return whether it is new.
+    """Publish a version; return whether it is new. Publishing the same version and path again changes nothing.
 
     Raises:
-        Conflict: the version is there with another path.
+        Conflict: the version exists with another path.
     """
     if insert_ignoring(conn, table, rows.POLICIES.row(policy, status=PolicyStatus.PUBLISHED.value)):
         return True
@@ -44,10 +44,10 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
 def publish_next(
     conn: sa.Connection, path: str, kind: PolicyKind, *, metrics: Json, version: int | None = None
 ) -> PolicyVersion:
-    """Announce a version, by default the one after the newest, and return it.
+    """Publish a version, by default the one after the newest, and return it.
 
     Raises:
-        Conflict: the version is there with another path.
+        Conflict: the version exists with another path.
     """
     if version is None:
         newest = conn.execute(sa.select(sa.func.max(table.c.version))).scalar_one()
@@ -59,7 +59,7 @@ def publish_next(
 def activate_policy(
     conn: sa.Connection, version: int, reload_seconds: float | None = None, now: datetime.datetime | None = None
 ) -> PolicyVersion:
-    """Record that engines serve this version now; the one before is retired.
+    """Record that engines serve this version now, and retire the previous version.
 
     Raises:
         NotFound: no such version.
@@ -80,7 +80,7 @@ def activate_policy(
 
 
 def fail_policy(conn: sa.Connection, version: int, error: str) -> PolicyVersion:
-    """Record that engines would not take this version, and why.
+    """Record that engines could not load this version, with the error.
 
     Raises:
         NotFound: no such version.
@@ -91,7 +91,7 @@ def fail_policy(conn: sa.Connection, version: int, error: str) -> PolicyVersion:
 
 
 def try_policy(conn: sa.Connection, version: int, now: datetime.datetime | None = None) -> PolicyVersion:
-    """Record that a share of the sessions samples with this version from now on, as a canary.
+    """Record that a share of the sessions samples with this version as a canary.
 
     Raises:
         NotFound: no such version.
@@ -102,7 +102,7 @@ def try_policy(conn: sa.Connection, version: int, now: datetime.datetime | None 
 
 
 def reconsider_policy(conn: sa.Connection, version: int) -> PolicyVersion:
-    """Let a version that failed, or whose canary was called off, be tried again; any other stays as it is.
+    """Allow a failed version, or one whose canary was cancelled, to be loaded again; other versions do not change.
 
     Raises:
         NotFound: no such version.
@@ -114,12 +114,12 @@ def reconsider_policy(conn: sa.Connection, version: int) -> PolicyVersion:
 
 
 def pin_policy(conn: sa.Connection, version: int | None, *, until: int | None = None) -> None:
-    """Serve this version whatever is published later; None follows the newest again.
+    """Pin this version, so that later versions are not served; None follows the newest version again.
 
     Args:
         conn: A transaction of `Database.write`.
         version: The version to serve.
-        until: The pin ends when a version above this one is published; None keeps it.
+        until: The pin ends when a version above this one is published; None keeps the pin.
 
     Raises:
         NotFound: no such version.
@@ -132,13 +132,13 @@ def pin_policy(conn: sa.Connection, version: int | None, *, until: int | None = 
 
 
 def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVersion:
-    """Serve a version, to be tried again if it failed; return it.
+    """Serve a version, and load it again if it failed; return it.
 
-    Without a pin it is served until a newer one than all that exist is published; the newest is then simply followed.
+    Without a pin it is served until a version above the newest is published.
 
     Raises:
         NotFound: no such version.
-        Conflict: its files are gone.
+        Conflict: its files no longer exist.
     """
     _check_on_disk(conn, get_policy(conn, version))
     chosen = reconsider_policy(conn, version)
@@ -154,16 +154,16 @@ def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVers
 
 
 def on_disk(policy: PolicyVersion) -> bool | None:
-    """Return whether the version's files exist; None for what is no path, such as the name of a public model."""
+    """Return whether the version's files exist; None if it is not a path, such as the name of a public model."""
     path = Path(policy.path)
     return path.is_dir() if path.is_absolute() else None
 
 
 def _check_on_disk(conn: sa.Connection, policy: PolicyVersion) -> None:
-    """Check that engines could load the version.
+    """Check that the version's files exist.
 
     Raises:
-        Conflict: its files are gone.
+        Conflict: they no longer exist.
     """
     if policy.status is PolicyStatus.ACTIVE or on_disk(policy) is not False:
         return
@@ -192,20 +192,20 @@ def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:
 def list_policies(
     conn: sa.Connection, *, limit: int = 100, after: int | None = None
 ) -> tuple[list[PolicyVersion], bool]:
-    """Return versions, newest first, from below `after` on; and whether there are more."""
+    """Return versions below `after`, newest first, and whether there are more."""
     wanted = sa.select(table).order_by(table.c.version.desc()).limit(limit + 1)
     found = conn.execute(wanted if after is None else wanted.where(table.c.version < after)).all()
     return [rows.POLICIES.record(row) for row in found[:limit]], len(found) > limit
 
 
 def active_policy(conn: sa.Connection) -> PolicyVersion | None:
-    """Return the version that engines serve; None before the first was activated."""
+    """Return the version that engines serve; None before the first activation."""
     row = conn.execute(sa.select(table).where(table.c.status == PolicyStatus.ACTIVE.value)).one_or_none()
     return None if row is None else rows.POLICIES.record(row)
 
 
 def canary_policy(conn: sa.Connection) -> PolicyVersion | None:
-    """Return the version that a share of the sessions tries; None when there is no canary."""
+    """Return the version that a share of the sessions samples with; None if there is no canary."""
     row = conn.execute(
         sa.select(table).where(table.c.status == PolicyStatus.CANARY.value).order_by(table.c.version).limit(1)
     ).one_or_none()
@@ -213,7 +213,7 @@ def canary_policy(conn: sa.Connection) -> PolicyVersion | None:
 
 
 def newest_policy(conn: sa.Connection) -> PolicyVersion | None:
-    """Return the newest version that engines did not refuse."""
+    """Return the newest version that has not failed."""
     row = conn.execute(
         sa.select(table).where(table.c.status != PolicyStatus.FAILED.value).order_by(table.c.version.desc()).limit(1)
     ).one_or_none()
@@ -221,7 +221,7 @@ def newest_policy(conn: sa.Connection) -> PolicyVersion | None:
 
 
 def pinned_version(conn: sa.Connection) -> int | None:
-    """Return the version that a person pinned, while the pin holds."""
+    """Return the pinned version; None if there is no pin."""
     row = conn.execute(sa.select(serving.c.pinned_version, serving.c.pinned_until)).one_or_none()
     if row is None or row.pinned_until is None:
         return None if row is None else row.pinned_version

@@ -1,7 +1,7 @@
-"""A PostgreSQL connection that gives up on a silent server.
+"""A PostgreSQL connection with a client-side timeout.
 
-`statement_timeout` is enforced by the server, and TCP's timers by its kernel: neither helps against a server process
-that is stopped. This connection closes itself when one statement has had no answer for `answer_seconds`.
+The server enforces `statement_timeout`, and its kernel enforces TCP's timers; neither works if the server process is
+stopped. This connection closes itself when a statement gets no answer within `answer_seconds`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class DeadlineConnection(psycopg.Connection[Any]):
     """A psycopg connection with a deadline for each answer."""
 
     answer_seconds: float | None = None
-    """Longest wait for the server's answer; None for no limit."""
+    """Maximum wait for the server's answer; None means no limit."""
 
     def wait(self, gen: Generator[Any, Any, RV], *args: Any, **kwargs: Any) -> RV:
-        """Wait for the server, as psycopg does, but not beyond the deadline.
+        """Wait for the server as psycopg does, until the deadline.
 
         Raises:
             psycopg.OperationalError: the server did not answer in time; the connection is closed.
@@ -32,7 +32,7 @@ class DeadlineConnection(psycopg.Connection[Any]):
         return super().wait(gen, *args, **kwargs)
 
     def _until(self, gen: Generator[Any, Any, RV], deadline: float) -> Generator[Any, Any, RV]:
-        """Pass a generator through; psycopg resumes it at short intervals also when nothing has arrived."""
+        """Run a generator until the deadline; psycopg resumes it at short intervals even if no data has arrived."""
         try:
             wanted = next(gen)
             while True:

@@ -1,7 +1,7 @@
 """Queries of the API, the dashboard, the continuation and the trainer.
 
 Derived values are not stored. A session's reward, a turn's whole prompt and every experience are computed from the
-ledger on every read, so late rewards and another credit policy take effect at once.
+ledger on every read, so late rewards and a changed credit policy take effect immediately.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from turnwise.types import Credit, GroupStatus, Outcome, Session, SessionStatus,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """What a request is compared with to find the turn that it extends."""
+    """The data of a turn that a request is compared with to find the turn that it extends."""
 
     turn_id: str
     parent_turn_id: str | None
@@ -34,7 +34,7 @@ class HistoryEntry:
     outcome: Outcome
     prompt_length: int
     num_sampled: int
-    """Sampled tokens; with `prompt_length`, the tokens that an extension starts from."""
+    """Number of sampled tokens; with `prompt_length`, the number of tokens that an extension starts with."""
     history_digest: bytes
     messages_digest: bytes
     dialogue_digest: bytes
@@ -42,7 +42,7 @@ class HistoryEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """Gauges of the store, or of one tenant's part of it."""
+    """Counts of the rows of the store, or of one tenant."""
 
     sessions: dict[str, int]
     """By status."""
@@ -52,7 +52,7 @@ class Counts:
     num_rewards: int
     num_updates: int
     trainers: list[TrainerStatus]
-    """What each trainer does now; the same for all tenants."""
+    """The last report of each trainer; the same for all tenants."""
 
 
 def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
@@ -76,7 +76,7 @@ def lock_session(conn: sa.Connection, tenant: str, session_id: str) -> rows.Stor
 def sessions(
     conn: sa.Connection, wanted: SessionFilter, *, limit: int = 100, after: str | None = None
 ) -> tuple[list[Session], bool]:
-    """Return sessions, newest first, from behind the session `after` on; and whether there are more.
+    """Return the sessions that follow the session `after`, newest first, and whether there are more.
 
     Raises:
         NotFound: no session `after`.
@@ -96,7 +96,7 @@ def sessions(
 
 
 def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool = True) -> TurnView:
-    """Return a turn with its rewards, and with its whole prompt or what it adds to its parent's.
+    """Return a turn with its rewards, and with its whole prompt or the part that it adds to its parent's prompt.
 
     Raises:
         NotFound: no such turn.
@@ -120,15 +120,15 @@ def turns(
     after: str | int | None = None,
     whole_prompt: bool = True,
 ) -> tuple[list[TurnView], bool]:
-    """Return a session's turns in order; and whether there are more.
+    """Return a session's turns in order, and whether there are more.
 
     Args:
         conn: A transaction.
-        tenant: Whose session.
-        session_id: Which session.
-        limit: How many at most; None for all.
-        after: Only turns after this one: its turn id or its `seq`.
-        whole_prompt: Whether each turn comes with its whole prompt, or with what it adds to its parent's.
+        tenant: The session's tenant.
+        session_id: The session.
+        limit: Maximum number of turns; None means all.
+        after: Return only turns after this one, given by its turn id or its `seq`.
+        whole_prompt: Whether each turn has its whole prompt, or the part that it adds to its parent's prompt.
 
     Raises:
         NotFound: no such session, or no turn `after` in it.
@@ -171,7 +171,7 @@ def _with_training(conn: sa.Connection, session_pk: int, views: Sequence[TurnVie
 
 
 def session_of_turn(conn: sa.Connection, tenant: str, turn_id: str) -> str | None:
-    """Return the session that holds the turn; None when this tenant has no such turn."""
+    """Return the id of the turn's session; None if this tenant has no such turn."""
     return conn.execute(
         sa.select(tables.sessions.c.session_id)
         .join_from(tables.turns, tables.sessions)
@@ -208,18 +208,18 @@ def sessions_of_conversation(
     limit: int,
     by: Literal["history_digest", "dialogue_digest"] = "history_digest",
 ) -> tuple[bytes, list[str]]:
-    """Return the open sessions in which calls of this API key that named none had the longest of these conversations.
+    """Return the open sessions that contain the longest of these conversations and were inferred for this API key.
 
     Args:
         conn: A transaction.
         tenant: The key's tenant.
         key_id: The API key.
-        digests: Of each conversation, the longest first.
-        limit: How many sessions at most, the newest ones.
-        by: Which digest of turns is compared.
+        digests: The digest of each conversation, longest first.
+        limit: Maximum number of sessions; the newest are returned.
+        by: The column of turns that the digests are compared with.
 
     Returns:
-        The digest that was found, and the ids of the sessions, the oldest first.
+        The digest that was found, and the ids of the sessions, oldest first.
     """
     column = tables.turns.c[by]
     found = conn.execute(
@@ -243,15 +243,15 @@ def sessions_of_conversation(
 
 
 def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_key: str) -> Turn | None:
-    """Return the turn that a call with this key made before, as it is stored."""
+    """Return the stored turn of an earlier call with this key."""
     return _one_turn(conn, tenant, session_id, tables.turns.c.request_key == request_key)
 
 
 def stored_turn(conn: sa.Connection, replay: Turn) -> Turn:
-    """Return what is stored of a turn that came again, under its id or under its request key.
+    """Return the stored turn of a replay, found by its turn id or its request key.
 
     Raises:
-        NotFound: nothing is.
+        NotFound: it is not stored.
     """
     same = tables.turns.c.turn_id == replay.turn_id
     if replay.request_key is not None:
@@ -263,7 +263,7 @@ def stored_turn(conn: sa.Connection, replay: Turn) -> Turn:
 
 
 def history_index(conn: sa.Connection, tenant: str, session_id: str) -> list[HistoryEntry]:
-    """Return what the session's turns are recognised by, in order; empty when there is no such session."""
+    """Return the entries of a session's turns, in order; empty if there is no such session."""
     found = conn.execute(
         sa.select(
             tables.turns.c.turn_id,
@@ -299,7 +299,7 @@ def history_index(conn: sa.Connection, tenant: str, session_id: str) -> list[His
 
 
 def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
-    """Return a turn's prompt and sampled tokens, through its ancestors.
+    """Return a turn's prompt and sampled tokens, rebuilt from its ancestors.
 
     Raises:
         NotFound: no such turn.
@@ -308,7 +308,7 @@ def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
 
 
 def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) -> tuple[list[UpdateRecord], bool]:
-    """Return updates, newest first, from below `after` on; and whether there are more."""
+    """Return updates below `after`, newest first, and whether there are more."""
     found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(limit + 1)
     if after is not None:
         found = found.where(tables.updates.c.update_id < after)
@@ -317,7 +317,7 @@ def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) 
 
 
 def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRecord | None:
-    """Return the newest update, of this trainer if one is named."""
+    """Return the newest update; with a trainer id, the newest of this trainer."""
     found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(1)
     if trainer_id is not None:
         found = found.where(tables.updates.c.trainer_id == trainer_id)
@@ -326,7 +326,7 @@ def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRec
 
 
 def unfinished_groups(conn: sa.Connection) -> dict[str, int]:
-    """Count the groups of all tenants that are open, ready or claimed; their number does not grow with history."""
+    """Count the open, ready and claimed groups of all tenants; their number does not grow with history."""
     table = tables.groups
     unfinished = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
     found = conn.execute(
@@ -336,7 +336,7 @@ def unfinished_groups(conn: sa.Connection) -> dict[str, int]:
 
 
 def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:
-    """Count what the store holds, of one tenant if one is named; updates are everybody's."""
+    """Count the rows of the store, or of one tenant; all tenants share the updates."""
     held = tables.sessions.c
     sums = sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in (held.num_turns, held.num_rewards)))
     num_turns, num_rewards = conn.execute(sums if tenant is None else sums.where(held.tenant == tenant)).one()

@@ -1,8 +1,8 @@
-"""Deletion: of what is old, of one session, and of everything that a tenant has.
+"""Deletion of old sessions, of one session, and of all data of a tenant.
 
-Deletion works in short transactions of some sessions each, so that agents wait for none of them. What was trained
-stays in the weights, so a deletion returns the policy versions that were trained on what it deleted; all later
-versions descend from them.
+Deletion uses short transactions of a few sessions each, so that agents do not wait. A deletion does not change trained
+weights, so it returns the policy versions that were trained on the deleted sessions; all later versions descend from
+them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from turnwise.store.tables import api_keys, groups, idempotency, rewards, sessio
 from turnwise.types import GroupStatus, SessionKey, SessionStatus
 
 SESSIONS_AT_ONCE = 100
-"""Sessions that one transaction deletes, at most."""
+"""Maximum number of sessions that one transaction deletes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Deleted:
-    """What a deletion removed."""
+    """The result of a deletion."""
 
     sessions: tuple[SessionKey, ...] = ()
     num_turns: int = 0
     policy_versions: tuple[int, ...] = ()
-    """The versions that were trained on it, oldest first; every later version descends from them."""
+    """The versions that were trained on the deleted sessions, oldest first; all later versions descend from them."""
 
     def __add__(self, other: Deleted) -> Deleted:
-        """Return both together."""
+        """Return the sum of two deletions."""
         return Deleted(
             sessions=self.sessions + other.sessions,
             num_turns=self.num_turns + other.num_turns,
@@ -53,9 +53,9 @@ def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted
 
 
 def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
-    """Delete some sessions of a tenant; with the last of them also its keys and stored answers.
+    """Delete some sessions of a tenant; together with the last of them, delete its keys and stored answers.
 
-    Repeat it until it deletes no session.
+    Call it until it deletes no session.
     """
     found = conn.execute(
         sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.session_id).limit(limit)
@@ -67,10 +67,10 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
 
 
 def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
-    """Delete some sessions that were over before, unless their group still waits for training or is in training.
+    """Delete some sessions that ended before an instant, unless their group is open, ready or claimed.
 
-    A group that is open since before waits for nothing: what it lacks does not come any more. Repeat it until it
-    deletes no session.
+    A group that has been open since before that instant does not protect its sessions: its missing sessions are not
+    expected any more. Call it until it deletes no session.
     """
     waiting = sa.or_(
         groups.c.status.in_([GroupStatus.READY.value, GroupStatus.CLAIMED.value]),
@@ -112,7 +112,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
 
 
 def _leave_groups(conn: sa.Connection, deleted: Sequence[StoredRow]) -> None:
-    """Count deleted sessions out of their groups; groups without any session go."""
+    """Subtract deleted sessions from their groups; delete groups without sessions."""
     grouped = [row for row in deleted if row.group_pk is not None]
     num_left = Counter(row.group_pk for row in grouped)
     is_finished = [row for row in grouped if row.status != SessionStatus.OPEN and row.num_rewards > 0]

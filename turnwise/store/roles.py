@@ -1,4 +1,4 @@
-"""The roles of stored turns: corrected by what comes later, or by a person."""
+"""Changes to the roles of stored turns, made because of later turns or by a person."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turnwise.types import Role
 
 
 def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason: str) -> None:
-    """Give these turns a role."""
+    """Set the role of these turns."""
     dialect = conn.dialect.name
     conn.execute(
         sa.update(turns)
@@ -24,7 +24,7 @@ def set_roles(conn: sa.Connection, turn_ids: Collection[str], role: Role, reason
 
 
 def set_chain_role(conn: sa.Connection, tenant: str, turn_id: str, role: Role) -> tuple[str, list[str]]:
-    """Give all turns of a turn's chain a role, with the reason `corrected`.
+    """Set the role of all turns in a turn's chain, with the reason `corrected`.
 
     Returns:
         The id of their session, and the ids of the turns.

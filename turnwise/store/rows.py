@@ -1,7 +1,7 @@
-"""Records to rows and back: how an array, a document, an enum or an instant is stored.
+"""Conversion between records and rows: how arrays, documents, enums and instants are stored.
 
-A record's fields are its columns, so each conversion follows from the record's own types. JSON is written as pure
-ASCII, so that whatever a client sends, lone surrogates and NULs included, is text that both databases take.
+A record's fields are its columns, so each conversion follows from the field's type. JSON is written as pure ASCII, so
+that any text of a client, including lone surrogates and NULs, can be stored in both databases.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from turnwise.types import (
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 StoredRow: TypeAlias = sa.Row[*tuple[Any, ...]]
-"""A row of some table, its columns as attributes."""
+"""A row of a table, with its columns as attributes."""
 dump = json.JSONEncoder(separators=(",", ":")).encode
-"""A document as the text that is stored."""
+"""Encodes a document as the stored text."""
 Convert: TypeAlias = Callable[[Any], Any]
 R = TypeVar("R")
 
@@ -62,7 +62,7 @@ def _logprobs_to_blob(logprobs: Logprobs) -> bytes:
 
 
 def _storable(text: str) -> str:
-    """Return free text without what PostgreSQL refuses (a NUL) and UTF-8 cannot encode (a lone surrogate)."""
+    """Return free text without NULs, which PostgreSQL rejects, and lone surrogates, which UTF-8 cannot encode."""
     if text.isascii() and "\0" not in text:
         return text
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
@@ -73,7 +73,7 @@ def _as_is(value: Any) -> Any:
 
 
 def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
-    """Return how values of a type are stored and read; None for those that are stored as they are."""
+    """Return the conversions to and from the stored form of a type; None if values are stored unchanged."""
     if isinstance(kind, types.UnionType):
         (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
     if kind == TokenIds:
@@ -90,18 +90,18 @@ def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
 
 
 class RowFormat(Generic[R]):
-    """Converts one kind of record to the rows of its table, and rows to records."""
+    """Converts records of one class to rows of its table and back."""
 
     def __init__(
         self, record: type[R], table: sa.Table, *, joined: tuple[str, ...] = (), free_text: tuple[str, ...] = ()
     ) -> None:
-        """Work out the conversions.
+        """Determine the conversions.
 
         Args:
             record: The record's dataclass.
             table: The table; its columns have the names of the record's fields.
-            joined: Fields that come from another table; a row to read has them beside the table's own columns.
-            free_text: Columns that hold text which an engine or a client worded.
+            joined: Fields from another table; a row that is read has them in addition to the table's own columns.
+            free_text: Columns with text from an engine or a client.
         """
         self._record = record
         kinds = typing.get_type_hints(record)
@@ -116,7 +116,7 @@ class RowFormat(Generic[R]):
         self._columns_of = operator.attrgetter(*self._read)
 
     def row(self, record: R, **extra: Any) -> dict[str, Any]:
-        """Return a record as a row, with the columns that are no fields of it."""
+        """Return a record as a row; `extra` has the columns that are not fields."""
         row = dict(zip(self._stored, self._values_of(record), strict=True))
         for name, encode in self._encoders:
             if row[name] is not None:
@@ -129,7 +129,7 @@ class RowFormat(Generic[R]):
         return {name: encoders.get(name, _as_is)(value) for name, value in fields.items() if name in self._stored}
 
     def record(self, row: StoredRow, **extra: Any) -> R:
-        """Return a row as a record, with the fields that are no columns."""
+        """Return a row as a record; `extra` has the fields that are not columns."""
         fields = dict(zip(self._read, self._columns_of(row), strict=True))
         for name, decode in self._decoders:
             if fields[name] is not None:
@@ -139,9 +139,9 @@ class RowFormat(Generic[R]):
 
 _SESSIONS = RowFormat(Session, tables.sessions)
 TURNS = RowFormat(Turn, tables.turns, joined=("session_id", "tenant"), free_text=("model", "reason"))
-"""A row to read has its session's `session_id` and `tenant` beside the columns of `turns`."""
+"""A row that is read also has its session's `session_id` and `tenant`, besides the columns of `turns`."""
 REWARDS = RowFormat(Reward, tables.rewards, joined=("session_id", "tenant"))
-"""A row to read has its session's `session_id` and `tenant` beside the columns of `rewards`."""
+"""A row that is read also has its session's `session_id` and `tenant`, besides the columns of `rewards`."""
 POLICIES = RowFormat(PolicyVersion, tables.policies)
 UPDATES = RowFormat(UpdateRecord, tables.updates)
 
@@ -170,7 +170,7 @@ def session_values(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
-    """Return the row of a new reward line; the database numbers it."""
+    """Return the row of a new reward line; the database assigns its number."""
     row = REWARDS.row(reward, session_pk=session_pk)
     del row["reward_id"]
     return row

@@ -1,7 +1,7 @@
-"""Changes to a session that exists: what its creator asks for after the first call opened it.
+"""Changes to an existing session, such as fields that its creator sends after the first call created it.
 
-Everything that training reads may change while the session is open and its group takes sessions; metadata may change
-at any time. What can no longer change is a conflict, and then nothing changes.
+The fields that training reads can change while the session is open and its group accepts sessions; metadata can change
+at any time. If any of the given fields can no longer change, the request is a conflict and nothing changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHANGEABLE = (
     *("task_id", "run", "group_id", "group_size", "split", "credit", "gamma", "sampling", "metadata"),
     "opened_by",
 )
-"""Fields that a second creation of a session may give."""
+"""Fields that a repeated creation of a session may change."""
 _GROUPING = frozenset({"group_id", "group_size", "split"})
 
 
@@ -30,12 +30,12 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
 
     Args:
         conn: A transaction of `Database.write`.
-        wanted: The session with the fields as its creator asks for them.
-        given: Which of its fields were asked for; the others stay.
+        wanted: The session with the wanted values.
+        given: The names of the fields to apply; other fields do not change.
 
     Raises:
         NotFound: no such session.
-        Conflict: a field that can no longer change.
+        Conflict: one of the fields can no longer change.
     """
     row = queries.lock_session(conn, wanted.tenant, wanted.session_id)
     stored = rows.session_from_row(row, None)
@@ -55,7 +55,7 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
 
 
 def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed: Session) -> int | None:
-    """Return the key of the group that the session is in after the change."""
+    """Return the key of the session's group after the change."""
     if stored.group_id is not None and changed.group_id != stored.group_id:
         _refuse({"group_id"}, stored, f"it is in group {stored.group_id!r}")
     if changed.group_size is not None and changed.group_id is None:

@@ -1,7 +1,7 @@
-"""Whole sessions and whole chains, as exports and people read them.
+"""Whole sessions and whole chains, for exports and for display.
 
-Sessions are read some at a time from one open transaction, so an export of any size takes bounded memory and is a
-consistent snapshot.
+Sessions are read in batches in one transaction, so an export of any size uses bounded memory and is a consistent
+snapshot.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SESSIONS_AT_ONCE = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session with everything that was stored of it."""
+    """A session with all its stored data."""
 
     session: Session
     turns: list[Turn]
-    """As they are stored, in order of `seq`."""
+    """The stored turns, in order of `seq`."""
     rewards: list[Reward]
-    """Every reward line, in order of arrival."""
+    """All reward lines, in order of arrival."""
 
     def views(self) -> list[lineage.TurnView]:
         """Return the turns with their whole prompts."""
@@ -37,7 +37,7 @@ class SessionRecord:
 
 
 def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[SessionRecord]:
-    """Yield the sessions that a filter selects, oldest first, those without turns included.
+    """Yield the sessions that a filter selects, oldest first, including sessions without turns.
 
     Args:
         conn: A transaction that stays open while the iterator is read.
@@ -63,7 +63,7 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
 
 
 def turn_path(conn: sa.Connection, tenant: str, turn_id: str) -> list[Turn]:
-    """Return the turns from the root of a chain to this one, this one included.
+    """Return the turns from the root of a chain to this turn, inclusive.
 
     Raises:
         NotFound: this tenant has no such turn.

@@ -1,7 +1,7 @@
-"""Statements that are not SQLAlchemy's alone: those of the hot path, and those that each database writes its own way.
+"""Statements that SQLAlchemy alone does not cover: the hot path, and SQL that differs between the databases.
 
-One decision: what runs once a batch of turns goes to the driver as a text that is made once, because building and
-compiling it would take longer than running it.
+A statement that runs once per batch of turns is sent to the driver as cached text, because building and compiling it
+would take longer than running it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 
 def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
-    """Insert the row unless one with its key is there; return whether it was inserted."""
+    """Insert the row unless its key exists; return whether it was inserted."""
     insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
     key, *_ = table.primary_key.columns
     inserted = conn.execute(insert(table).values(**row).on_conflict_do_nothing().returning(key))
@@ -24,13 +24,13 @@ def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]
 
 
 def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
-    """Run a statement of the hot path past SQLAlchemy, which would take longer than the database does.
+    """Run a statement of the hot path directly on the driver, because SQLAlchemy would take longer than the database.
 
     Returns:
         The driver's cursor.
 
     Raises:
-        sqlalchemy.exc.DBAPIError: as SQLAlchemy itself would raise it.
+        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
     driver = conn.dialect.dbapi
     assert driver is not None
@@ -41,9 +41,9 @@ def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
 
 
 def fetch_at_once(conn: sa.Connection, query: sa.Select[*tuple[Any, ...]], parameters: Mapping[str, Any]) -> list[Any]:
-    """Return a query's rows, of numbers and texts, as sequences; SQLite gives them as one row of JSON.
+    """Return a query's rows of numbers and texts as sequences; SQLite returns them as one row of JSON.
 
-    This is the hot path: the driver gives the interpreter away before every row, and waits to get it back.
+    This is the hot path: the driver releases the interpreter's lock before every row and waits to reacquire it.
     """
     if conn.dialect.name == "postgresql":
         return list(conn.execute(query, parameters))
@@ -54,17 +54,17 @@ def fetch_at_once(conn: sa.Connection, query: sa.Select[*tuple[Any, ...]], param
 
 @functools.lru_cache
 def _json_sql(query: sa.Select[*tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
-    """Return the statement that gives a query's rows as JSON, and the names of its parameters in order."""
+    """Return the statement that returns a query's rows as JSON, and the names of its parameters in order."""
     rows = query.subquery()
     compiled = sa.select(sa.func.json_group_array(sa.func.json_array(*rows.c))).compile(dialect=sqlite.dialect())
     return str(compiled), tuple(compiled.positiontup or ())
 
 
 def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows, which must hold what the driver takes as it is: no enum, no datetime.
+    """Insert rows whose values the driver accepts without conversion: no enum, no datetime.
 
-    One statement takes many rows, because between two of them the driver gives the interpreter away and waits to get it
-    back.
+    One statement inserts many rows, because the driver releases the interpreter's lock between statements and waits to
+    reacquire it.
     """
     columns = tuple(batch[0])
     start = 0
@@ -76,7 +76,7 @@ def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[st
 
 
 _ROWS_PER_STATEMENT = (32, 8, 1)
-"""A batch is cut into these, so that there are few different statements to prepare."""
+"""A batch is split into these sizes, so that few different statements are prepared."""
 
 
 @functools.lru_cache
@@ -87,7 +87,7 @@ def _insert_sql(table: sa.Table, columns: tuple[str, ...], num_rows: int, dialec
 
 
 def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) -> None:
-    """Add to sessions' counts of turns and chains, and move their last activity on, in one statement for many.
+    """Increase the numbers of turns and chains of sessions and update their last activity, in one statement.
 
     Args:
         conn: a transaction of `Database.write`.
@@ -113,7 +113,7 @@ def _count_sql(num_rows: int, dialect_name: str) -> str:
 
 
 def is_among(dialect_name: str, column: sa.Column[Any], parameter: str) -> sa.ColumnElement[bool]:
-    """Return the condition that the column is one of a list of values; its SQL is the same however many there are."""
+    """Return the condition that the column is one of a list of values; its SQL does not depend on their number."""
     if dialect_name == "postgresql":
         return column == sa.any_(sa.bindparam(parameter, type_=postgresql.ARRAY(column.type)))
     return column.in_(sa.select(sa.func.json_each(sa.bindparam(parameter)).table_valued("value").c.value))

@@ -1,8 +1,8 @@
-"""Every table and column. Columns that store a record's fields follow from the record in `turnwise.types`.
+"""All tables and columns. Columns that store a record's fields are derived from the record in `turnwise.types`.
 
-A turn stores its parent and only what came after it, so a session of T turns costs O(T). Arrays are little-endian
-blobs (int32 ids, float32 logprobs), documents are JSON text, instants are integer microseconds since 1970 in UTC: the
-same bytes on both databases, and nothing for a driver to convert on the hot path.
+A turn stores its parent's id and only the tokens and messages after it, so a session of T turns takes O(T). Arrays are
+little-endian blobs (int32 ids, float32 logprobs), documents are JSON text, instants are integer microseconds since 1970
+in UTC: the bytes are the same on both databases, and a driver converts nothing on the hot path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ metadata = sa.MetaData(
 )
 
 Serial = sa.BigInteger().with_variant(sa.Integer, "sqlite")
-"""SQLite numbers rows by itself only for its own INTEGER."""
+"""SQLite assigns row numbers only to a key of type INTEGER."""
 Instant = sa.BigInteger
 """Microseconds since 1970-01-01 UTC."""
 
@@ -51,8 +51,8 @@ def _columns(
     Args:
         record: The record's dataclass.
         key: The field that is the primary key.
-        omit: Fields that are stored elsewhere, or not at all.
-        required: Fields that may be None in the record and never are in the table.
+        omit: Fields that are stored in another table, or not at all.
+        required: Fields that may be None in the record but not in the table.
     """
     columns = []
     kinds = typing.get_type_hints(record)
@@ -96,7 +96,7 @@ turns = sa.Table(
     sa.Column("session_pk", sa.ForeignKey("sessions.session_pk"), nullable=False),
     *_columns(Turn, key="turn_id", omit=frozenset({"session_id", "tenant"}), required=frozenset({"step"})),
     sa.UniqueConstraint("session_pk", "seq"),
-    # Few calls carry a key; the others need not pay for its index.
+    # Few calls have a key; turns without one are not indexed.
     sa.Index(
         "ix_turns_request",
         "session_pk",
@@ -105,7 +105,7 @@ turns = sa.Table(
         sqlite_where=sa.text("request_key IS NOT NULL"),
         postgresql_where=sa.text("request_key IS NOT NULL"),
     ),
-    # Nor do those that name their session pay for being found by their conversation.
+    # Turns of calls that name their session are not searched by conversation and not indexed.
     sa.Index(
         "ix_turns_inferred",
         "inferred_by",
@@ -113,7 +113,7 @@ turns = sa.Table(
         sqlite_where=sa.text("inferred_by IS NOT NULL"),
         postgresql_where=sa.text("inferred_by IS NOT NULL"),
     ),
-    # A handoff changes tools or system message: its conversation is found by the dialogue alone.
+    # A handoff changes tools or system message, so its conversation is found by the dialogue alone.
     sa.Index(
         "ix_turns_inferred_dialogue",
         "inferred_by",
@@ -141,7 +141,7 @@ idempotency = sa.Table(
     sa.Column("answer", sa.Text, nullable=False),
     sa.Column("created_at", Instant, nullable=False, index=True),
 )
-"""Answers to reward posts that carried an `Idempotency-Key`, to give again."""
+"""Answers to reward posts with an `Idempotency-Key`; a replay gets the same answer."""
 
 groups = sa.Table(
     "groups",
@@ -167,7 +167,7 @@ groups = sa.Table(
     sa.Index("ix_groups_tenant", "tenant", "status"),
     sa.Index("ix_groups_activity", "status", "last_active_at"),
 )
-"""The unit of claiming. A session without a group id has a group of size 1 under its own session id."""
+"""The unit of claiming. A session without a group id has a group of size 1 with the session's id."""
 
 updates = sa.Table("updates", metadata, *_columns(UpdateRecord, key="update_id"))
 
@@ -180,7 +180,7 @@ trained_sessions = sa.Table(
     sa.Column("advantages", sa.Text, nullable=False),
     sa.Index("ix_trained_sessions_update", "update_id"),
 )
-"""Which sessions an update trained; `advantages` holds those of the trained turns, by turn id."""
+"""The sessions that an update trained; `advantages` has the advantage of each trained turn, by turn id."""
 
 policies = sa.Table("policies", metadata, *_columns(PolicyVersion, key="version"))
 
@@ -191,8 +191,8 @@ serving = sa.Table(
     sa.Column("pinned_version", sa.Integer),
     sa.Column("pinned_until", sa.Integer),
 )
-"""One row: the version that a person pinned, or null to follow the newest. With `pinned_until` the pin ends when a
-version above that one is published."""
+"""One row: the pinned version, or null to follow the newest. With `pinned_until`, the pin ends when a version above it is
+published."""
 
 leases = sa.Table(
     "leases",
@@ -202,7 +202,7 @@ leases = sa.Table(
     sa.Column("fencing_token", sa.BigInteger, nullable=False),
     sa.Column("expires_at", Instant, nullable=False),
 )
-"""Named locks between processes: who may drive a reload now."""
+"""Named locks between processes; the holder may run a reload."""
 
 trainer_status = sa.Table(
     "trainer_status",
@@ -212,7 +212,7 @@ trainer_status = sa.Table(
     sa.Column("starts_at", Instant),
     sa.Column("reported_at", Instant, nullable=False),
 )
-"""What each trainer reported last: what it waits for, or what it trains on."""
+"""The last report of each trainer: what it waits for, or what it trains on."""
 
 api_keys = sa.Table(
     "api_keys",
@@ -234,4 +234,4 @@ secrets = sa.Table(
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("value", sa.LargeBinary, nullable=False),
 )
-"""Server-side keys that all proxy processes share, such as the one that signs session keys."""
+"""Secrets that all proxy processes share, such as the key that signs session keys."""

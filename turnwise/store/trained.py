@@ -1,4 +1,4 @@
-"""What was trained: the sessions and turns of each update, with their advantages."""
+"""The sessions and turns that each update trained, with their advantages."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class UpdateGroup:
 
     group_id: str
     status: GroupStatus
-    """`trained`, or `dropped` if nothing of it was trained."""
+    """`trained`, or `dropped` if none of its turns was trained."""
     reason: str | None
     """Why it was dropped."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateView:
-    """An update with what one tenant had in it."""
+    """An update with one tenant's groups and sessions in it."""
 
     update: UpdateRecord
     groups: tuple[UpdateGroup, ...]
@@ -49,7 +49,7 @@ class UpdateView:
 
 
 def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[SessionKey, Advantages]) -> None:
-    """Store which turns an update trained, and with which advantages."""
+    """Store the turns that an update trained, with their advantages."""
     if not trained:
         return
     dialect = conn.dialect.name
@@ -97,7 +97,7 @@ def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, lis
 
 
 def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -> dict[str, int]:
-    """Return the last update that trained each of these sessions, by session id; the untrained are left out."""
+    """Return the last update that trained each of these sessions, by session id; untrained sessions are omitted."""
     dialect = conn.dialect.name
     found = conn.execute(
         sa.select(sessions.c.session_id, sa.func.max(trained_sessions.c.update_id))
@@ -112,7 +112,7 @@ def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -
 def list_updates(
     conn: sa.Connection, tenant: str, *, limit: int = 100, after: int | None = None
 ) -> tuple[list[UpdateView], bool]:
-    """Return updates with this tenant's groups and sessions, newest first, from below `after` on.
+    """Return updates below `after` with this tenant's groups and sessions, newest first.
 
     Returns:
         The updates, and whether there are more.

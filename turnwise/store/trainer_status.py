@@ -1,4 +1,4 @@
-"""What each trainer is doing now, in its own words, for people who look at the page or ask `GET /v1/counts`."""
+"""The current status of each trainer as text, for the dashboard and for `GET /v1/counts`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TrainerStatus:
     text: str
     """One line, such as `4 of 32 groups are ready`."""
     starts_at: datetime.datetime | None = None
-    """When the next batch starts even if it is not full; None where it waits for more or is under way."""
+    """When the next batch starts even if it is not full; None if the trainer waits for more groups or trains."""
     reported_at: datetime.datetime
 
 
 def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
-    """Replace what a trainer reported before."""
+    """Replace the trainer's last report."""
     conn.execute(sa.delete(table).where(table.c.trainer_id == status.trainer_id))
     conn.execute(
         sa.insert(table).values(
@@ -37,7 +37,7 @@ def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
 
 
 def trainer_statuses(conn: sa.Connection) -> list[TrainerStatus]:
-    """Return the last report of each trainer, the newest first."""
+    """Return the last report of each trainer, newest first."""
     found = conn.execute(sa.select(table).order_by(table.c.reported_at.desc()))
     return [
         TrainerStatus(
