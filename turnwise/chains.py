@@ -26,15 +26,15 @@ class ChainTokens:
     turns: tuple[Turn, ...]
     """The turns whose sampled tokens are trained here, in order. [K]"""
     tokens: TokenIds
-    """Prompt and sampled tokens, the prompt tokens between turns included. [L]"""
+    """Prompt and sampled tokens, including the prompt tokens between turns. [L]"""
     prompt_length: int
-    """Tokens before the first trained one."""
+    """Number of tokens before the first trained token."""
     loss_mask: npt.NDArray[np.bool_]
     """True for sampled tokens that are trained. [L]"""
     turn_index: TokenIds
-    """Which of `turns` sampled the token; -1 where none did. [L]"""
+    """Index in `turns` of the turn that sampled the token; -1 for prompt tokens. [L]"""
     logprobs: Logprobs
-    """Behaviour logprobs; 0 where `loss_mask` is False. [L]"""
+    """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
 
 
 def is_trainable(turn: Turn) -> bool:

@@ -1,31 +1,31 @@
-"""Every error that Turnwise raises on purpose. A class names the boundary that failed; none knows an HTTP code.
+"""All errors that Turnwise raises on purpose. A class names the part that failed; no class has an HTTP status.
 
     TurnwiseError
-    ├── ClientError            the caller's fault: the message says what to change
+    ├── ClientError            an error of the caller: the message says what to change
     │   ├── InvalidRequest     a body, parameter or id that cannot be served
     │   ├── Unauthorized       no key, or one that is unknown or revoked
-    │   ├── Forbidden          a known key whose role does not reach this far
+    │   ├── Forbidden          a known key whose role does not allow the request
     │   ├── NotFound           no such session, turn, policy or route for this tenant
-    │   ├── Conflict           the target's state does not allow it (a session that has ended, a changed replay)
+    │   ├── Conflict           the target's state does not allow the request (an ended session, a changed replay)
     │   ├── TooLarge           over a limit of size, depth or count
     │   ├── UnsupportedMediaType  a body that is not JSON
-    │   └── Overloaded         too much at once; try again after `retry_after_seconds`
-    ├── EngineError            vLLM's side
-    │   ├── EngineUnavailable  cannot be reached, or went away before its first byte
+    │   └── Overloaded         too many requests; retry after `retry_after_seconds`
+    ├── EngineError            an error of the engine (vLLM)
+    │   ├── EngineUnavailable  cannot be reached, or disconnected before its first byte
     │   ├── EngineRefused      answered with an error status; its body is passed on
-    │   ├── EngineUnsuitable   reachable, but without what exact capture needs
-    │   └── ReloadFailed       new weights were not taken; the last good version is served
-    ├── ProxyUnavailable       the proxy cannot be reached by the SDK, or failed on its own side
-    ├── RolloutFailed          a run of a workflow that failed on every attempt, or rollouts that cannot go on
+    │   ├── EngineUnsuitable   reachable, but without a feature that exact capture requires
+    │   └── ReloadFailed       new weights were not loaded; the last good version is served
+    ├── ProxyUnavailable       the SDK cannot reach the proxy, or the proxy failed
+    ├── RolloutFailed          a run of a workflow that failed on every attempt, or rollouts that cannot continue
     ├── GraderFailed           a reward source that gave no usable reward
-    ├── StoreError             the database's side
+    ├── StoreError             an error of the database
     │   ├── StoreUnavailable   cannot be reached, is full, or is locked for too long
     │   ├── SchemaMismatch     the tables are not those of this release: run `turnwise db upgrade`
-    │   └── LeaseLost          a stale fencing token: somebody else holds the lease now
-    ├── PolicyError            a checkpoint's side
+    │   └── LeaseLost          a stale fencing token: another process holds the lease
+    ├── PolicyError            an error of a checkpoint or batch
     │   ├── BadCheckpoint      incomplete, corrupt, or of another architecture
-    │   └── BatchRefused       a batch that must not be trained on, with the gauge that says so
-    ├── ChildFailed            a supervised process that does not stay up
+    │   └── BatchRefused       a batch that must not be trained, with the gauge that shows it
+    ├── ChildFailed            a supervised process that does not keep running
     └── SettingsError          a configuration that cannot work
 """
 
@@ -33,18 +33,18 @@ from __future__ import annotations
 
 
 class TurnwiseError(Exception):
-    """The root of the tree: what Turnwise raises on purpose."""
+    """Base class of all errors that Turnwise raises on purpose."""
 
 
 class ClientError(TurnwiseError):
-    """The caller's fault; the message says what to change."""
+    """An error of the caller; the message says what to change."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
         """The offending field of the request, in OpenAI's error body."""
         self.code = code
-        """A stable word for programs, where the class alone does not say it."""
+        """A stable error code for programs, if it is more specific than the class."""
 
 
 class InvalidRequest(ClientError):
@@ -56,7 +56,7 @@ class Unauthorized(ClientError):
 
 
 class Forbidden(ClientError):
-    """A known key whose role does not reach this far."""
+    """A known key whose role does not allow the request."""
 
 
 class NotFound(ClientError):
@@ -64,7 +64,7 @@ class NotFound(ClientError):
 
 
 class Conflict(ClientError):
-    """The target's state does not allow it."""
+    """The target's state does not allow the request."""
 
 
 class TooLarge(ClientError):
@@ -76,12 +76,12 @@ class UnsupportedMediaType(ClientError):
 
 
 class Overloaded(ClientError):
-    """Too much at once."""
+    """Too many requests at the same time."""
 
     def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-        """When a retry is worth it, seconds."""
+        """Seconds to wait before a retry."""
 
 
 class EngineError(TurnwiseError):
@@ -89,7 +89,7 @@ class EngineError(TurnwiseError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine cannot be reached, or went away before its first byte."""
+    """The engine cannot be reached, or disconnected before its first byte."""
 
 
 class EngineRefused(EngineError):
@@ -100,28 +100,28 @@ class EngineRefused(EngineError):
         self.status = status
         """HTTP status of the engine's answer."""
         self.body = body
-        """The engine's own error body, passed on as it is."""
+        """The engine's error body, passed on unchanged."""
 
 
 class EngineUnsuitable(EngineError):
-    """The engine lacks what exact capture needs."""
+    """The engine lacks a feature that exact capture requires."""
 
 
 class ReloadFailed(EngineError):
-    """New weights were not taken; the last good version is served."""
+    """New weights were not loaded; the last good version is served."""
 
     def __init__(self, message: str, *, is_transient: bool = False) -> None:
         super().__init__(message)
         self.is_transient = is_transient
-        """Whether a later attempt may succeed: the engine was busy, or short of memory for a moment."""
+        """Whether a later attempt may succeed: the engine was busy, or temporarily out of memory."""
 
 
 class ProxyUnavailable(TurnwiseError):
-    """The proxy cannot be reached by the SDK, failed on its own side, or is stopping."""
+    """The SDK cannot reach the proxy, or the proxy failed or is stopping."""
 
 
 class RolloutFailed(TurnwiseError):
-    """A run of a workflow that failed on every attempt, or rollouts that cannot go on."""
+    """A run of a workflow that failed on every attempt, or rollouts that cannot continue."""
 
 
 class GraderFailed(TurnwiseError):
@@ -129,7 +129,7 @@ class GraderFailed(TurnwiseError):
 
 
 class StoreError(TurnwiseError):
-    """The database's side."""
+    """An error of the database."""
 
 
 class StoreUnavailable(StoreError):
@@ -141,11 +141,11 @@ class SchemaMismatch(StoreError):
 
 
 class LeaseLost(StoreError):
-    """A stale fencing token: somebody else holds the lease now."""
+    """A stale fencing token: another process holds the lease."""
 
 
 class PolicyError(TurnwiseError):
-    """A checkpoint's side."""
+    """An error of a checkpoint or batch."""
 
 
 class BadCheckpoint(PolicyError):
@@ -153,7 +153,7 @@ class BadCheckpoint(PolicyError):
 
 
 class BatchRefused(PolicyError):
-    """A batch that must not be trained on."""
+    """A batch that must not be trained."""
 
 
 class SettingsError(TurnwiseError):
@@ -161,4 +161,4 @@ class SettingsError(TurnwiseError):
 
 
 class ChildFailed(TurnwiseError):
-    """A supervised process that does not stay up; the message ends with the end of its log."""
+    """A supervised process that does not keep running; the message contains the end of its log."""

@@ -1,8 +1,8 @@
 """Settings of every process: defaults < `turnwise.toml` < environment `TURNWISE_*` < flags.
 
-A process has one flat model of settings, and a source may set only what the model declares. An unknown name is an
-error wherever it comes from: a misspelt setting that is ignored costs more than one that stops the start. Nothing else
-in the project reads the environment.
+A process has one flat model of settings, and a source may set only names that the model declares. An unknown name from
+any source is an error that stops the start, so that a misspelt setting is never ignored. No other module reads the
+environment.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SECTIONS = ("proxy", "trainer", "engine", "up", "demo", "run", "reward")
 """Tables of `turnwise.toml`, one for each process."""
 
 DEFAULT_FILE = Path("turnwise.toml")
-"""The file in the working directory, read when no other is named."""
+"""The file in the working directory that is read if no other file is given."""
 
 ENVIRONMENT_PREFIX = "TURNWISE_"
 _CREDENTIALS = re.compile(r"(://)[^/@\s'\"]*@")
 
 
 class Settings(BaseSettings):
-    """Base of each process's settings. Direct construction reads nothing but the arguments."""
+    """Base class of each process's settings. Direct construction uses only the arguments."""
 
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), use_attribute_docstrings=True
@@ -53,7 +53,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Keep the arguments alone; `load_settings` adds the other sources where a process starts."""
+        """Use only the arguments; `load_settings` adds the other sources when a process starts."""
         return (init_settings,)
 
 
@@ -66,14 +66,14 @@ def load_settings(
     """Return the settings of one process, resolved from all sources.
 
     Args:
-        model_cls: What the process declares.
-        config: A TOML file with `[section]` tables, or one without tables that is all this section's; None takes
-            `turnwise.toml` from the working directory if there is one.
+        model_cls: The process's model of settings.
+        config: A TOML file with `[section]` tables, or one without tables, which belongs to this section; None reads
+            `turnwise.toml` in the working directory if it exists.
         section: The process: one of `SECTIONS`.
-        overrides: The command line's flags; a None is a flag that was not given.
+        overrides: The flags of the command line; None means that a flag was not given.
 
     Raises:
-        SettingsError: A key that nothing declares, a value that does not fit, or a file that cannot be read.
+        SettingsError: an undeclared key, an invalid value, or a file that cannot be read.
     """
     sources = {
         f"file {_file_name(config)}": _read_file(config, section),
@@ -92,7 +92,7 @@ def load_settings(
 
 
 def describe(settings: Settings, section: str) -> str:
-    """Return the resolved settings as a TOML table, secrets masked: what `--dry-run` prints."""
+    """Return the resolved settings as a TOML table with masked secrets; `--dry-run` prints it."""
     dumped = settings.model_dump(mode="json")
     lines = [f"[{section}]"]
     for name, value in dumped.items():
@@ -106,7 +106,7 @@ def variable_name(section: str, name: str) -> str:
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process: this process's own, and what is added."""
+    """Return the environment of a child process: this process's environment with the added variables."""
     return {**os.environ, **added}
 
 
@@ -115,7 +115,7 @@ def _file_name(config: Path | None) -> str:
 
 
 def has_sections(config: Path) -> bool:
-    """Return whether a settings file has a table for each process; else all of it belongs to one process.
+    """Return whether a settings file has a table for each process; otherwise all of it belongs to one process.
 
     Raises:
         SettingsError: the file cannot be read.
@@ -137,7 +137,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _read_file(config: Path | None, section: str) -> dict[str, Any]:
-    """Return the section's keys of a TOML file; nothing where no file is named and there is no default file."""
+    """Return the section's keys of a TOML file; nothing if no file is given and the default file does not exist."""
     if config is None and not DEFAULT_FILE.is_file():
         return {}
     path = config or DEFAULT_FILE
@@ -155,7 +155,7 @@ def _read_file(config: Path | None, section: str) -> dict[str, Any]:
 
 
 def _read_environment(model_cls: type[Settings], section: str) -> dict[str, Any]:
-    """Return what `TURNWISE_<SECTION>_*` sets, unknown names included so that validation refuses them."""
+    """Return the values of `TURNWISE_<SECTION>_*`, including unknown names, so that validation rejects them."""
     prefix = f"{ENVIRONMENT_PREFIX}{section.upper()}_"
     try:
         values = dict(EnvSettingsSource(model_cls, env_prefix=prefix)())
@@ -170,7 +170,7 @@ def _read_environment(model_cls: type[Settings], section: str) -> dict[str, Any]
 def _explain(
     error: pydantic.ValidationError, model_cls: type[Settings], section: str, origins: Mapping[str, str]
 ) -> str:
-    """Turn pydantic's report into one sentence a line."""
+    """Convert pydantic's report to one sentence per line."""
     lines = []
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"])) or "settings"
@@ -201,7 +201,7 @@ def mask_credentials(text: str) -> str:
 
 
 def toml_value(value: object) -> str:
-    """Return a value as TOML: JSON's scalars and arrays are TOML's, only tables differ."""
+    """Return a value as TOML: scalars and arrays are as in JSON, only tables differ."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{json.dumps(str(key))} = {toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):

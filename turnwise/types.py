@@ -1,8 +1,7 @@
-"""The records of the system, shared by proxy, trainer, SDK and tables; columns and JSON follow from their fields.
+"""The records that proxy, trainer, SDK and tables share; columns and JSON are derived from their fields.
 
-Token arrays are numpy, never lists, so a token id takes 4 bytes in memory and on disk; JSON is made at the edges.
-Legend of shapes: P prompt tokens of a turn, R sampled tokens of a turn, L tokens of a
-whole experience.
+Token arrays are numpy arrays, never lists, so a token id takes 4 bytes in memory and on disk; only the API converts
+them to JSON. Shapes: P prompt tokens of a turn, R sampled tokens of a turn, L tokens of a whole experience.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ SessionKey = tuple[str, str]
 
 
 def utc_now() -> datetime.datetime:
-    """Return this instant, aware, in UTC."""
+    """Return the current time as a timezone-aware datetime in UTC."""
     return datetime.datetime.now(datetime.UTC)
 
 
 class SessionStatus(enum.StrEnum):
-    """Life of a session: open → ended, or open → expired after idling."""
+    """States of a session: open → ended, or open → expired after a time without activity."""
 
     OPEN = "open"
     ENDED = "ended"
@@ -42,17 +41,17 @@ class SessionStatus(enum.StrEnum):
 
 
 class Split(enum.StrEnum):
-    """What a session is for. Eval sessions are never trained on."""
+    """Purpose of a session. Eval sessions are never trained."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class Credit(enum.StrEnum):
-    """How rewards reach the turns of a session."""
+    """How rewards are assigned to the turns of a session."""
 
     STEP_WISE = "step_wise"
-    """Each turn gets the reward of its own step; a session's reward belongs to its last step."""
+    """Each turn gets the reward of its own step; a reward for the session counts for its last step."""
     PROPAGATE = "propagate"
     """Every turn gets the reward of the whole session."""
 
@@ -61,28 +60,28 @@ class Outcome(enum.StrEnum):
     """How a call ended. Each call has exactly one."""
 
     EXACT = "exact"
-    """The prompt is the stored tokens of the turn it extends, or the root of a chain; the echo proved it."""
+    """The prompt is the stored tokens of the turn it extends, or the root of a chain; the engine's echo confirms it."""
     RETOKENISED = "retokenised"
-    """Captured whole, but the history was tokenised afresh, so this turn opens a new chain; `reason` says why."""
+    """Captured completely, but the history was tokenised again, so the turn starts a new chain; `reason` says why."""
     ABORTED = "aborted"
-    """The client left, or the stream broke; what was sampled until then is stored."""
+    """The client disconnected or the stream broke; the tokens sampled until then are stored."""
     ERROR = "error"
-    """No completion came: the engine refused, failed or could not be reached."""
+    """The engine returned no completion: it rejected the call, failed or could not be reached."""
     UNTRAINABLE = "untrainable"
-    """Served and stored, but not fit for training; `reason` says why."""
+    """Served and stored, but not suitable for training; `reason` says why."""
 
 
 class Role(enum.StrEnum):
-    """What a chain is for in its session."""
+    """Purpose of a chain in its session."""
 
     MAIN = "main"
-    """The agent that the session is a run of."""
+    """The session's own agent."""
     SUB_AGENT = "sub_agent"
     """An agent that another agent started."""
     SIDE = "side"
     """A call of the harness: a title, a summary, a compaction prompt, a probe."""
     RETRY = "retry"
-    """An attempt that was discarded: the same prompt was sampled again."""
+    """A discarded attempt: the same prompt was sampled again."""
 
 
 TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT})
@@ -90,7 +89,7 @@ TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT})
 
 
 class GroupStatus(enum.StrEnum):
-    """Life of a group: open → ready → claimed → trained | dropped; a lease that runs out makes it ready again."""
+    """States of a group: open → ready → claimed → trained | dropped; a claimed group with an expired lease is ready."""
 
     OPEN = "open"
     READY = "ready"
@@ -100,18 +99,18 @@ class GroupStatus(enum.StrEnum):
 
 
 class PolicyStatus(enum.StrEnum):
-    """Life of a policy version: published → (canary →) active → retired; or failed: not taken, or withdrawn."""
+    """States of a policy version: published → (canary →) active → retired; or failed: not loaded, or rolled back."""
 
     PUBLISHED = "published"
     CANARY = "canary"
-    """A share of the sessions tries it."""
+    """A share of the sessions samples with it."""
     ACTIVE = "active"
     RETIRED = "retired"
     FAILED = "failed"
 
 
 class PolicyKind(enum.StrEnum):
-    """What a policy's directory holds."""
+    """Content of a policy's directory."""
 
     FULL = "full"
     """All weights, safetensors in the Hugging Face layout."""
@@ -121,11 +120,11 @@ class PolicyKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedIn:
-    """An update that trained something."""
+    """An update that trained a session, turn or experience."""
 
     update_id: int
     policy_version: int
-    """The version that came out of it."""
+    """The version that the update made."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,26 +137,26 @@ class Session:
     run: int = 0
     """Which rollout of the task this is, from 0."""
     group_id: str | None = None
-    """The rollouts that are centred together; without one the session is a group of its own."""
+    """The group of rollouts whose rewards are compared; without one the session is a group of its own."""
     group_size: int | None = None
-    """How many sessions complete the group."""
+    """Number of sessions that complete the group."""
     split: Split = Split.TRAIN
     credit: Credit = Credit.PROPAGATE
     gamma: float = 0.0
-    """Discount of the return over steps; 0 leaves step rewards as they are."""
+    """Discount of the return over steps; 0 disables it."""
     sampling: Json = dataclasses.field(default_factory=dict)
-    """Sampling parameters that this session's calls are pinned to, whatever they ask for."""
+    """Sampling parameters that override those of the session's calls."""
     metadata: Json = dataclasses.field(default_factory=dict)
     opened_by: str | None = None
-    """`api` for a session that was created by `POST /v1/sessions`, `call` for one that its first call opened."""
+    """`api` for a session created by `POST /v1/sessions`, `call` for one created by its first call."""
     continues: str | None = None
-    """The session that this one continues: its application kept its id after that session was over."""
+    """The session that this one continues: the application used the same id after that session was over."""
     status: SessionStatus = SessionStatus.OPEN
     termination_reason: str | None = None
     reward: float | None = None
-    """The session's reward as credit sees it; None before any reward came."""
+    """The session's reward under its credit policy; None before its first reward."""
     trained_in: tuple[TrainedIn, ...] = ()
-    """The updates that trained it, oldest first; more than one where a group was trained again."""
+    """The updates that trained it, oldest first; more than one if its group was trained again."""
     num_turns: int = 0
     num_chains: int = 0
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
@@ -167,70 +166,70 @@ class Session:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One model call, one sampled choice, as it is stored: only what came after its parent."""
+    """One model call with one sampled choice; it stores only the tokens and messages after its parent."""
 
     turn_id: str
-    """The completion's id that the client got; with n > 1, `…#1`, `…#2` for the later choices."""
+    """The id of the completion that the client received; with n > 1, `…#1`, `…#2` for the later choices."""
     session_id: str
     tenant: str = "default"
     parent_turn_id: str | None = None
     """The turn whose tokens this one's prompt extends; None at the root of a chain."""
     chain_id: str
-    """The turn that started this chain; given by the store. The first child of a turn continues its chain."""
+    """The turn that started this chain; set by the store. The first child of a turn continues its chain."""
     seq: int = -1
-    """Order of commit within the session, from 0; given by the store."""
+    """Order of commit within the session, from 0; set by the store."""
     step: int | None = None
-    """Iteration of the agent's loop; None lets the store take the turn's `seq`."""
+    """Iteration of the agent's loop; for None the store sets the turn's `seq`."""
     dialect: str = "chat"
-    """Wire format the client spoke: chat, completions, responses, messages."""
+    """Wire format of the call: chat, completions, responses, messages or gemini."""
     model: str = ""
     messages: list[Json] = dataclasses.field(default_factory=list)
-    """Messages after the parent's reply; at the root all of them."""
+    """Messages after the parent's reply; at the root, all messages."""
     tools: list[Json] | None = None
-    """Tool schemas, at the root only: along a chain they never change."""
+    """Tool schemas, at the root only: they do not change within a chain."""
     sampling: Json = dataclasses.field(default_factory=dict)
-    """The call's other parameters, as they were asked for."""
+    """The call's other parameters, as requested."""
     response: Json = dataclasses.field(default_factory=dict)
     """The assistant's message."""
     prompt_delta: TokenIds = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    """Prompt tokens after the parent's last sampled one; at the root the whole prompt. [P - parent's P + R]"""
+    """Prompt tokens after the parent's last sampled token; at the root, the whole prompt. [P - parent's P + R]"""
     prompt_length: int = 0
-    """P, tokens of the whole prompt."""
+    """P, the number of tokens of the whole prompt."""
     token_ids: TokenIds = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    """Sampled tokens, end-of-turn included. [R]"""
+    """Sampled tokens, including the end-of-turn token. [R]"""
     logprobs: Logprobs = dataclasses.field(default_factory=lambda: np.empty(0, np.float32))
     """Behaviour logprobs of `token_ids`. [R]"""
     finish_reason: str | None = None
     outcome: Outcome = Outcome.EXACT
     reason: str | None = None
-    """Why the outcome is not `exact`, or why an exact root left the chain it seemed to extend."""
+    """Why the outcome is not `exact`, or why an exact root did not continue an existing chain."""
     role: Role | None = None
     """The role of its chain; None on turns of older releases counts as `main`."""
     role_reason: str | None = None
-    """How the role was found, or `corrected`."""
+    """How the role was determined, or `corrected`."""
     policy_version_first: int = 0
     """Policy version that sampled the first token."""
     policy_version_last: int = 0
-    """Policy version that sampled the last token; differs from the first when a reload came in between."""
+    """Policy version that sampled the last token; differs from the first if a reload happened during the call."""
     history_digest: bytes = b""
-    """Digest of tools, template arguments, messages and reply: what a request must repeat to extend this turn."""
+    """Digest of tools, template arguments, messages and reply, all of which a call must repeat to extend this turn."""
     messages_digest: bytes = b""
-    """The same without tools and template arguments; tells `tools_changed`."""
+    """The same without tools and template arguments; used to detect `tools_changed`."""
     dialogue_digest: bytes = b""
-    """The same without system messages as well; tells `system_changed`."""
+    """The same without tools, template arguments and system messages; used to detect `system_changed`."""
     request_key: str | None = None
-    """Idempotency key of the call and choice; a retried call finds its turn by it."""
+    """Idempotency key of the call and choice; a retry finds its turn by this key."""
     request_digest: bytes | None = None
-    """Digest of the request under the idempotency key: another request under the same key is refused."""
+    """Digest of the request with the idempotency key: another request with the same key is rejected."""
     inferred_by: str | None = None
-    """API key whose calls find this turn by the conversation that they repeat; None where they name their session."""
+    """API key whose calls find this turn by its conversation; None if the call named its session."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     ttft_seconds: float | None = None
-    """From the call to the first token; None when no token came, or none was seen apart from the others."""
+    """Time from the call to the first token; None without a token, or if the first token's time is unknown."""
     duration_seconds: float = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the values alone, as plain as can be: each turn goes to the process that stores it."""
+        """Pickle only the values, because each turn is sent to the process that stores it."""
         arrays = (
             np.asarray(self.prompt_delta, np.int32).tobytes(),
             np.asarray(self.token_ids, np.int32).tobytes(),
@@ -262,23 +261,23 @@ def _turn_of(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """One line of the ledger. Append-only: a later line with the same target and name revises an earlier one."""
+    """One line of the ledger. Append-only: a later line with the same target and name replaces an earlier one."""
 
     session_id: str
     tenant: str = "default"
     turn_id: str | None = None
-    """The one turn it is for; None with a step or for the whole session."""
+    """The turn that it is for; None for a step or for the whole session."""
     step: int | None = None
-    """The step it is for; None with a turn or for the whole session."""
+    """The step that it is for; None for a turn or for the whole session."""
     value: float
     name: str = "reward"
-    """Rewards of different names on one target add up."""
+    """Name of the reward; rewards with different names on one target are added."""
     source: str | None = None
-    """Who judged: a verifier, a person, a model; free text."""
+    """Source of the reward, such as a verifier, a person or a model; free text."""
     written_by: str | None = None
-    """The key that wrote it; filled in by the proxy."""
+    """The API key that wrote it; set by the proxy."""
     reward_id: int | None = None
-    """Order of arrival; given by the store."""
+    """Order of arrival; set by the store."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
 
 
@@ -288,16 +287,16 @@ class PolicyVersion:
 
     version: int
     path: str
-    """Directory with the weights, as the engine sees it."""
+    """Path of the directory with the weights, on the engine's machine."""
     kind: PolicyKind = PolicyKind.FULL
     status: PolicyStatus = PolicyStatus.PUBLISHED
     update_id: int | None = None
-    """The trainer's update that made it; None for version 0 and for what was published by hand."""
+    """The update that made it; None for version 0 and for versions published by hand."""
     metrics: Json = dataclasses.field(default_factory=dict)
     error: str | None = None
-    """Why engines would not take it, or why a canary was rolled back."""
+    """Why engines could not load it, or why its canary was rolled back."""
     reload_seconds: float | None = None
-    """How long engines were paused for it."""
+    """How long engines were paused to load it."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     activated_at: datetime.datetime | None = None
 
@@ -314,13 +313,13 @@ class EID:
 
     @property
     def uid(self) -> str:
-        """All of it: `batch/task/run/step/suffix`."""
+        """The whole id: `batch/task/run/step/suffix`."""
         return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """The stored, trainable unit: one turn, or one chain of turns merged into one sequence."""
+    """The trainable unit: one turn, or one chain of turns merged into one sequence."""
 
     eid: EID
     session_id: str
@@ -331,15 +330,15 @@ class Experience:
     turn_steps: tuple[int, ...]
     """Step of each turn. [K]"""
     tokens: TokenIds
-    """Prompt and sampled tokens, the prompt tokens between turns included. [L]"""
+    """Prompt and sampled tokens, including the prompt tokens between turns. [L]"""
     prompt_length: int
-    """Tokens before the first sampled one."""
+    """Number of tokens before the first sampled token."""
     loss_mask: npt.NDArray[np.bool_]
-    """True where a token was sampled and is trained. [L]"""
+    """True for sampled tokens that are trained. [L]"""
     turn_index: TokenIds
-    """Which of `turn_ids` sampled the token; -1 where none did. [L]"""
+    """Index in `turn_ids` of the turn that sampled the token; -1 for prompt tokens. [L]"""
     logprobs: Logprobs
-    """Behaviour logprobs; 0 where `loss_mask` is False. [L]"""
+    """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
     turn_rewards: npt.NDArray[np.float64]
     """Reward of each turn after credit assignment. [K]"""
     turn_returns: npt.NDArray[np.float64]
@@ -358,30 +357,30 @@ class Experience:
 
     @property
     def group_key(self) -> GroupKey:
-        """The group that it is centred in."""
+        """The key of its group."""
         return self.tenant, self.group_id
 
     @property
     def session_key(self) -> SessionKey:
-        """The session that it is of."""
+        """The key of its session."""
         return self.tenant, self.session_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
-    """One update: what the trainer did with one batch, committed together with the acks of the groups it used.
+    """One update: the training of one batch, committed together with the acks of its groups.
 
-    An update takes one or more optimizer steps and makes one policy version, or none if nothing could be trained on.
+    An update takes one or more optimizer steps and makes one policy version, or none if no turn was trained.
     """
 
     update_id: int
-    """Count of batches, from 1. A repeated commit of the same update is recognised by it."""
+    """Number of the batch, from 1. A repeated commit of the same update has the same id."""
     trainer_id: str
     policy_version: int
-    """The version that came out of it."""
+    """The version that the update made."""
     num_groups: int
     num_sessions: int
     num_tokens: int
-    """Sampled tokens that carried loss."""
+    """Number of sampled tokens that carried loss."""
     metrics: Json = dataclasses.field(default_factory=dict)
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)

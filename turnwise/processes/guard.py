@@ -1,9 +1,9 @@
-"""A process between a parent and its child that ends the child's whole process tree when either of them ends.
+"""A process between a parent and its child that terminates the child's whole process tree when either of them ends.
 
-The kernel signals the guard when its parent is gone, also after `kill -9`. The guard then ends the child's process
-group with a term signal, a deadline and a kill, and afterwards kills the descendants that left the group: as the
-subreaper it is the parent of all orphans below it. It is run by its path, isolated, and imports nothing of ours, so it
-starts in milliseconds.
+The kernel signals the guard when its parent ends, also after `kill -9`. The guard then sends SIGTERM to the child's
+process group, after a deadline SIGKILL, and afterwards kills the descendants that left the group: as the subreaper it
+is the parent of all orphaned descendants. It is run by its path in isolated mode and imports no other module of
+Turnwise, so it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG = 1
-"""Linux's prctl option: the signal that a process gets when its parent is gone."""
+"""Linux's prctl option: the signal that a process gets when its parent ends."""
 _PR_SET_CHILD_SUBREAPER = 36
 """Linux's prctl option: orphaned descendants become children of this process."""
 _WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 
 
 def main(grace_seconds: float, parent: int, command: list[str]) -> int:
-    """Run a command as a process group of its own until it ends, or until it has to.
+    """Run a command in its own process group until it ends or a signal or the parent's end stops it.
 
     Args:
-        grace_seconds: From the term signal to the kill.
+        grace_seconds: Time between SIGTERM and SIGKILL.
         parent: Process id of the supervisor.
         command: Program and arguments.
     """
@@ -39,7 +39,7 @@ def main(grace_seconds: float, parent: int, command: list[str]) -> int:
     if child == 0:
         _become(command)
     with contextlib.suppress(OSError):
-        # Both sides do it: whichever runs first, the group exists before anyone signals it.
+        # Parent and child both do it, so that the group exists before it is signalled.
         os.setpgid(child, child)
     try:
         return _watch(child, grace_seconds)
@@ -49,13 +49,13 @@ def main(grace_seconds: float, parent: int, command: list[str]) -> int:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends; only Linux can."""
+    """Become the parent of descendants whose own parent ends; only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end_descendants() -> None:
-    """Kill and reap every remaining child; the orphans that a kill leaves behind become children and are next."""
+    """Kill and reap all remaining children; the orphans of a killed child become children and are killed next."""
     while True:
         for pid in _children():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -67,7 +67,7 @@ def _end_descendants() -> None:
 
 
 def _children() -> list[int]:
-    """Return the process ids of this process's children; empty where the system has no /proc."""
+    """Return the process ids of this process's children; empty if the system has no /proc."""
     path = f"/proc/self/task/{os.getpid()}/children"
     try:
         with open(path) as children:  # noqa: PTH123  pathlib takes longer to import than the guard to start
@@ -77,13 +77,13 @@ def _children() -> list[int]:
 
 
 def signal_on_parents_death(number: signal.Signals) -> None:
-    """Ask the kernel for a signal when the parent is gone; only Linux can."""
+    """Make the kernel send a signal when the parent ends; only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _become(command: list[str]) -> None:
-    """Become the command, in the forked process."""
+    """Replace the forked process with the command."""
     os.setpgid(0, 0)
     signal_on_parents_death(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
@@ -95,7 +95,7 @@ def _become(command: list[str]) -> None:
 
 
 def _watch(child: int, grace_seconds: float) -> int:
-    """Wait for the child's end and pass the signals on; return its exit status, as a shell counts it."""
+    """Wait for the child's end and forward signals; return its exit status as a shell reports it."""
     deadline = float("inf")
     while True:
         status = _reap_until(child)
@@ -123,7 +123,7 @@ def _reap_until(child: int) -> int | None:
 
 
 def _pass_on(number: int, child: int, grace_seconds: float, deadline: float) -> float:
-    """Pass a signal to the child's group; return when its time is up."""
+    """Forward a signal to the child's group; return the deadline."""
     if number == signal.SIGCHLD:
         return deadline
     _signal_group(child, signal.SIGTERM)

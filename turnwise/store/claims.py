@@ -91,10 +91,10 @@ def claim(
     with db.write() as conn:
         instant = clock(conn, now)
         num_stale = _drop_stale(conn, instant, min_policy_version)
-        leased_until = instant + _granted(lease_seconds)
+        leased_until = instant + _lease_micros(lease_seconds)
         found = conn.execute(
             sa.select(groups.c.group_pk, groups.c.group_id, groups.c.tenant, groups.c.fencing_token)
-            .where(_free(instant))
+            .where(_is_claimable(instant))
             .order_by(groups.c.ready_at, groups.c.group_pk)
             .limit(max_groups)
             .with_for_update(skip_locked=True)
@@ -123,7 +123,7 @@ def claim(
 def num_claimable(conn: sa.Connection) -> int:
     """Count the groups that could be claimed now, including groups with an expired lease."""
     instant = clock(conn, None)
-    return int(conn.execute(sa.select(sa.func.count()).select_from(groups).where(_free(instant))).scalar_one())
+    return int(conn.execute(sa.select(sa.func.count()).select_from(groups).where(_is_claimable(instant))).scalar_one())
 
 
 def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetime) -> int | None:
@@ -151,7 +151,7 @@ def renew(db: Database, held: Claim, lease_seconds: float, now: datetime.datetim
         LeaseLost: another trainer has claimed one of the groups.
     """
     with db.write() as conn:
-        leased_until = clock(conn, now) + _granted(lease_seconds)
+        leased_until = clock(conn, now) + _lease_micros(lease_seconds)
         for group in held.groups:
             _change(conn, group, leased_until=leased_until)
     return dataclasses.replace(held, leased_until=from_micros(leased_until))
@@ -221,16 +221,16 @@ def ack(
     return True
 
 
-def _free(instant: int) -> sa.ColumnElement[bool]:
+def _is_claimable(instant: int) -> sa.ColumnElement[bool]:
     """Return the SQL condition for a group that may be claimed."""
     until = groups.c.leased_until
-    lapsed = sa.or_(until <= instant, until > instant + _granted(LONGEST_LEASE_SECONDS))
+    lapsed = sa.or_(until <= instant, until > instant + _lease_micros(LONGEST_LEASE_SECONDS))
     return sa.or_(
         groups.c.status == GroupStatus.READY.value, sa.and_(groups.c.status == GroupStatus.CLAIMED.value, lapsed)
     )
 
 
-def _granted(lease_seconds: float) -> int:
+def _lease_micros(lease_seconds: float) -> int:
     """Return the length of a lease in microseconds."""
     return int(min(lease_seconds, LONGEST_LEASE_SECONDS) * 1e6)
 
@@ -238,7 +238,7 @@ def _granted(lease_seconds: float) -> int:
 def _drop_stale(conn: sa.Connection, instant: int, min_policy_version: int | None) -> int:
     if min_policy_version is None:
         return 0
-    stale = sa.update(groups).where(_free(instant), groups.c.policy_version_first < min_policy_version)
+    stale = sa.update(groups).where(_is_claimable(instant), groups.c.policy_version_first < min_policy_version)
     dropped = stale.values(status=GroupStatus.DROPPED.value, leased_until=None, reason="stale")
     group_ids = list(conn.execute(dropped.returning(groups.c.group_id)).scalars())
     if group_ids:

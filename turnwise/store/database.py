@@ -67,7 +67,7 @@ class Database:
         self._writer = self._engine.execution_options(**_WRITE_OPTIONS[self.dialect])
         self._reader = self._engine.execution_options(**_READ_OPTIONS[self.dialect])
         # SQLite allows one writer. A queue here is fair; SQLite's own busy handler polls.
-        self._write_turn: threading.Lock | None = threading.Lock() if self.dialect == "sqlite" else None
+        self._write_lock: threading.Lock | None = threading.Lock() if self.dialect == "sqlite" else None
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -77,7 +77,7 @@ class Database:
             StoreUnavailable: the database cannot be reached, is full, or is locked for too long.
             SchemaMismatch: a table or column is missing.
         """
-        with self._taking_turns(), attributed(), self._writer.begin() as conn:
+        with self._serialised(), attributed(), self._writer.begin() as conn:
             yield conn
 
     @contextlib.contextmanager
@@ -194,18 +194,18 @@ class Database:
             migrate(config, revision)
 
     @contextlib.contextmanager
-    def _taking_turns(self) -> Iterator[None]:
-        if self._write_turn is None:
+    def _serialised(self) -> Iterator[None]:
+        if self._write_lock is None:
             yield
             return
-        if not self._write_turn.acquire(timeout=self._lock_timeout_seconds):
+        if not self._write_lock.acquire(timeout=self._lock_timeout_seconds):
             raise StoreUnavailable(
                 f"the database was busy with another write for {self._lock_timeout_seconds} s; try again"
             )
         try:
             yield
         finally:
-            self._write_turn.release()
+            self._write_lock.release()
 
 
 _WRITE_OPTIONS: Mapping[str, Mapping[str, Any]] = {

@@ -72,7 +72,7 @@ def rewards_of(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, lis
 
 def with_ancestors(conn: sa.Connection, session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[Turn]:
     """Return the turns of a session that satisfy the conditions, and their ancestors, in order of `seq`."""
-    found = conn.execute(_SELECT_TURNS.where(*_in_line(session_pk, *wanted)).order_by(turns.c.seq))
+    found = conn.execute(_SELECT_TURNS.where(*_with_parents(session_pk, *wanted)).order_by(turns.c.seq))
     return [rows.TURNS.record(row) for row in found]
 
 
@@ -80,7 +80,7 @@ def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenI
     """Return prompt and sampled tokens of one turn of a session."""
     found = conn.execute(
         sa.select(turns.c.prompt_delta, turns.c.token_ids)
-        .where(*_in_line(session_pk, turns.c.turn_id == turn_id))
+        .where(*_with_parents(session_pk, turns.c.turn_id == turn_id))
         .order_by(turns.c.seq)
     )
     return np.concatenate([rows.ids_from_blob(blob) for row in found for blob in row])
@@ -160,7 +160,7 @@ def _whole_tokens(view: TurnView | None) -> TokenIds:
     return np.empty(0, np.int32) if view is None else np.concatenate([view.prompt_token_ids, view.turn.token_ids])
 
 
-def _in_line(session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[sa.ColumnElement[bool]]:
+def _with_parents(session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[sa.ColumnElement[bool]]:
     """Return the SQL conditions for the wanted turns and their ancestors."""
     link = sa.select(turns.c.turn_id, turns.c.parent_turn_id).where(turns.c.session_pk == session_pk)
     line = link.where(*wanted).cte(recursive=True)

@@ -191,8 +191,8 @@ serving = sa.Table(
     sa.Column("pinned_version", sa.Integer),
     sa.Column("pinned_until", sa.Integer),
 )
-"""One row: the pinned version, or null to follow the newest. With `pinned_until`, the pin ends when a version above it is
-published."""
+"""One row: the pinned version, or null to follow the newest. With `pinned_until`, the pin ends when a version above it
+is published."""
 
 leases = sa.Table(
     "leases",
