@@ -1,8 +1,8 @@
-"""Trainers that claim at once while they are killed, frozen beyond their leases, and told wrong times.
+"""Trainers that claim concurrently while they are killed, stopped beyond their leases, and given wrong clocks.
 
-An update's record says which turns it was made of, and is written in the transaction of the ack; so what was acked,
-and how often, is read from there. With SQLite all are on one machine, whose clock jumps under them, and one is off by
-itself; PostgreSQL has a clock of its own, which jumps, while those of trainers are off by hours, each differently.
+An update's record lists its turns and is written in the transaction of the ack, so the test reads from it what was
+acked, and how often. With SQLite all trainers are on one machine, whose clock jumps, and one trainer's own clock is
+off. PostgreSQL has its own clock, which jumps, while the trainers' clocks are off by hours, each differently.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ SESSIONS_A_TRANSACTION = 250
 PATIENCE_SECONDS = 180.0
 PROGRAM = Path(__file__).parents[1] / "support" / "claiming_trainer.py"
 SKEWS = {"sqlite": {2: HOUR / 2}, "postgresql": {1: 3 * HOUR, 2: -5 * HOUR, 3: 72 * HOUR}}
-"""By how much the clocks of trainers are off, by their number. On SQLite such a one takes every other's lease for run
-out; on PostgreSQL it makes no difference, though the third would take every open group for stalled."""
+"""Clock errors of the trainers, by number. On SQLite a trainer that is ahead treats every other lease as expired; on
+PostgreSQL there is no effect, though by its own clock the third would treat every open group as stalled.
+"""
 JUMPS = [3 * HOUR, -5 * HOUR, 0.0, 30 * HOUR, -30 * HOUR, 0.5]
-"""What the machine's clock, or the server's, is off by after each jump."""
+"""Error of the machine's or the server's clock after each jump."""
 LAST_JUMP = -60 * HOUR
-"""Back behind all others, when a lease is held by nobody alive."""
+"""Set back behind all others while a dead trainer still holds a lease."""
 
 
 @dataclasses.dataclass
 class Trainer:
-    """One process, and those that came before it under its name."""
+    """One process and its predecessors of the same name."""
 
     name: str
     command: list[str]
@@ -53,12 +54,12 @@ class Trainer:
     process: subprocess.Popen[bytes]
 
     def has_claimed(self) -> bool:
-        """Say whether this process, not one before it, has ever had a batch: what it holds now is in its hands."""
+        """Return whether this process itself, not a predecessor, has ever claimed a batch."""
         return f"{self.process.pid} holds" in self.output.read_text().splitlines()
 
 
 class Crew:
-    """The trainers, and what is done to them."""
+    """The trainers and their faults."""
 
     def __init__(self, database: Database, url: str, clock: DatabaseClock, directory: Path, size: int) -> None:
         self._database = database
@@ -78,15 +79,15 @@ class Crew:
             self.trainers.append(Trainer(name, command, output, _start(command, output)))
 
     def hold(self) -> None:
-        """Let none ack from now on: what they claim stays in their hands."""
+        """Prevent acks from now on: trainers keep what they claim."""
         self._hold.touch()
 
     def release(self) -> None:
-        """Let them ack."""
+        """Permit acks again."""
         self._hold.unlink()
 
     def kill_and_restart(self) -> None:
-        """`kill -9` one that holds groups; the next process of its name takes up what it held."""
+        """`kill -9` a trainer that holds groups; the next process of its name takes over its claims."""
         trainer = self._holder()
         trainer.process.kill()
         trainer.process.wait()
@@ -94,7 +95,7 @@ class Crew:
         self.release()
 
     def kill_for_good(self) -> None:
-        """`kill -9` one that holds groups; the others have to wait for its lease."""
+        """`kill -9` a trainer that holds groups; the others have to wait until its lease expires."""
         trainer = self._holder()
         trainer.process.kill()
         trainer.process.wait()
@@ -102,9 +103,9 @@ class Crew:
         self.release()
 
     def freeze_beyond_the_lease(self) -> None:
-        """SIGSTOP one that holds groups until another has one of them, then let it go on: its ack must be refused.
+        """SIGSTOP a trainer that holds groups until another has claimed one, then continue it: its ack is refused.
 
-        Not one whose leases last for long by the clocks of the others.
+        A trainer whose leases last long by the others' clocks is not chosen.
         """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
@@ -112,7 +113,7 @@ class Crew:
             trainer.process.send_signal(signal.SIGSTOP)
             refused = _refused(trainer.output)
             held = self._held_by(trainer)
-            # The trainer whose clock is ahead may have taken its groups before it was stopped: then try another.
+            # The trainer whose clock is ahead may have claimed its groups before it was stopped: then try another.
             if not held:
                 trainer.process.send_signal(signal.SIGCONT)
                 continue
@@ -127,21 +128,21 @@ class Crew:
         raise AssertionError("no group was taken from a frozen trainer")
 
     def num_refused(self) -> int:
-        """Return how many acks were refused."""
+        """Return the number of refused acks."""
         return sum(map(_refused, self._outputs))
 
     def is_alive(self) -> bool:
-        """Say whether all run that should."""
+        """Return whether every trainer that should run does."""
         return all(trainer.process.poll() is None for trainer in self.trainers)
 
     def close(self) -> None:
-        """End all."""
+        """End all trainers."""
         for trainer in self.trainers:
             trainer.process.kill()
             trainer.process.wait()
 
     def _holder(self, is_wanted: Callable[[Trainer], bool] = lambda _: True) -> Trainer:
-        """Wait for one that has groups in its hands, which it keeps: all are told to hold."""
+        """Wait for a trainer that holds groups and keeps them: acks are prevented."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if holders := [one for one in filter(is_wanted, self.trainers) if one.has_claimed() and self._held_by(one)]:
@@ -150,9 +151,9 @@ class Crew:
         raise AssertionError("no trainer claimed a group")
 
     def _taken(self, held: set[tuple[int, int]]) -> bool:
-        """Wait until somebody else has one of the groups; False when it does not come to that.
+        """Wait until another trainer has claimed one of the groups; return False if none does.
 
-        One that was frozen while it renewed its lease holds SQLite's only lock.
+        A trainer that was stopped while it renewed its lease holds SQLite's only lock.
         """
         deadline = time.monotonic() + 3 * LEASE_SECONDS
         columns = tables.groups.c
@@ -226,7 +227,7 @@ def finish(database: Database, numbers: range) -> None:
 
 
 def acked(database: Database) -> Counter[str]:
-    """Return how often each turn was trained on, by the records of the updates."""
+    """Return how often each turn was trained, by the records of the updates."""
     counts: Counter[str] = Counter()
     after = None
     has_more = True
@@ -260,10 +261,10 @@ def num_trained(database: Database) -> int:
     ("num_trainers", "num_experiences", "num_rounds"),
     [(3, 300, 1), pytest.param(8, 10_000, 6, marks=pytest.mark.slow)],
 )
-def test_every_experience_is_acked_exactly_once_whatever_is_done_to_the_trainers(
+def test_every_experience_is_acked_exactly_once_under_kills_stops_and_clock_jumps(
     database: Database, database_url: str, tmp_path: Path, num_trainers: int, num_experiences: int, num_rounds: int
 ) -> None:
-    """None is lost, none is counted twice, and an ack under a stale fencing token is refused."""
+    """None is lost, none is counted twice, and an ack with a stale fencing token is refused."""
     turn_ids = fill(database, num_experiences)
     with under_fire(database, database_url, tmp_path, num_trainers) as (crew, clock):
         jumps = itertools.cycle(JUMPS)

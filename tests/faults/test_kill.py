@@ -1,7 +1,7 @@
-"""`kill -9` of the proxy, or of what writes for it: what a client saw whole is stored, once.
+"""`kill -9` of the proxy or of its writing process: each reply that a client received completely is stored once.
 
-Only the proxy is killed, at every named point of a call and at any moment; the process that writes has to see to its
-own end, before the next proxy begins, so that it stores nothing that its proxy has left behind.
+The proxy is killed at every named point of a call and at random moments. Its writing process must end by itself before
+the next proxy starts, so that it stores nothing more for the killed proxy.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise.processes.stack import free_port
 
 READY_SECONDS = 5.0
-"""How soon a proxy that was killed serves again, at the median; see `report`."""
+"""Limit for the median time until a killed proxy serves again; see `report`."""
 DIES_SECONDS = 30.0
 WRITERS = 3
-"""How many writing processes one proxy loses."""
+"""Number of writing processes that are killed under one proxy."""
 REPETITIONS = [1, pytest.param(20, marks=pytest.mark.slow)]
 MOMENTS = [3, pytest.param(100, marks=pytest.mark.slow)]
 
 
 @pytest.fixture
 def slow_engine() -> Iterator[RunningFakeEngine]:
-    """An engine whose replies take a moment, so that a kill finds streams on their way."""
+    """An engine with slow replies, so that a kill hits running streams."""
     with running_fake_engine(Script(pace_seconds=0.004)) as engine:
         yield engine
 
@@ -45,7 +45,7 @@ def slow_engine() -> Iterator[RunningFakeEngine]:
 def proxy_with(
     fault: str, engine: RunningFakeEngine, database_url: str, directory: Path, port: int, ready: list[float]
 ) -> Iterator[RunningProxy]:
-    """Run a proxy that dies at a point, and note how long it took until it was ready."""
+    """Run a proxy that is killed at a fault point, and record the time until it was ready."""
     started = time.monotonic()
     environment = {"TURNWISE_PROXY_FAULT": fault}
     with running_proxy(engine.url, database_url, directory, port=port, environment=environment) as proxy:
@@ -54,10 +54,8 @@ def proxy_with(
 
 
 @pytest.mark.parametrize("repetitions", REPETITIONS)
-def test_a_kill_at_any_point_of_a_call_loses_nothing_and_doubles_nothing(
-    slow_engine, database_url, tmp_path, repetitions
-):
-    """One life of the proxy after the other, each ended at another point; the agents never start anew."""
+def test_a_kill_at_any_point_of_a_call_loses_and_duplicates_no_turn(slow_engine, database_url, tmp_path, repetitions):
+    """The proxy is restarted after each kill and killed at another point; the agents run on."""
     port, ready, rng = free_port(), [], random.Random(0)
     with playing(f"http://127.0.0.1:{port}", 8) as agents:
         for life in range(repetitions * len(POINTS)):
@@ -77,17 +75,17 @@ def test_a_kill_at_any_point_of_a_call_loses_nothing_and_doubles_nothing(
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_a_kill_at_any_moment_under_32_streams_loses_nothing_and_doubles_nothing(
+def test_a_kill_at_a_random_moment_under_32_streams_loses_and_duplicates_no_turn(
     slow_engine, database_url, tmp_path, moments
 ):
-    """The agents call all the time, also while the proxy starts."""
+    """The agents call continuously, also while the proxy starts."""
     port, ready, rng = free_port(), [], random.Random(1)
     with playing(f"http://127.0.0.1:{port}", 32) as agents:
         agents.go()
         for _ in range(moments):
             with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
                 writer = proxy.writing_process()
-                time.sleep(rng.uniform(0.0, 1.0))  # the moment is what is tested: any will do
+                time.sleep(rng.uniform(0.0, 1.0))  # a random moment of the kill
                 proxy.kill()
                 wait_until_gone(writer)
         with proxy_with("", slow_engine, database_url, tmp_path, port, ready) as proxy:
@@ -95,8 +93,8 @@ def test_a_kill_at_any_moment_under_32_streams_loses_nothing_and_doubles_nothing
     report(ready, agents)
 
 
-def test_a_writing_process_that_is_killed_loses_nothing_and_doubles_nothing(slow_engine, database_url, tmp_path):
-    """The proxy goes on: what comes before the next one writes is told so, and what comes after works."""
+def test_a_killed_writing_process_loses_and_duplicates_no_turn(slow_engine, database_url, tmp_path):
+    """The proxy keeps running: calls fail until the next writing process is ready, and succeed after that."""
     with (
         running_proxy(slow_engine.url, database_url, tmp_path) as proxy,
         playing(proxy.url, 32) as agents,
@@ -116,7 +114,7 @@ def test_a_writing_process_that_is_killed_loses_nothing_and_doubles_nothing(slow
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_writing_process_outlives_its_proxy(start_proxy, slow_engine, number):
-    """Under load, so that it has something to write when its proxy ends; it says nothing of that."""
+    """Under load, so that it has jobs when its proxy is killed; it ends without an error in the log."""
     proxy = start_proxy(slow_engine.url)
     with playing(proxy.url, 8) as agents:
         agents.go()
@@ -129,7 +127,7 @@ def test_no_writing_process_outlives_its_proxy(start_proxy, slow_engine, number)
 
 
 def finish(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
-    """Let the agents get through a last proxy, then count."""
+    """Let the agents finish on a last proxy, then compare the counts."""
     agents.go()
     wait_for(agents, len(agents.all))
     agents.stop()
@@ -137,14 +135,14 @@ def finish(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> No
 
 
 def report(ready: list[float], agents: Agents) -> None:
-    """Print what was measured, and check that a proxy is soon back; a single start may meet a busy machine."""
+    """Print the measured times and check their median; a single start may be slow on a busy machine."""
     clean, *after_kills = ready
     median, slowest = statistics.median(after_kills), max(after_kills)
     print(
         f"\n{len(after_kills)} kills, {agents.num_seen} replies seen whole; ready at first: {clean:.1f} s, "
         f"again: {median:.1f} s, {slowest:.1f} s"
     )
-    # A busy machine takes long to start anything: what a crash may not do is make a start slower than a clean one.
+    # Any start is slow on a busy machine, so a start after a crash is compared with a clean start.
     allowed = max(READY_SECONDS, 2 * clean)
     assert median < allowed
     assert slowest < 3 * allowed

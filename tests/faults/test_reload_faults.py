@@ -1,7 +1,7 @@
-"""Engines that die, hang or refuse in the middle of a reload: the others serve on, and nobody who waited is refused.
+"""Engines that die, hang or refuse during a reload: the others keep serving, and no waiting call is refused.
 
-Two fake engines, each a process of its own. The first is the one that tries each version; what breaks it never reaches
-the second.
+Two fake engines, each in its own process. The first tries each version; a version that breaks it is not loaded by the
+second.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> tuple[in
 
 
 def call_all(proxy: RunningProxy, name: str) -> list[tuple[int, str]]:
-    """Make a call in each of many sessions, at once."""
+    """Make concurrent calls, one in each of many sessions."""
     with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
         return list(executor.map(lambda number: call(proxy, f"{name}-{number}"), range(NUM_SESSIONS)))
 
@@ -83,10 +83,10 @@ def sampled_versions(proxy: RunningProxy, name: str) -> set[int]:
 
 
 @pytest.mark.parametrize("fault", ["deadly", "hanging", "refused"])
-def test_a_version_that_breaks_the_engine_that_tries_it_reaches_no_other(
+def test_a_version_that_breaks_the_first_engine_is_loaded_by_no_other(
     proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path, fault: str
 ):
-    """It is marked failed, version 1 is served throughout, and the broken engine gets version 1 when it is back."""
+    """It is marked failed, version 1 is served throughout, and the broken engine loads version 1 when it returns."""
     publish_weights(proxy, tmp_path / fault, 2)
     failed = wait_for_status(proxy, 2, "failed")
     assert "version 2 was not loaded" in failed["error"]
@@ -104,10 +104,10 @@ def test_a_version_that_breaks_the_engine_that_tries_it_reaches_no_other(
     assert versions_of_engines(proxy) == {engine.url: 3 for engine in engines}
 
 
-def test_calls_that_waited_for_an_engine_that_died_are_served_by_another(
+def test_calls_that_wait_for_an_engine_that_dies_are_served_by_another(
     proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
 ):
-    """None that had not reached the engine fails: they wait at the gate while it loads, and move when it is gone."""
+    """Calls that the engine has not received wait while it loads, and move to the other when it dies."""
     publish_weights(proxy, tmp_path / "late", 2)
     wait_until(lambda: is_loading(engines[0]), "the first engine is loading")
     started = time.monotonic()
@@ -120,7 +120,7 @@ def test_calls_that_waited_for_an_engine_that_died_are_served_by_another(
 
 
 def is_loading(engine: BreakableEngine) -> bool:
-    """An engine that loads answers nothing."""
+    """Return whether the engine is loading: it answers nothing then."""
     try:
         with urllib.request.urlopen(f"{engine.url}/health", timeout=0.1):
             return False
@@ -133,7 +133,7 @@ def is_loading(engine: BreakableEngine) -> bool:
 def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_brought_up_to_date(
     proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
 ):
-    """The version is good: the first engine proved it. The second comes back with fresh weights, and gets it."""
+    """The first engine shows that the version is good. The second restarts with its original weights and loads it."""
     publish_weights(proxy, tmp_path / "follower", 2)
     wait_for_status(proxy, 2, "active")
     assert versions_of_engines(proxy) == {engines[0].url: 2}
@@ -148,10 +148,10 @@ def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_br
     assert sampled_versions(proxy, "both") == {2}
 
 
-def test_calls_on_their_way_to_an_engine_that_dies_end_clearly_and_the_next_ones_go_elsewhere(
+def test_calls_in_flight_to_an_engine_that_dies_fail_with_an_error_and_later_calls_go_to_another(
     proxy: RunningProxy, engines: list[BreakableEngine]
 ):
-    """Those that had not begun get a 503 that says so; a reply that broke off is an aborted turn; none hangs."""
+    """Calls whose reply has not started get a 503; an interrupted reply is an aborted turn; none hangs."""
     text = "a long story " * 40
     with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
         running = [executor.submit(call, proxy, f"doomed-{number}", text) for number in range(NUM_SESSIONS)]

@@ -1,4 +1,4 @@
-"""A real trainer process under `kill -9` at each stage of an update, and the one that comes after it."""
+"""A real trainer process under `kill -9` at each stage of an update, and the process that resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSIONS = (1, 2)
 
 
 def play(directory: Path, model: Path) -> Path:
-    """Make a ledger with two batches; return the directory."""
+    """Create a ledger with two batches; return the directory."""
     directory.mkdir()
     db = new_ledger(directory / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=6)
@@ -68,8 +68,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory, model):
-    """What a trainer that nobody killed comes to."""
+def uninterrupted(tmp_path_factory, model):
+    """The result of a trainer that is not killed."""
     directory = play(tmp_path_factory.mktemp("straight") / "run", model)
     assert train(directory, model) == 0
     return directory
@@ -79,15 +79,13 @@ def straight(tmp_path_factory, model):
     "stage",
     [stage if stage in STAGES_IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
 )
-def test_a_trainer_killed_at_any_stage_is_followed_by_one_that_ends_with_the_same_weights(
-    tmp_path, model, straight, stage
-):
-    """Bit for bit, each group trained once, nothing left lying about, and no wait for the dead one's lease."""
+def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(tmp_path, model, uninterrupted, stage):
+    """Bit for bit, each group trained once, no files left behind, and no wait for the killed trainer's lease."""
     killed = play(tmp_path / "run", model)
     assert train(killed, model, STAGES[stage]) == -signal.SIGKILL
     assert train(killed, model) == 0
     for version in VERSIONS:
-        expected, resumed = state_of(straight, version), state_of(killed, version)
+        expected, resumed = state_of(uninterrupted, version), state_of(killed, version)
         assert expected.keys() == resumed.keys()
         assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert not list((killed / "policies").glob(".writing-*"))

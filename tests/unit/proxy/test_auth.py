@@ -1,4 +1,4 @@
-"""From a presented key to a principal, in this process: what is believed, for how long, and what is refused."""
+"""Authentication from a presented key to a principal: the cache, its lifetime, and refusals."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def test_a_key_is_a_bearer_token_or_an_anthropic_header(headers, key):
     assert presented_key(headers) == key
 
 
-def test_before_the_first_key_everybody_is_admin_and_told_apart_by_what_they_present(gate):
+def test_before_the_first_key_every_caller_is_an_admin_identified_by_its_credential(gate):
     nobody, somebody = who(gate, None), who(gate, "EMPTY")
     assert (nobody.role, nobody.tenant) == ("admin", "default")
     assert nobody.key_id != somebody.key_id
 
 
-def test_the_first_key_closes_the_gate_and_revoking_it_does_not_open_it_again(database, gate, monkeypatch):
+def test_the_first_key_requires_authentication_and_its_revocation_does_not_lift_it(database, gate, monkeypatch):
     who(gate, None)
     key_id, key = new_key(database)
-    assert who(gate, None).role == "admin"  # believed for CACHE_SECONDS
+    assert who(gate, None).role == "admin"  # cached for CACHE_SECONDS
     gate.forget()
     with pytest.raises(Unauthorized, match="turnwise keys create"):
         who(gate, None)
@@ -72,7 +72,7 @@ def test_the_first_key_closes_the_gate_and_revoking_it_does_not_open_it_again(da
             who(fresh, presented)
 
 
-def test_a_key_is_verified_for_a_while_and_no_longer(database, gate, monkeypatch):
+def test_a_verified_key_is_cached_for_a_limited_time(database, gate, monkeypatch):
     key_id, key = new_key(database)
     who(gate, key)
     with database.write() as connection:
@@ -84,14 +84,14 @@ def test_a_key_is_verified_for_a_while_and_no_longer(database, gate, monkeypatch
         who(gate, key)
 
 
-def test_what_is_verified_is_bounded(database, gate):
+def test_the_cache_of_verified_keys_is_bounded(database, gate):
     _, key = new_key(database)
     gate._verified = {str(number).encode(): (0.0, None) for number in range(10_001)}
     who(gate, key)
     assert len(gate._verified) == 1
 
 
-def test_a_session_key_names_its_session_and_cannot_be_made_up(database, gate):
+def test_a_session_key_names_its_session_and_cannot_be_forged(database, gate):
     new_key(database)
     key = gate.session_key("tenant", "s:1")
     principal = who(gate, key)
@@ -104,7 +104,7 @@ def test_a_session_key_names_its_session_and_cannot_be_made_up(database, gate):
             asyncio.run(gate.authenticate({b"x-api-key": forged.encode()}))
 
 
-def test_a_session_key_is_refused_elsewhere():
+def test_a_session_key_is_refused_outside_its_session_and_its_permissions():
     holder = Principal(tenant="t", role="session", key_id="k", session_id="own")
     holder.require_session("own")
     holder.require("call")
@@ -118,7 +118,7 @@ def test_a_session_key_is_refused_elsewhere():
     Principal(tenant="t", role="agent", key_id="k").require_session("any")
 
 
-def test_a_session_key_may_reward_only_if_it_says_so_and_expires_when_it_says(database, gate, monkeypatch):
+def test_a_session_key_may_reward_only_with_that_permission_and_expires_at_its_time(database, gate, monkeypatch):
     new_key(database)
     now = int(auth.time.time())
     key = gate.session_key("t", "s", may_reward=True, expires_at=now + 60)
@@ -129,12 +129,12 @@ def test_a_session_key_may_reward_only_if_it_says_so_and_expires_when_it_says(da
         who(gate, key)
 
 
-def test_session_keys_of_two_tenants_are_told_apart(database, gate):
+def test_session_keys_of_two_tenants_are_different_principals(database, gate):
     new_key(database)
     assert who(gate, gate.session_key("a", "s")).key_id != who(gate, gate.session_key("b", "s")).key_id
 
 
-def test_an_expired_key_is_refused_and_a_used_one_says_when(database, gate):
+def test_an_expired_key_is_refused_and_the_last_use_of_a_key_is_stored(database, gate):
     with database.write() as connection:
         _, expired = keys.create_key(connection, "t", keys.Role.AGENT, "", expires_at=utc_now())
         key_id, valid = keys.create_key(connection, "t", keys.Role.AGENT, "", expires_at=utc_now() + HOUR)

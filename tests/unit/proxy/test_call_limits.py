@@ -22,8 +22,8 @@ def caller(key_id: str, tenant: str = "default") -> Principal:
     return Principal(tenant=tenant, role="agent", key_id=key_id)
 
 
-def test_a_bucket_refills_within_a_minute_and_pays_its_debt_first():
-    """60 a minute is one a second: after 70 were taken, 10 are owed, and one more is there after 11 s."""
+def test_a_bucket_refills_within_a_minute_and_repays_its_debt_first():
+    """60 a minute is one a second: after 70 are taken the balance is -10, and the next one is available after 11 s."""
     bucket = Bucket(60, 0.0)
     assert bucket.blocked_seconds(1, 0.0) == 0
     bucket.take(70)
@@ -58,7 +58,7 @@ async def test_a_tenants_limit_counts_all_of_its_keys():
     await limits.admit(caller("c", "y"))
 
 
-async def test_requests_and_tokens_of_a_minute_are_limited_and_the_answer_says_when_to_retry():
+async def test_requests_and_tokens_per_minute_are_limited_and_the_error_has_the_time_to_retry():
     limits = make_limits(key_requests_per_minute=2)
     for _ in range(2):
         (await limits.admit(caller("a"))).release()
@@ -74,8 +74,8 @@ async def test_requests_and_tokens_of_a_minute_are_limited_and_the_answer_says_w
     assert caught.value.retry_after_seconds == 30
 
 
-async def test_keys_take_turns_in_the_queue_however_many_calls_one_of_them_has():
-    """One place; `greedy` waits with three calls before `modest` comes with one, which is served second."""
+async def test_the_queue_is_fair_between_keys_whatever_number_of_calls_each_has():
+    """One slot; `greedy` queues three calls before `modest` queues one, which is served second."""
     limits = make_limits(max_concurrent_calls=1, queue_seconds=20)
     held = await limits.admit(caller("first"))
     served: list[str] = []
@@ -96,7 +96,7 @@ async def test_keys_take_turns_in_the_queue_however_many_calls_one_of_them_has()
     assert limits._everybody.num_calls == 0
 
 
-async def test_a_call_that_waited_too_long_or_whose_client_left_gives_its_place_in_the_queue_back():
+async def test_a_call_that_times_out_or_whose_client_disconnects_leaves_the_queue():
     limits = make_limits(max_concurrent_calls=1, queue_seconds=0.05)
     held = await limits.admit(caller("a"))
     with pytest.raises(Overloaded, match=r"after 0\.05 s in the queue"):
@@ -111,7 +111,7 @@ async def test_a_call_that_waited_too_long_or_whose_client_left_gives_its_place_
     await asyncio.wait_for(limits.admit(caller("d")), 5)
 
 
-async def test_a_call_that_waits_for_a_rate_is_admitted_when_the_bucket_has_refilled():
+async def test_a_call_that_waits_for_its_rate_limit_is_admitted_when_the_bucket_has_refilled():
     limits = make_limits(key_requests_per_minute=1200, queue_seconds=20)
     async with asyncio.timeout(20):
         for _ in range(1210):  # ten more than the bucket holds

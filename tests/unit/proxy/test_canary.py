@@ -1,4 +1,4 @@
-"""Who tries a new version, and how it is judged; all numbers worked by hand."""
+"""Which sessions try a new version, and how it is judged; all numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def arm(rewards: list[float], *, num_turns: int = 100, num_broken: int = 0) -> A
     return Arm(tuple(rewards), len(rewards), num_turns, num_broken)
 
 
-def test_a_trial_takes_its_share_of_new_sessions_and_always_the_same_ones():
-    """Of 10,000 a share of 0.2 is 2,000 ± 40 (one standard deviation); five of them is far."""
+def test_a_trial_gets_its_share_of_new_sessions_and_always_the_same_ones():
+    """Of 10,000 a share of 0.2 is 2,000 ± 40 (one standard deviation); the tolerance is five of them."""
     trial = Trial(7, 0.2, NOW)
     taken = [trial.takes(session) for session in sessions(10_000)]
     assert abs(sum(taken) - 2000) < 200
@@ -38,7 +38,7 @@ def test_another_version_is_tried_by_other_sessions():
     assert abs(sum(both) - 400) < 100
 
 
-def test_a_session_from_before_the_trial_stays_where_it_was():
+def test_a_session_from_before_the_trial_keeps_its_version():
     trial = Trial(7, 0.999, NOW + datetime.timedelta(seconds=1))
     assert not any(trial.takes(session) for session in sessions(1000))
 
@@ -48,7 +48,7 @@ def test_nothing_is_judged_before_both_arms_have_enough_sessions():
     assert judge(arm([0.0] * 50), arm([1.0] * 3), SETTINGS) is None
 
 
-def test_a_reward_that_surely_fell_by_more_than_the_limit_rolls_back():
+def test_a_significant_fall_of_the_reward_beyond_the_limit_rolls_back():
     """0.5 against 1.0; errors √(1/3)/√4 = 0.289 and 0: −0.5 + 2 × 0.289 = +0.08 is not sure; with 16 it is −0.24."""
     assert judge(arm([0.0, 0.0, 1.0, 1.0]), arm([1.0] * 4), SETTINGS) is None
     verdict = judge(arm([0.0, 1.0] * 8), arm([1.0] * 16), SETTINGS)
@@ -57,14 +57,14 @@ def test_a_reward_that_surely_fell_by_more_than_the_limit_rolls_back():
     assert "-0.500 ± 0.129" in verdict.reason
 
 
-def test_a_reward_that_surely_did_not_fall_by_more_than_the_limit_promotes():
+def test_a_reward_that_significantly_stays_within_the_limit_promotes():
     """0.95 against 1.0 without spread: −0.05 is above −0.1."""
     verdict = judge(arm([0.95] * 4), arm([1.0] * 4), SETTINGS)
     assert verdict is not None
     assert verdict.is_good
 
 
-def test_after_the_most_sessions_the_mean_alone_decides():
+def test_after_the_maximum_of_sessions_the_mean_alone_decides():
     """100 of 0/1 at 0.88 against 1.0: error √(0.1067/100) = 0.0327; −0.12 + 0.065 is not sure, but −0.12 < −0.1."""
     nearly = [0.0] * 12 + [1.0] * 88
     assert judge(arm(nearly[:99]), arm([1.0] * 200), SETTINGS) is None
@@ -82,7 +82,7 @@ def test_broken_turns_roll_back_without_waiting_for_rewards():
     assert judge(Arm((), 4, 100, 24), Arm((), 4, 100, 5), SETTINGS) is None
 
 
-def test_without_rewards_a_trial_that_breaks_nothing_ends_well_after_the_most_sessions():
+def test_without_rewards_a_trial_without_more_broken_turns_promotes_after_the_maximum_of_sessions():
     assert judge(Arm((), 99, 0, 0), Arm((), 400, 400, 0), SETTINGS) is None
     verdict = judge(Arm((), 100, 100, 0), Arm((), 400, 400, 0), SETTINGS)
     assert verdict is not None

@@ -1,4 +1,4 @@
-"""From what the engine said to turns: their place, what is kept of them, and the one outcome that each has."""
+"""From the engine's reply to turns: their parent, their stored fields, and their single outcome."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def only(turns: list[Turn]) -> Turn:
 
 
 def test_a_root_keeps_everything():
-    """Prompt, tokens, logprobs, when and under which weights; of the message what clients repeat."""
+    """Prompt, tokens, logprobs, time and policy version; of the message the fields that clients repeat."""
     call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
     captured = Captured(PROMPT, {0: choice(7, 8)}, "served")
     captured.choices[0].message |= {"unheard_of": 1, "refusal": None}
@@ -93,15 +93,15 @@ def test_a_root_keeps_everything():
         (Captured(PROMPT, {0: choice(7, 8, logprobs=[-0.1, None])}), "no_logprobs"),
     ],
 )
-def test_what_cannot_be_trained_on_is_stored_and_says_why(captured: Captured, reason: str):
-    """A logprob that the engine left out would be no number, and make the loss none."""
+def test_a_turn_that_cannot_be_trained_is_stored_with_its_reason(captured: Captured, reason: str):
+    """A missing logprob would be NaN, and so would the loss."""
     call = call_of(USER)
     turn = only(built(call, plan_of(call), captured))
     assert (turn.outcome, turn.reason) == (Outcome.UNTRAINABLE, reason)
 
 
 def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
-    """A cut weighs most: what came of it is kept, whole or not."""
+    """The cut takes precedence over the reason; the partial reply is stored."""
     call = call_of(USER)
     plan = plan_of(call, reason="edited_history", is_retokenised=True)
     turn = only(built(call, plan, Captured(PROMPT, {0: choice(7)})))
@@ -111,7 +111,7 @@ def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
 
 
 def test_an_extension_stores_what_came_after_its_parent():
-    """[1, 2, 3] is the parent's; [4] and the new message are this turn's own. The store assigns its chain."""
+    """[1, 2, 3] belongs to the parent; [4] and the new message belong to this turn. The store assigns its chain."""
     call = call_of(USER, REPLY, USER, tools=[{"type": "function"}])
     plan = extending(call)
     turn = only(built(call, plan, Captured([1, 2, 3, 4], {0: choice(7)})))
@@ -122,8 +122,8 @@ def test_an_extension_stores_what_came_after_its_parent():
     assert (known.num_messages, known.history_digest, known.chain_id) == (4, turn.history_digest, "root")
 
 
-def test_an_engine_that_echoes_another_prompt_opens_a_chain():
-    """Then the echo is what was sampled after, and nothing of the parent is believed."""
+def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
+    """The echoed prompt is stored as the turn's own, and the parent is dropped."""
     call = call_of(USER, REPLY, USER)
     plan = extending(call)
     turn = only(built(call, plan, Captured([1, 2, 9, 4], {0: choice(7)})))
@@ -142,22 +142,22 @@ def test_each_of_several_choices_extends_the_parent():
     ]
 
 
-def test_choices_of_several_prompts_keep_each_its_own():
+def test_each_choice_of_several_prompts_keeps_its_own_prompt():
     call = call_of(USER)
     captured = Captured([1], {0: choice(7, prompt_token_ids=[1]), 1: choice(8, prompt_token_ids=[2, 3])})
     turns = built(call, plan_of(call), captured)
     assert [(turn.prompt_delta.tolist(), turn.prompt_length) for turn in turns] == [([1], 1), ([2, 3], 2)]
 
 
-def test_only_a_whole_reply_is_found_by_its_key():
-    """A repetition of one that was cut off samples again."""
+def test_only_a_complete_reply_is_found_by_its_key():
+    """A retry of a reply that was cut off samples again."""
     call = call_of(USER, key="k")
     captured = Captured(PROMPT, {0: choice(7)})
     assert only(built(call, plan_of(call), captured)).request_key == "k#0"
     assert only(built(call, plan_of(call), captured, aborted="client_left")).request_key is None
 
 
-def test_a_call_that_brought_nothing_keeps_what_was_asked():
+def test_a_call_without_a_reply_stores_its_request():
     call = call_of(USER, key="k")
     turn = failed_turn(call, TIMING, "engine_500", turn_id="chatcmpl-1", session=SESSION, inferred_by="key")
     assert (turn.outcome, turn.reason, turn.request_key) == (Outcome.ERROR, "engine_500", None)

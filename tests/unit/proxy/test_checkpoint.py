@@ -1,4 +1,4 @@
-"""What a checkpoint directory must hold, told by its files alone."""
+"""Checks of a checkpoint directory that read only its files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refusal(path: Path, kind: PolicyKind = PolicyKind.FULL, served: Path | None 
     return str(refused.value)
 
 
-def test_a_header_tells_names_dtypes_and_shapes(tmp_path):
+def test_a_header_gives_names_dtypes_and_shapes(tmp_path):
     tensors = read_header(checkpoint(tmp_path / "a") / "model.safetensors")
     assert {name: (each.dtype, each.shape) for name, each in tensors.items()} == {
         "embed.weight": ("F32", (4, 2)),
@@ -62,7 +62,7 @@ def test_a_header_tells_names_dtypes_and_shapes(tmp_path):
         (b"\x02\0\0\0\0\0\0\0\xff\xff", "broken header"),
     ],
 )
-def test_a_file_that_is_no_safetensors_file_is_named_with_what_is_wrong(tmp_path, content, words):
+def test_an_invalid_safetensors_file_is_named_with_its_defect(tmp_path, content, words):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(BadCheckpoint, match=words):
@@ -70,7 +70,7 @@ def test_a_file_that_is_no_safetensors_file_is_named_with_what_is_wrong(tmp_path
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_a_file_that_is_missing_is_named(tmp_path, missing):
+def test_a_missing_file_is_named(tmp_path, missing):
     path = checkpoint(tmp_path / "a")
     (path / missing).unlink()
     assert "config.json" in refusal(path) if missing == "config.json" else "no *.safetensors" in refusal(path)
@@ -84,7 +84,7 @@ def test_a_config_must_be_an_object(tmp_path):
     assert "is not JSON" in refusal(path)
 
 
-def test_a_shard_that_the_index_names_must_be_there(tmp_path):
+def test_every_shard_of_the_index_must_exist(tmp_path):
     path = checkpoint(tmp_path / "a")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"gone": "model-2.safetensors"}}))
     assert "lacks 1 tensors that its index names, such as 'gone'" in refusal(path)
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_the_served_model_passes_in_any_float_format(tmp_path):
     check_policy(str(checkpoint(tmp_path / "a", ours)), PolicyKind.FULL, str(served))
 
 
-def test_where_weights_are_tied_the_output_layer_may_be_there_or_not(tmp_path):
+def test_with_tied_weights_the_output_layer_is_optional(tmp_path):
     with_head = TENSORS | {"lm_head.weight": np.ones((4, 2), np.float32)}
     served, other = checkpoint(tmp_path / "served"), checkpoint(tmp_path / "a", with_head)
     check_policy(str(other), PolicyKind.FULL, str(served))
@@ -122,14 +122,14 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, tensors, conf
     assert words in refusal(checkpoint(tmp_path / "a", tensors, **config), served=served)
 
 
-def test_without_the_served_weights_at_hand_only_the_directory_itself_is_judged(tmp_path):
+def test_without_the_served_weights_only_the_directory_itself_is_checked(tmp_path):
     check_policy(str(checkpoint(tmp_path / "a")), PolicyKind.FULL, "owner/name")
     assert "is not a directory" in refusal(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_no_number_is_found_whatever_the_format(tmp_path, kind, value):
+def test_a_nan_is_found_in_every_float_format(tmp_path, kind, value):
     sick = np.ones((3, 3), kind)
     sick[2, 1] = value
     path = checkpoint(tmp_path / "a", {"fine": np.full((2, 2), np.finfo(kind).max, kind), "sick": sick})
@@ -146,7 +146,7 @@ def test_a_bfloat16_infinity_is_found_by_its_bits(tmp_path):
         assert find_not_finite(path, read_header(path)) == found
 
 
-def test_bytes_that_changed_after_the_digest_was_written_are_found(tmp_path):
+def test_a_change_after_the_digest_was_written_is_found(tmp_path):
     path = checkpoint(tmp_path / "a")
     (path / "turnwise.json").write_text(json.dumps({"sha256": {"model.safetensors": "0" * 64}}))
     with pytest.raises(BadCheckpoint, match="changed after its digest"):
@@ -176,7 +176,7 @@ def test_an_adapter_directory_must_hold_an_adapter(tmp_path):
     assert "holds no tensor" in refusal(adapter(tmp_path / "c", {}), PolicyKind.LORA)
 
 
-def test_a_probe_is_read_where_there_is_one(tmp_path):
+def test_a_probe_is_read_if_it_exists(tmp_path):
     path = checkpoint(tmp_path / "a")
     assert read_probe(path) is None
     (path / "turnwise.json").write_text(json.dumps({"probe": {"token_ids": [1, 2, 3], "logprobs": [-0.5, -1.5]}}))
@@ -185,8 +185,8 @@ def test_a_probe_is_read_where_there_is_one(tmp_path):
     assert read_probe(path) is None
 
 
-def test_the_positions_asked_about_are_spread_over_the_probe():
-    """10 tokens have 9 logprobs, at positions 1 to 9; of at most 4 every third from the end: 9, 6, 3."""
+def test_the_checked_positions_are_spread_over_the_probe():
+    """10 tokens have 9 logprobs, at positions 1 to 9; with a limit of 4, every third from the end: 9, 6, 3."""
     probe = Probe(list(range(10)), [0.0] * 9)
     assert probe.positions(4) == [9, 6, 3]
     assert probe.positions(100) == [9, 8, 7, 6, 5, 4, 3, 2, 1]

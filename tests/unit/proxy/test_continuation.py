@@ -1,4 +1,4 @@
-"""Which turn a request extends, and what it is called when it extends none."""
+"""Which turn a request extends, and the reason that is recorded when it extends none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def call(messages: list[Json], **fields: object):
 def stored(
     forest: Forest, turn_id: str, messages: list[Json], text: str, *, parent: str | None = None, **fields: object
 ):
-    """Store a turn as the proxy would."""
+    """Store a turn as the proxy does."""
     reasoning = str(fields.pop("reasoning", ""))
     history = read_conversation(call(messages, **fields)).history
     full, plain, dialogue = history.extended({"role": "assistant", "content": text})
@@ -55,8 +55,8 @@ def said(text: str) -> Json:
     return {"role": "assistant", "content": text}
 
 
-def test_the_deepest_turn_that_is_repeated_is_extended():
-    """Of two turns on the way, the later one."""
+def test_a_request_extends_the_deepest_turn_that_it_repeats():
+    """Of two repeated turns, the later one."""
     forest = Forest()
     stored(forest, "t1", [USER], "A")
     deep = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
@@ -86,7 +86,7 @@ def test_a_branch_extends_the_turn_it_leaves_from():
         ([SYSTEM, USER, said("A"), NEXT], {"chat_template_kwargs": {"enable_thinking": False}}, "tools_changed"),
     ],
 )
-def test_a_history_that_extends_nothing_says_why(messages, fields, reason):
+def test_a_history_that_extends_no_turn_has_a_reason(messages, fields, reason):
     """No reply, an edited reply, another system message, other tools."""
     forest = Forest()
     stored(forest, "t1", [SYSTEM, USER], "A")
@@ -110,8 +110,8 @@ S2 = {"role": "system", "content": "Now hurry."}
     ],
     ids=["grows", "edits the reply", "changes the system message", "drops the reply", "asks again", "branches"],
 )
-def test_a_branch_that_loses_a_later_reply_says_why(messages, reason):
-    """It extends stored tokens all the same, so it is exact; sampling again and branching lose nothing."""
+def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
+    """It still extends stored tokens, so it is exact; a new sample or a branch of the same prompt drops nothing."""
     forest = Forest()
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), S2, NEXT], "B", parent="t1")
@@ -124,8 +124,8 @@ def test_a_branch_that_loses_a_later_reply_says_why(messages, reason):
     assert plan.parent is (forest.by_id["t2"] if messages[-2:-1] == [said("B")] and reason is None else first)
 
 
-def test_a_prompt_that_leaves_out_its_first_reply_says_so():
-    """Nothing of it was tokenised again: it is the root of a chain, with a reason."""
+def test_a_prompt_that_leaves_out_its_first_reply_has_a_reason():
+    """No sampled token was tokenised again: it is the root of a chain, with a reason."""
     forest = Forest()
     stored(forest, "t1", [USER], "A")
     assert break_reason(read_conversation(call([USER, NEXT])), forest) == "edited_history"
@@ -133,12 +133,12 @@ def test_a_prompt_that_leaves_out_its_first_reply_says_so():
     assert break_reason(read_conversation(call([NEXT, USER])), forest) is None
 
 
-def test_a_first_call_with_somebody_elses_history_is_no_break():
-    """A session may begin in mid-conversation: nothing of it was sampled here."""
+def test_a_first_call_with_a_foreign_history_has_no_break_reason():
+    """A session may start with a longer conversation: nothing of it was sampled here."""
     assert break_reason(read_conversation(call([USER, said("A"), NEXT])), Forest()) is None
 
 
-def test_a_call_that_extends_nothing_is_planned_with_its_reason():
+def test_the_plan_of_a_call_that_extends_no_turn_has_its_reason():
     forest = Forest()
     stored(forest, "t1", [USER], "A")
     wanted = call([USER, said("edited"), NEXT])
@@ -171,8 +171,8 @@ def planned(template: ChatTemplate | Canned | None, messages: list[Json], **fiel
     return plan_call(wanted, read_conversation(wanted), forest, template, parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
 
 
-def test_the_prompt_is_the_stored_tokens_and_what_the_template_puts_after_them():
-    """[0, 1, 2] stored, [8, 9] between: the prompt is [0, 1, 2, 8, 9], and the turn stores what is new."""
+def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens():
+    """[0, 1, 2] stored, [8, 9] added: the prompt is [0, 1, 2, 8, 9], and the turn stores [8, 9]."""
     template = Canned()
     plan = planned(template, [USER, said("A"), NEXT])
     assert plan.prompt_token_ids.tolist() == [0, 1, 2, 8, 9]
@@ -194,22 +194,22 @@ def test_the_prompt_is_the_stored_tokens_and_what_the_template_puts_after_them()
         ({"truncate_prompt_tokens": 10}, "truncated_prompt"),
     ],
 )
-def test_what_the_engine_must_render_itself_opens_a_chain(fields, reason):
+def test_a_call_that_the_engine_must_render_starts_a_chain(fields, reason):
     """Prefill and truncation need the messages."""
     plan = planned(Canned(), [USER, said("A"), NEXT], **fields)
     assert (plan.parent, plan.prompt_token_ids, plan.reason) == (None, None, reason)
 
 
-def test_media_an_unknown_template_and_a_refusal_open_a_chain_with_their_reason():
-    """Each of them by its name."""
+def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_reason():
+    """Each has its own reason."""
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     assert planned(Canned(), [USER, said("A"), picture]).reason == "media"
     assert planned(None, [USER, said("A"), NEXT]).reason == "template_unknown"
     assert planned(Canned(Unsafe("thinking_stripped")), [USER, said("A"), NEXT]).reason == "thinking_stripped"
 
 
-def test_thinking_is_put_back_into_every_reply_that_had_some():
-    """Ancestors too, at their own place; nothing is copied where there was none."""
+def test_thinking_is_restored_in_every_reply_that_had_some():
+    """Also in ancestors, each at its own position; a reply without thinking stays unchanged."""
     forest = Forest()
     stored(forest, "t1", [USER], "A", reasoning="one")
     parent = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1", reasoning="two")

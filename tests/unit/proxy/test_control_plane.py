@@ -1,4 +1,4 @@
-"""The control plane's answers to what a first user gets wrong, and what it says of sessions and turns."""
+"""The control plane's errors for common mistakes, and its representations of sessions and turns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_discount_that_has_no_effect_is_refused(http) -> None:
     assert http.post("/v1/sessions", json={"gamma": 0.5, "credit": "step_wise"}).status_code == 200
 
 
-def test_a_wrong_body_is_named_in_one_sentence(http) -> None:
+def test_an_invalid_body_gets_one_sentence(http) -> None:
     assert refusal(http.post("/v1/rewards", json={"session_id": "s"})) == "`value` is missing."
     assert refusal(http.post("/v1/rewards", json=[{"session_id": "s"}])) == "`0.value` is missing."
     form = {"content-type": "application/x-www-form-urlencoded"}
@@ -62,7 +62,7 @@ def test_a_wrong_body_is_named_in_one_sentence(http) -> None:
     assert said.endswith("Send content-type: application/json.")
 
 
-def test_a_second_creation_changes_what_calls_and_credit_use(http) -> None:
+def test_a_second_creation_changes_the_fields_that_calls_and_credit_use(http) -> None:
     http.post("/sessions/opened/v1/chat/completions", json=CHAT).raise_for_status()
     body = {"session_id": "opened", "group_id": "g", "group_size": 2, "credit": "step_wise", "sampling": {"top_p": 0.5}}
     changed = http.post("/v1/sessions", json=body).raise_for_status().json()
@@ -73,7 +73,7 @@ def test_a_second_creation_changes_what_calls_and_credit_use(http) -> None:
     assert http.get("/v1/sessions/opened").json()["sampling"] == {"top_p": 0.5}
 
 
-def test_a_turn_is_given_with_what_it_adds_and_on_request_with_its_whole_prompt(http) -> None:
+def test_a_turn_is_returned_with_its_new_tokens_and_on_request_with_its_whole_prompt(http) -> None:
     said = http.post("/sessions/long/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]
     messages = [*CHAT["messages"], said, {"role": "user", "content": "Go on."}]
     second = http.post("/sessions/long/v1/chat/completions", json={**CHAT, "messages": messages}).json()
@@ -88,7 +88,7 @@ def test_a_turn_is_given_with_what_it_adds_and_on_request_with_its_whole_prompt(
     assert len(whole["prompt_token_ids"]) == added["prompt_length"] >= len(added["prompt_token_ids"])
 
 
-def test_a_reward_for_what_was_trained_says_so_and_updates_and_metrics_name_it(world) -> None:
+def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) -> None:
     http, database = world
     http.post("/sessions/kim/v1/chat/completions", json=CHAT).raise_for_status()
     first = http.post("/v1/rewards", json={"session_id": "kim", "value": 1.0}).json()["data"]

@@ -22,7 +22,7 @@ from turnwise.store.database import Database
 
 
 class Shouted(ChatCompletions):
-    """A wire format of the test's own: chat under another path, with errors in one upper-case field."""
+    """A wire format for this test: chat under another path, with errors in one upper-case field."""
 
     name = "shouted"
     routes: ClassVar = (WireRoute(path="/shout/{model:path}:now", summary="Shout", required=("messages",)),)
@@ -59,7 +59,7 @@ def connected(app):
     return serve
 
 
-def test_a_registered_dialect_is_served_described_and_answers_errors_in_its_own_shape(client: TestClient) -> None:
+def test_a_registered_dialect_is_served_and_documented_and_has_its_own_error_shape(client: TestClient) -> None:
     asked = {"messages": [{"role": "user", "content": "Hello there"}]}
     for prefix in ("", "/sessions/s1"):
         reply = client.post(f"{prefix}/shout/fake:now?stop=there", json=asked)

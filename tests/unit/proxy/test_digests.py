@@ -1,4 +1,4 @@
-"""What makes two conversations the same, whatever way a client spells them."""
+"""When two conversations count as equal, in whatever form a client writes them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def assistant(**fields: object) -> dict:
         ),
     ],
 )
-def test_what_no_template_reads_does_not_count(one, other):
+def test_fields_that_no_template_reads_are_ignored(one, other):
     """Ids, spacing, key order, null, parts, dropped thinking, whitespace beside a tool call, cache control."""
     assert message_digest(one) == message_digest(other)
 
@@ -71,8 +71,8 @@ UNREAD = ["provider_specific_fields", "thinking_blocks", "reasoning_details", "i
     ),
     st.sets(st.sampled_from([NAME, CALL_IDS])),
 )
-def test_other_fields_never_count(others: dict, message: dict, fields: set[str]):
-    """Whatever they hold, and whatever the template prints."""
+def test_unknown_fields_are_always_ignored(others: dict, message: dict, fields: set[str]):
+    """For any value and any template."""
     assert message_digest({**others, **message}, frozenset(fields)) == message_digest(message, frozenset(fields))
 
 
@@ -105,26 +105,26 @@ def test_names_and_ids_count_where_the_template_prints_them(field, one, other):
         (assistant(tool_calls=[CALL]), assistant(tool_calls=[CALL, CALL])),
     ],
 )
-def test_what_templates_read_counts(one, other):
+def test_fields_that_templates_read_change_the_digest(one, other):
     """Text, role, arguments and the number of calls."""
     assert message_digest(one) != message_digest(other)
 
 
 @pytest.mark.parametrize("arguments", ["not json", '{"key": "caf', "[1]", '"text"', "{}", ""])
 def test_arguments_that_are_no_object_count_as_an_empty_one(arguments):
-    """So vLLM renders them, and so formats whose arguments are objects send them back."""
+    """vLLM renders them this way, and formats whose arguments are objects send them back this way."""
     one, other = (assistant(tool_calls=[{"function": {"name": "f", "arguments": each}}]) for each in (arguments, "{}"))
     assert message_digest(one) == message_digest(other)
 
 
-def test_a_role_that_is_no_text_is_digested_like_any_other():
-    """The engine refuses it; the proxy must not fail before."""
+def test_a_role_that_is_not_text_is_digested_like_any_other():
+    """The engine refuses the call; the proxy must not fail before that."""
     history = digest_history([{"role": ["user"], "content": "Hello."}], b"")
     assert history.dialogue == history.messages
 
 
 def test_each_prefix_has_its_digest_and_the_reply_extends_the_last():
-    """The digest of a turn is what the next request's digest is at that place."""
+    """The digest of a turn equals the next request's digest at the same position."""
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     reply = assistant(content="A")
     before = digest_history(messages, b"")
@@ -133,8 +133,8 @@ def test_each_prefix_has_its_digest_and_the_reply_extends_the_last():
     assert before.extended(reply) == (after.full[2], after.messages[2], after.dialogue[2])
 
 
-def test_tools_change_the_full_digest_alone_and_system_messages_spare_the_dialogue():
-    """Three digests tell three kinds of change apart."""
+def test_tools_change_only_the_full_digest_and_system_messages_do_not_change_the_dialogue_digest():
+    """Three digests distinguish three kinds of change."""
     tools = context_digest([{"type": "function", "function": {"name": "f"}}], {})
     user = {"role": "user", "content": "U"}
     bare = digest_history([user], b"")
@@ -149,7 +149,7 @@ def test_tools_change_the_full_digest_alone_and_system_messages_spare_the_dialog
 
 
 def test_media_is_anything_that_is_not_text():
-    """Images, audio and unknown parts are the engine's to render."""
+    """Images, audio and unknown parts are rendered by the engine."""
     assert has_media([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
     assert has_media([{"role": "user", "content": [{"type": "hologram"}]}])
     assert has_media([{"role": "user", "content": [{"type": ["text"]}]}])
@@ -162,14 +162,14 @@ def test_media_is_anything_that_is_not_text():
     ("one", "other"),
     [("", {}), (None, {}), ("  ", {}), ('{"a": 1}', {"a": 1}), ("not JSON", "not JSON")],
 )
-def test_tool_arguments_are_compared_as_values_however_they_are_spelt(one, other):
-    """What a model failed to write as JSON stays the text that it is."""
+def test_tool_arguments_are_compared_as_values(one, other):
+    """Arguments that are not valid JSON are compared as text."""
     assert canonical_arguments(one) == canonical_arguments(other)
 
 
 @pytest.mark.parametrize("call", ["look_up", {"id": "a"}, {"id": "a", "function": "look_up"}])
 def test_a_tool_call_of_an_unknown_shape_counts_as_it_is(call):
-    """The engine refuses it; a digest must be had all the same."""
+    """The engine refuses it; the digest must still be defined."""
     same, other = assistant(tool_calls=[call]), assistant(tool_calls=[{"id": "b"}])
     assert message_digest(same) == message_digest(assistant(tool_calls=[call]))
     assert message_digest(same) != message_digest(other)

@@ -1,4 +1,4 @@
-"""Which engine and which weights a session's calls get; whatever happens to the others, most stay where they are."""
+"""Which engine and which weights a session's calls get; a change of one engine moves few sessions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sessions_are_spread_and_stay():
     with_pool(use)
 
 
-def test_the_loss_of_an_engine_moves_its_own_sessions_only_and_its_return_brings_them_home():
+def test_the_loss_of_an_engine_moves_only_its_own_sessions_and_its_return_moves_them_back():
     def use(pool: EnginePool) -> None:
         before = homes(pool)
         pool.engines[1].status.change(EngineState.ABSENT)
@@ -66,7 +66,7 @@ def test_the_loss_of_an_engine_moves_its_own_sessions_only_and_its_return_brings
     with_pool(use)
 
 
-def test_without_a_serving_engine_a_call_fails_at_once_where_nothing_is_waited_for():
+def test_without_a_serving_engine_and_without_a_wait_a_call_fails_at_once():
     def use(pool: EnginePool) -> None:
         for engine in pool.engines:
             engine.status.change(EngineState.ABSENT)
@@ -89,7 +89,7 @@ def test_an_engine_that_drains_gets_no_new_calls_while_there_is_another():
     with_pool(use)
 
 
-def test_a_call_waits_at_its_engines_gate_and_others_pass():
+def test_a_call_waits_while_its_engine_is_paused_and_calls_of_other_engines_do_not():
     async def use(pool: EnginePool) -> None:
         closed, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
         other = next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[1])
@@ -102,7 +102,7 @@ def test_a_call_waits_at_its_engines_gate_and_others_pass():
     with_pool(use)
 
 
-def test_a_call_that_waited_for_an_engine_which_is_taken_out_goes_to_another():
+def test_a_waiting_call_moves_to_another_engine_when_its_own_is_taken_out():
     async def use(pool: EnginePool) -> None:
         lost, session = pool.engines[0], next(s for s in SESSIONS if pool.lane(s).engine is pool.engines[0])
         with lost.status.reloading():
@@ -121,7 +121,7 @@ async def enter(pool: EnginePool, session: Session) -> Lane:
     return lane
 
 
-def test_more_calls_than_the_limit_are_told_to_come_back():
+def test_a_call_over_the_limit_is_refused_with_the_time_to_retry():
     async def use(pool: EnginePool) -> None:
         lane = await pool.admit(SESSIONS[0])
         with pytest.raises(Overloaded, match="1 calls are in flight"):
@@ -132,7 +132,7 @@ def test_more_calls_than_the_limit_are_told_to_come_back():
     with_pool(use, most_calls=1)
 
 
-def test_whole_weights_under_trial_are_seen_by_the_sessions_of_the_trial_alone():
+def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial():
     def use(pool: EnginePool) -> None:
         pool.engines[2].apply_label("8")
         pool.trial = trial = Trial(8, 0.3, NOW)
@@ -144,7 +144,7 @@ def test_whole_weights_under_trial_are_seen_by_the_sessions_of_the_trial_alone()
     with_pool(use)
 
 
-def test_an_adapter_under_trial_is_beside_what_is_served_on_every_engine():
+def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_engine():
     def use(pool: EnginePool) -> None:
         for engine in pool.engines:
             engine.adapters[8] = Lane(engine, 8, adapter_name(8))
@@ -162,7 +162,7 @@ def test_an_adapter_under_trial_is_beside_what_is_served_on_every_engine():
     ("label", "held", "version"), [("7", 7, 7), ("default", UNLABELLED, 0), (None, UNLABELLED, 0), (LOADING, None, 3)]
 )
 def test_the_label_of_the_weights_sets_the_loaded_version(label, held, version):
-    """While they are exchanged they are of no version; what was sampled until then was of the one before."""
+    """During the exchange there is no version; tokens sampled before it have the previous version."""
 
     def use(pool: EnginePool) -> None:
         engine: Engine = pool.engines[0]
@@ -178,8 +178,8 @@ def test_an_adapters_name_and_its_version_are_one_to_one():
     assert [adapter_version(name) for name in ("policy-v", "policy-vx", "12", "my-policy-v1")] == [None] * 4
 
 
-def test_an_engine_counts_as_one_with_lora_from_its_first_adapter_on():
-    """Whoever asked not to look at engines has no other sign of it."""
+def test_an_engine_counts_as_lora_enabled_from_its_first_adapter():
+    """Without the probe there is no other way to detect it."""
 
     def use(pool: EnginePool) -> None:
         engine = pool.engines[0]

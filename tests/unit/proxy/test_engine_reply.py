@@ -1,4 +1,4 @@
-"""What is cut out of an engine's reply, and that nothing else is, whatever the text looks like."""
+"""The fields that are removed from an engine's reply, and that no other byte changes, whatever the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reply(*choices: dict, **known) -> dict:
 
 
 def choice(index: int = 0, logprobs: dict | None = None, **known) -> dict:
-    """Return a choice in vLLM's order of fields, with everything that could be taken for a field in its text."""
+    """Return a choice in vLLM's order of fields; its text contains everything that looks like a field."""
     message = {"role": "assistant", "content": TRAPS}
     return {
         "index": index,
@@ -52,7 +52,7 @@ def some(*logprobs: float) -> dict:
         [],
     ],
 )
-def test_only_what_was_not_asked_for_becomes_null(choices, separators):
+def test_only_fields_that_were_not_requested_become_null(choices, separators):
     whole = reply(*choices, prompt_token_ids=[1, 2])
     raw = json.dumps(whole, separators=separators).encode()
     said = read_reply(raw, has_one_choice=len(choices) < 2)
@@ -71,12 +71,12 @@ def test_only_what_was_not_asked_for_becomes_null(choices, separators):
     assert found == expected
 
 
-def test_what_is_no_completion_is_refused():
+def test_a_reply_that_is_not_a_completion_is_refused():
     for raw in (b"", b"{", b"[]", b'{"choices":1}', b'{"choices":[{"index":0,"logprobs":{"content":1},"finish_reason"'):
         with pytest.raises(msgspec.DecodeError):
             read_reply(raw, has_one_choice=True)
 
 
-def test_logprobs_that_cannot_be_read_are_none_at_all():
+def test_unreadable_logprobs_are_treated_as_missing():
     assert read_logprobs([b'{"content":[{"logprob":-1.0}]}', b'{"content":[{"logprob":"x"}]}']) == []
     assert read_logprobs([b"null", b"{}", b'{"token_logprobs":[-1.0,null]}']) == [-1.0, None]

@@ -43,7 +43,7 @@ def test_only_the_transitions_of_the_table_are_possible(old: EngineState, new: E
 
 
 @pytest.mark.parametrize("before", [EngineState.READY, EngineState.DRAINING])
-def test_a_reload_restores_the_state_that_it_found_unless_the_engine_was_taken_out(before: EngineState):
+def test_a_reload_restores_the_previous_state_unless_the_engine_was_taken_out(before: EngineState):
     status = status_in(before)
     with status.reloading():
         assert status.current is EngineState.RELOADING
@@ -69,7 +69,7 @@ def make_pool(wait_seconds: float, url: str = "http://a"):
     return pool, lambda: metrics.registry.get_sample_value("turnwise_engine_up", {"engine": url})
 
 
-async def test_a_call_waits_for_an_engine_that_is_expected_back_and_keeps_its_place():
+async def test_a_call_waits_for_an_engine_that_may_return_and_keeps_its_place():
     pool, _ = make_pool(20.0)
     waiting = asyncio.ensure_future(pool.admit(SESSION))
     await asyncio.sleep(0.05)
@@ -94,7 +94,7 @@ async def test_a_call_does_not_wait_for_an_unsuitable_engine():
 
 
 async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_row_do(monkeypatch):
-    """A listener that accepts and never answers stands for an engine whose event loop is busy."""
+    """A listener that accepts and never answers simulates an engine whose event loop is busy."""
     monkeypatch.setattr("proxy.engines.engine.HEALTH_TIMEOUT_SECONDS", 0.05)
     async with SilentServer() as url:
         engine = Engine(url, timeout_seconds=5)
@@ -115,14 +115,14 @@ async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
         await engine.check_health()
 
 
-async def test_a_running_call_ends_when_its_engine_is_known_to_be_gone(fake_engine: RunningFakeEngine):
+async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engine: RunningFakeEngine):
     """Without this it would wait for `engine_timeout_seconds`, 600 s by default."""
     fake_engine.fail_next(Fault(kind=FaultKind.HANG))
     engine = Engine(fake_engine.url, timeout_seconds=600, gone_seconds=0.0)
     call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
     while not fake_engine.calls:  # noqa: ASYNC110  the engine runs in another thread
         await asyncio.sleep(0.01)
-    engine._http._port = 1  # from now on nothing answers
+    engine._http._port = 1  # from now on the engine does not answer
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
     with pytest.raises(EngineUnavailable, match="has not answered"):
@@ -168,7 +168,7 @@ def test_user_and_password_of_an_engine_appear_in_no_address():
 
 
 async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_the_engines_return():
-    """It takes the engine out at once, so that later calls wait too; nothing was sent yet."""
+    """It takes the engine out at once, so that later calls wait too; no byte of the call was sent."""
     port = free_port()
     pool, _ = make_pool(30.0, f"http://127.0.0.1:{port}")
     engine = pool.engines[0]
@@ -184,7 +184,7 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
         engine.close()
 
 
-async def test_a_call_whose_engine_is_gone_fails_at_once_while_another_engine_serves():
+async def test_a_call_whose_engine_is_down_fails_at_once_while_another_engine_serves():
     metrics = Metrics()
     urls = [f"http://127.0.0.1:{free_port()}", "http://127.0.0.1:1"]
     pool = EnginePool(urls, metrics, timeout_seconds=5, max_concurrent_calls=10, wait_seconds=60)

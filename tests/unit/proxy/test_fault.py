@@ -1,4 +1,4 @@
-"""A fault point kills at the passage that it was told, and nothing else."""
+"""A fault point kills the process at the configured passage and at no other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_point_kills_at_its_nth_passage(where, died_at):
 
 
 def test_every_point_is_passed_somewhere():
-    """A name that no code passes would make its test wait for ever."""
+    """A test of a point that no code passes would never end."""
     code = "".join(path.read_text() for path in Path(proxy.__file__).parent.rglob("*.py"))
     for point in POINTS:
         assert f'.point("{point}")' in code

@@ -1,4 +1,4 @@
-"""The client that calls to the engine go over, against a server whose every byte is given."""
+"""The HTTP client for calls to engines, against a server that sends exactly the given bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from proxy.engines.http_client import BUFFERED_BYTES, Disconnected, HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ONE_READ = 1 << 18
-"""The most that an event loop takes from a socket at once."""
+"""The largest read of an event loop from a socket."""
 
 
 class Server:
-    """Answers each request with what its script does; a connection ends with its script."""
+    """Answers each request by its script; the connection closes at the script's end."""
 
     def __init__(self, script):
         self._script = script
@@ -63,7 +63,7 @@ async def get(client, path="/") -> tuple[int, bytes]:
 
 
 def answering(*pieces: bytes, times=1):
-    """Return a script that answers so, piece by piece."""
+    """Return a script that answers with these pieces."""
 
     async def script(server, reader, writer):
         for _ in range(times):
@@ -76,8 +76,8 @@ def answering(*pieces: bytes, times=1):
     return script
 
 
-def answering_once_and_then(said=b"", *, after_seconds=0.0):
-    """Return a script that answers one request, reads another, waits, says something or nothing, and closes."""
+def answering_once_then(answer=b"", *, after_seconds=0.0):
+    """Return a script that answers one request, reads another, waits, sends something or nothing, and closes."""
 
     async def script(server, reader, writer):
         await server.request(reader)
@@ -85,7 +85,7 @@ def answering_once_and_then(said=b"", *, after_seconds=0.0):
         await server.request(reader)
         if after_seconds:
             await asyncio.sleep(after_seconds)
-        writer.write(said)
+        writer.write(answer)
 
     return script
 
@@ -100,13 +100,13 @@ async def test_a_connection_is_kept_for_the_next_request():
     assert server.num_connections == 1
 
 
-async def test_requests_at_once_have_a_connection_each():
+async def test_concurrent_requests_use_separate_connections():
     async with serving(answering(OK, times=2)) as (server, client):
         assert await asyncio.gather(*(get(client) for _ in range(8))) == [(200, b"ok")] * 8
     assert server.num_connections == 8
 
 
-async def test_what_is_sent():
+async def test_a_request_is_sent_with_exactly_these_bytes():
     async with serving(answering(OK), path="/below/", user="me:p%40ss@") as (server, client):
         with await client.request("POST", "/v1/x?y=1", b"body", {"x-request-id": "7"}) as answer:
             assert await answer.read() == b"ok"
@@ -130,12 +130,12 @@ async def test_what_is_sent():
     ],
     ids=["length", "chunks", "to the end of the connection", "after a hint", "byte by byte"],
 )
-async def test_a_body_however_it_comes(pieces):
+async def test_a_body_is_read_in_every_framing(pieces):
     async with serving(answering(*pieces)) as (_, client):
         assert await get(client) == (200, b"hello")
 
 
-async def test_an_answer_without_a_body():
+async def test_an_answer_without_a_body_is_read_as_empty():
     async with serving(answering(b"HTTP/1.1 204 No Content\r\n\r\n", times=2)) as (server, client):
         assert [await get(client), await get(client)] == [(204, b"")] * 2
     assert server.num_connections == 1
@@ -149,25 +149,25 @@ async def test_a_connection_that_the_server_wants_closed_is_not_used_again():
 
 
 async def test_a_kept_connection_that_the_server_closes_is_replaced():
-    """It closes as if it had idled for too long just before."""
-    async with serving(answering_once_and_then()) as (server, client):
+    """The server closes it as if it had idled too long."""
+    async with serving(answering_once_then()) as (server, client):
         assert [await get(client), await get(client)] == [(200, b"ok")] * 2
     assert server.num_connections == 2
     assert len(server.requests) == 3
 
 
-async def test_a_request_that_a_kept_connection_dies_of_is_not_sent_again(monkeypatch):
-    """After so long the server was at work on it."""
+async def test_a_request_after_which_a_kept_connection_closes_late_is_not_sent_again(monkeypatch):
+    """After this time the server may have started to process it."""
     monkeypatch.setattr("proxy.engines.http_client.STALE_SECONDS", 0.05)
 
-    async with serving(answering_once_and_then(after_seconds=0.1)) as (server, client):
+    async with serving(answering_once_then(after_seconds=0.1)) as (server, client):
         await get(client)
         with pytest.raises(Disconnected, match="closed the connection"):
             await get(client)
     assert len(server.requests) == 2
 
 
-async def test_a_request_that_a_new_connection_dies_of_is_not_sent_again():
+async def test_a_request_after_which_a_new_connection_closes_is_not_sent_again():
     async def script(server, reader, _):
         await server.request(reader)
 
@@ -177,23 +177,23 @@ async def test_a_request_that_a_new_connection_dies_of_is_not_sent_again():
     assert len(server.requests) == 1
 
 
-async def test_a_request_whose_answer_broke_off_is_not_sent_again():
-    async with serving(answering_once_and_then(OK[:-1])) as (server, client):
+async def test_a_request_with_an_incomplete_answer_is_not_sent_again():
+    async with serving(answering_once_then(OK[:-1])) as (server, client):
         await get(client)
         with pytest.raises(Disconnected):
             await get(client)
     assert len(server.requests) == 2
 
 
-async def test_a_request_on_a_kept_connection_that_said_a_word_is_not_sent_again():
-    async with serving(answering_once_and_then(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20")) as (server, client):
+async def test_a_request_on_a_kept_connection_with_a_first_byte_of_answer_is_not_sent_again():
+    async with serving(answering_once_then(b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 20")) as (server, client):
         await get(client)
         with pytest.raises(Disconnected, match="closed the connection"):
             await get(client)
     assert len(server.requests) == 2
 
 
-async def test_a_connection_that_has_idled_for_too_long_is_not_used(monkeypatch):
+async def test_a_connection_that_has_idled_too_long_is_not_used(monkeypatch):
     monkeypatch.setattr("proxy.engines.http_client.IDLE_SECONDS", 0.0)
     async with serving(answering(OK, times=2)) as (server, client):
         await asyncio.gather(get(client), get(client))
@@ -201,7 +201,7 @@ async def test_a_connection_that_has_idled_for_too_long_is_not_used(monkeypatch)
     assert server.num_connections == 3
 
 
-async def test_what_came_before_the_break_is_read_first():
+async def test_data_before_a_break_is_read_before_the_error():
     async with serving(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe")) as (_, client):
         with await client.request("GET", "/", b"", {}) as answer:
             parts = answer.parts()
@@ -210,7 +210,7 @@ async def test_what_came_before_the_break_is_read_first():
                 await anext(parts)
 
 
-async def test_a_server_that_falls_silent_is_given_up():
+async def test_a_read_from_a_silent_server_times_out():
     async def script(server, reader, writer):
         await server.request(reader)
         writer.write(OK[:-1])
@@ -222,7 +222,7 @@ async def test_a_server_that_falls_silent_is_given_up():
         await asyncio.wait_for(server.has_lost.wait(), 10)
 
 
-async def test_a_server_that_goes_on_speaking_is_not_given_up():
+async def test_a_read_from_a_server_that_keeps_sending_does_not_time_out():
     async def script(server, reader, writer):
         await server.request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n")
@@ -235,9 +235,9 @@ async def test_a_server_that_goes_on_speaking_is_not_given_up():
 
 
 @pytest.mark.parametrize(("usual", "given", "is_enough"), [(1.0, 30.0, True), (30.0, 0.2, False)])
-async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given, is_enough):
-    """It holds on a connection that has been used, too, whose timer runs already."""
-    async with serving(answering_once_and_then(OK, after_seconds=1.2), silence_seconds=usual) as (_, client):
+async def test_a_request_may_set_its_own_read_timeout(usual, given, is_enough):
+    """It also applies on a reused connection, whose timer runs already."""
+    async with serving(answering_once_then(OK, after_seconds=1.2), silence_seconds=usual) as (_, client):
         await get(client)
         asked = client.request("GET", "/", b"", {}, silence_seconds=given)
         if is_enough:
@@ -248,7 +248,7 @@ async def test_a_request_may_say_how_long_the_server_may_be_silent(usual, given,
                 await asked
 
 
-async def test_a_slow_reader_is_not_taken_for_a_silent_server():
+async def test_a_slow_reader_does_not_cause_a_read_timeout():
     body = bytes(1 << 24)
     async with serving(answering(ok_with(body)), silence_seconds=1.0) as (_, client):
         with await client.request("GET", "/", b"", {}) as answer:
@@ -256,8 +256,8 @@ async def test_a_slow_reader_is_not_taken_for_a_silent_server():
             assert await answer.read() == body
 
 
-async def test_who_is_cancelled_too_late_leaves_the_connection_to_the_next():
-    """Its answer was whole already, and another request on the way, when it came to its turn."""
+async def test_a_cancellation_after_the_whole_answer_leaves_the_connection_to_the_next_request():
+    """The answer is complete and another request uses the connection when the cancelled task runs."""
     async with serving(answering(OK, times=3)) as (server, client):
         await get(client)
         connection = client._idle[-1]
@@ -272,7 +272,7 @@ async def test_who_is_cancelled_too_late_leaves_the_connection_to_the_next():
     assert len(server.requests) == 3
 
 
-async def test_leaving_early_closes_the_connection():
+async def test_leaving_a_response_early_closes_the_connection():
     async def script(server, reader, writer):
         await server.request(reader)
         writer.write(OK[:-1])
@@ -284,7 +284,7 @@ async def test_leaving_early_closes_the_connection():
         await asyncio.wait_for(server.has_lost.wait(), 10)
 
 
-async def test_being_cancelled_closes_the_connection():
+async def test_cancellation_closes_the_connection():
     asked = asyncio.Event()
 
     async def script(server, reader, _):
@@ -306,7 +306,7 @@ async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
         with await client.request("GET", "/", b"", {}) as answer:
             async for part in answer.parts():
                 parts.append(part)
-                await asyncio.sleep(0.01)  # much comes meanwhile
+                await asyncio.sleep(0.01)  # much data arrives meanwhile
     assert b"".join(parts) == body
     assert max(map(len, parts)) <= BUFFERED_BYTES + ONE_READ
 
@@ -322,7 +322,7 @@ async def test_a_connection_can_be_used_after_a_slow_reader():
 
 
 @pytest.mark.parametrize("status", [301, 307, 308])
-async def test_a_redirect_is_named(status):
+async def test_a_redirect_is_an_error_that_names_its_status(status):
     answer = f"HTTP/1.1 {status} Elsewhere\r\nlocation: /\r\ncontent-length: 0\r\n\r\n".encode()
     async with serving(answering(answer)) as (_, client):
         with pytest.raises(Disconnected, match=rf"redirects \({status}\)"):
@@ -330,20 +330,20 @@ async def test_a_redirect_is_named(status):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "answer",
     [
         b"SSH-2.0-OpenSSH_9.6\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
     ],
 )
-async def test_a_server_that_speaks_something_else(said):
-    async with serving(answering(said)) as (_, client):
+async def test_an_answer_that_is_not_http_is_an_error(answer):
+    async with serving(answering(answer)) as (_, client):
         with pytest.raises(Disconnected, match="not valid HTTP"):
             await get(client)
 
 
-async def test_a_server_that_speaks_unasked_is_left():
+async def test_a_connection_with_unrequested_data_is_closed():
     async def script(server, reader, writer):
         await server.request(reader)
         writer.write(OK)
@@ -355,7 +355,7 @@ async def test_a_server_that_speaks_unasked_is_left():
         await asyncio.wait_for(server.has_lost.wait(), 10)
 
 
-async def test_nobody_listens():
+async def test_a_closed_port_is_a_connection_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     client = HttpClient(f"http://127.0.0.1:{port}", connect_seconds=5, silence_seconds=5)
@@ -363,10 +363,10 @@ async def test_nobody_listens():
         await get(client)
 
 
-async def test_a_server_that_does_not_accept_in_time():
+async def test_a_connection_that_is_not_accepted_in_time_is_an_error():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
         port = full.getsockname()[1]
-        for _ in range(3):  # more than the backlog holds
+        for _ in range(3):  # more than the backlog
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(("127.0.0.1", port))
@@ -375,7 +375,7 @@ async def test_a_server_that_does_not_accept_in_time():
             await get(client)
 
 
-async def test_a_server_without_tls_behind_an_https_url():
+async def test_a_server_without_tls_behind_an_https_url_is_an_error():
     async def script(_, reader, writer):
         writer.write(OK)
         await reader.read()

@@ -1,4 +1,4 @@
-"""The HTTP client against answers that are split anywhere and against garbled ones: it answers or fails in time."""
+"""The HTTP client against answers that are split anywhere and against garbled ones: it returns or fails in time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChe
 
 
 def chunked(parts: list[bytes]) -> bytes:
-    """Return an answer in the chunked form; an empty part would end it."""
+    """Return an answer in chunked encoding; an empty part would end it."""
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts if part)
     return b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
 
 
-def measured(parts: list[bytes]) -> bytes:
+def with_length(parts: list[bytes]) -> bytes:
     """Return an answer that declares its length, after an interim one."""
     body = b"".join(parts)
     return b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
@@ -71,16 +71,16 @@ async def exchange(pieces: list[bytes], *, times: int = 1) -> list[bytes]:
 def test_an_answer_is_read_whole_wherever_the_network_splits_it_and_the_connection_is_reused(
     parts: list[bytes], cuts: list[int], is_chunked: bool
 ):
-    data = chunked(parts) if is_chunked else measured(parts)
+    data = chunked(parts) if is_chunked else with_length(parts)
     assert asyncio.run(exchange(split(data, cuts), times=2)) == [b"".join(parts)] * 2
 
 
 @SLOW
 @given(parts=BODIES, cuts=CUTS, at=st.integers(0, 200), noise=st.binary(min_size=1, max_size=20))
-def test_a_garbled_answer_gives_a_body_or_an_error_and_no_wait_beyond_the_silence(
+def test_a_garbled_answer_gives_a_body_or_an_error_within_the_read_timeout(
     parts: list[bytes], cuts: list[int], at: int, noise: bytes
 ):
-    """Some bytes are replaced; what is left may be a valid answer, a broken one, or one that ends too early."""
+    """Some bytes are replaced; the result may be a valid answer, a broken one, or one that ends too early."""
     whole = chunked(parts)
     garbled = whole[:at] + noise + whole[at + len(noise) :]
     with contextlib.suppress(Disconnected):
@@ -89,7 +89,7 @@ def test_a_garbled_answer_gives_a_body_or_an_error_and_no_wait_beyond_the_silenc
 
 @SLOW
 @given(parts=BODIES, length=st.integers(0, 300))
-def test_an_answer_that_ends_early_is_an_error_and_no_short_body(parts: list[bytes], length: int):
+def test_an_answer_that_ends_early_is_an_error_and_not_a_short_body(parts: list[bytes], length: int):
     whole = chunked(parts)
     cut = whole[: min(length, len(whole) - 1)]
     try:

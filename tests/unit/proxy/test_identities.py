@@ -1,4 +1,4 @@
-"""Which session a request names, by ids that harnesses send by themselves."""
+"""The session that a request names, by ids that harnesses send on their own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def named(
     ],
 )
 def test_a_native_id_names_the_session_unless_it_is_turned_off(entry, headers, body, session_id, agent_id):
-    """An id with characters that no URL takes is replaced by a digest."""
+    """An id with characters that are not allowed in a URL is replaced by a digest."""
     call = named(headers, body)
     assert call.session_id is not None
     assert call.session_id == session_id or (" " in "".join(headers.values()) and len(call.session_id) == 40)
@@ -72,12 +72,12 @@ def test_a_native_id_names_the_session_unless_it_is_turned_off(entry, headers, b
         {"conversation": {"id": 1}},
     ],
 )
-def test_what_is_not_unique_to_a_session_names_none(body):
+def test_an_id_that_is_not_unique_to_a_session_names_no_session(body):
     """A constant cache key, a user."""
     assert named({}, body).session_id is None
 
 
-def test_a_name_that_was_given_on_purpose_comes_first():
+def test_an_explicit_session_name_takes_precedence():
     """Path, header, metadata, then native ids; the agent is known whoever names the session."""
     native = {"x-claude-code-session-id": UUID, "x-claude-code-agent-id": "a1"}
     body = {"metadata": {"session_id": "m"}}
