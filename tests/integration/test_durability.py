@@ -160,7 +160,7 @@ def test_exports_that_nobody_reads_do_not_delay_calls(start_proxy, fake_engine):
     with contextlib.ExitStack() as stalled:
         for _ in range(4):
             peer = stalled.enter_context(socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2]))))
-            peer.sendall(b"GET /v1/experiences HTTP/1.1\r\nhost: x\r\n\r\n")
+            peer.sendall(b"GET /v1/experiences HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
             assert peer.recv(100).startswith(b"HTTP/1.1 200")
         reply = httpx2.get(export, timeout=DEADLINE_SECONDS)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "store_unavailable")

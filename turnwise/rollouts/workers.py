@@ -148,7 +148,8 @@ class _Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=dict(environment),
+                # What an agent prints is in the log also when its worker is killed.
+                env={"PYTHONUNBUFFERED": "1", **environment},
                 start_new_session=True,
                 limit=LINE_BYTES,
             )
