@@ -1,4 +1,4 @@
-"""The server: `create_app(settings)` builds it, the lifespan starts and stops what it needs; importing does nothing."""
+"""The server: `create_app(settings)` builds it, its lifespan starts and stops the services; imports have no effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_erro
 
 
 def create_app(settings: ProxySettings) -> FastAPI:
-    """Build the server; nothing is opened before its lifespan starts."""
+    """Build the server; it opens no connection before its lifespan starts."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -48,7 +48,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
         description="An OpenAI-compatible proxy with experience capture.",
         lifespan=lifespan,
         responses=openapi.ERRORS,
-        # The document has a route of its own that needs a key; FastAPI's pages load scripts from other hosts.
+        # The OpenAPI document has its own route, which requires a key; FastAPI's pages load scripts from other hosts.
         openapi_url=None,
         redirect_slashes=False,
     )

@@ -28,7 +28,7 @@ async def read_body(receive: Receive, *, max_bytes: int, timeout_seconds: float)
 
     Raises:
         TooLarge: it is longer than `max_bytes`.
-        InvalidRequest: it did not come whole, in time.
+        InvalidRequest: it was not complete in time.
     """
     message = await _next_part(receive, timeout_seconds)
     data: bytes = message.get("body", b"")
@@ -86,7 +86,7 @@ async def parse_object(raw: bytes, *, max_depth: int, max_containers: int) -> Js
 
 
 async def check_nesting(raw: bytes, *, max_depth: int, max_containers: int) -> None:
-    """Check a JSON body before it is decoded; a long one is scanned in a thread, without the interpreter's lock.
+    """Check a JSON body before it is decoded; a long body is scanned in a thread, without the interpreter's lock.
 
     Raises:
         TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects.

@@ -1,7 +1,7 @@
-"""Who is calling, and what they may do: from the presented key to a principal, and one table of routes and roles.
+"""Authentication and authorisation: from the presented key to a principal, and one table of routes and roles.
 
-There are three kinds of key: API keys of the store, session keys that the proxy signs itself (so that a million
-sessions need no million rows), and, until the store's first API key is created, anything: then the proxy serves
+There are two kinds of key: API keys of the store, and session keys that the proxy signs itself, so that sessions do not
+need rows for their keys. Until the store's first API key is created, the proxy accepts any key or none, and serves
 loopback only.
 """
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 SESSION_KEY_PREFIX = "tws-"
 CACHE_SECONDS = 5.0
-"""How long a verified key is accepted without asking the store again. A key that another process creates or revokes
-takes effect within this time; one that this process creates or revokes, at once."""
+"""How long a verified key is accepted without another query. A key that another process creates or revokes takes effect
+within this time; a key that this process creates or revokes takes effect immediately."""
 MAX_CACHED_KEYS = 10_000
 MAC_BYTES = 16
 SESSION, SESSION_REWARD = "session", "session_reward"
@@ -39,7 +39,7 @@ MAY: dict[str, frozenset[str]] = {
         | {"describe", "metrics"}
     ),
 }
-"""What each role may do. The first two are those of session keys, which reach one session."""
+"""The actions of each role. The first two roles are those of session keys, which are valid for one session."""
 PHRASES = {
     "call": "call the model",
     "reward": "post rewards",
@@ -54,7 +54,7 @@ PHRASES = {
     "describe": "read the OpenAPI document",
     "metrics": "read metrics",
 }
-"""What an action is, in a sentence."""
+"""The description of each action, for error messages."""
 ACTION_OF_ROUTE = {
     "POST /v1/sessions": "create",
     "GET /v1/sessions": "read",
@@ -79,8 +79,8 @@ ACTION_OF_ROUTE = {
     "GET /openapi.json": "describe",
     "GET /metrics": "metrics",
 }
-"""What each route of the control plane does. All model calls are `call`. `/healthz`, `/readyz` and the page's own files
-need no key."""
+"""The action of each route of the control plane. All model calls are `call`. `/healthz`, `/readyz` and the dashboard's
+files need no key."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +90,15 @@ class Principal:
     tenant: str
     role: str
     key_id: str
-    """Names the key in the ledger, and keeps inferred sessions of different keys apart."""
+    """Id of the key in the ledger; inferred sessions of different keys are separate."""
     session_id: str | None = None
-    """The one session that a session key is for."""
+    """The session of a session key; None for other keys."""
 
     def require(self, action: str) -> None:
-        """Check that the role may do this.
+        """Check that the role allows the action.
 
         Raises:
-            Forbidden: otherwise.
+            Forbidden: it does not.
         """
         if action not in MAY[self.role]:
             able = [role for role in ("agent", "trainer", "admin") if action in MAY[role]]
@@ -112,7 +112,7 @@ class Principal:
         """Check that a session key is used for its own session.
 
         Raises:
-            Forbidden: otherwise.
+            Forbidden: it is for another session.
         """
         if self.session_id not in (None, session_id):
             raise Forbidden(f"this session key is for session {self.session_id!r}, not {session_id!r}")
@@ -129,7 +129,7 @@ class Authenticator:
         self._verified: dict[bytes, tuple[float, Principal]] = {}
 
     async def authenticate(self, headers: Mapping[bytes, bytes]) -> Principal:
-        """Return who presents this key.
+        """Return the principal of the presented key.
 
         Raises:
             Unauthorized: no key, or one that is unknown, expired or revoked.
@@ -146,12 +146,12 @@ class Authenticator:
         return await self._verify(presented, digest)
 
     def forget(self) -> None:
-        """Verify every key again: this process has created or revoked one."""
+        """Clear the cache of verified keys, after this process has created or revoked a key."""
         self._verified.clear()
         self._open_until = 0.0
 
     async def is_open(self) -> bool:
-        """Return whether no API key was ever created; the first one closes the proxy for good."""
+        """Return whether no API key was ever created; after the first one the proxy always requires a key."""
         if self._has_keys:
             return False
         if self._open_until <= time.monotonic():
@@ -177,7 +177,7 @@ class Authenticator:
         return principal
 
     def _read_key(self, presented: str) -> keys.Key | None:
-        """Return the key that was presented, and record once a minute that it is used."""
+        """Return the presented key, and record its use at most once a minute."""
         with self._database.read() as connection:
             key = keys.verify_key(connection, presented)
         if key is not None and keys.is_use_unrecorded(key):
@@ -197,7 +197,7 @@ class Authenticator:
             tenant: The session's tenant.
             session_id: The session.
             may_reward: Whether the key may also post rewards for its session and end it.
-            expires_at: Seconds since 1970 from which on the key is refused; None for never.
+            expires_at: Time at which the key expires, in seconds since 1970; None if it does not expire.
         """
         parts = [tenant, session_id]
         if may_reward or expires_at is not None:

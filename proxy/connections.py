@@ -1,7 +1,7 @@
-"""A client's connection: uvicorn's protocol with limits of time and size, and a signal when the client leaves.
+"""A client's connection: uvicorn's protocol with limits of time and size, and a signal when the client disconnects.
 
-One timer per connection runs while a request is incomplete, so the same rule closes a client that sends half a line,
-half its headers or half its body. A second one runs while the client does not read its reply.
+One timer per connection runs while a request is incomplete, so the same rule applies to an incomplete request line,
+incomplete headers and an incomplete body. A second timer runs while the client does not read its reply.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from proxy import problems
 from turnwise.telemetry import make_context
 
 LEFT = "turnwise.left"
-"""Name of the scope's extension that holds a future, done when the client has closed its connection."""
+"""Name of the scope's extension with a future that is done when the client has closed its connection."""
 LINE_BYTES = 4
-"""Bytes of a header line besides name and value."""
+"""Bytes of a header line in addition to name and value."""
 
 
 class LimitedHttp(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol under limits; `limited_http` sets them."""
 
     whole_seconds: float
-    """How long a request may take until it is complete, and a new connection until its first request is."""
+    """Maximum time until a request is complete; for a new connection, until its first request is complete."""
     max_head_bytes: int
-    """Longest request line and headers together."""
+    """Maximum size of request line and headers together."""
     stall_seconds: float
-    """How long a client may read nothing of a reply that waits for it."""
+    """Maximum time in which a client reads nothing of its reply."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,7 +38,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = False
         self._head_bytes = 0
-        """Bytes of an incomplete head, without the data that it began in."""
+        """Bytes of an incomplete head, without the chunk of data in which it began."""
         self._left = self.loop.create_future()
         self._refusal = (HTTPStatus.BAD_REQUEST, "invalid_http", "the data is not an HTTP/1.1 request; send one")
 
@@ -48,7 +48,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close down, and signal the call that runs on the connection."""
+        """Stop the timers, and signal the call that runs on the connection."""
         self._disarm()
         self._stop_stall_timer()
         self._left.set_result(None)
@@ -143,7 +143,7 @@ class LimitedHttp(HttpToolsProtocol):
         return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message
 
     def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
-        """Answer without the app, and close."""
+        """Send an error without the application, and close the connection."""
         body = orjson.dumps(problems.body(message, "invalid_request_error", code))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
         head += f"x-request-id: {make_context('', '').request_id}\r\n"

@@ -1,4 +1,4 @@
-"""The metrics of the proxy. Every dropped, refused, retried or untrainable item is counted here.
+"""The proxy's metrics. They count every dropped, rejected, retried and untrainable item.
 
 `turns_of`, `tokens_of` and `call_seconds_of` cache the labelled metrics that every call updates.
 """
@@ -21,7 +21,7 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30
 
 
 class Metrics:
-    """The metrics of one app; each app has a registry of its own."""
+    """The metrics of one application; each application has its own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""The parts of the proxy, made once per process; the lifespan starts and stops them."""
+"""The proxy's services, created once per process; the lifespan starts and stops them."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ log = logging.getLogger(__name__)
 NUM_READERS = 8
 """Database connections for reading."""
 NUM_EXPORTS = 4
-"""Concurrent exports: each holds a database connection until its client has read everything."""
+"""Maximum number of concurrent exports; each holds a database connection until its client has read everything."""
 SWEEP_SECONDS = 5.0
 """How often idle sessions are expired and old stored answers are deleted."""
 
 
 @dataclasses.dataclass(slots=True)
 class Services:
-    """The parts that serve a request."""
+    """The services that handle requests."""
 
     settings: ProxySettings
     metrics: Metrics
     database: Database
     exports: Database
-    """For answers that are streamed from an open transaction, so that slow clients do not block other readers."""
+    """Used for answers that are streamed from an open transaction, so that slow clients do not block other readers."""
     writer: Writer
     pool: EnginePool
     model_names: ModelNames
@@ -74,9 +74,9 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
     """Open the store and the engines, start the background tasks, and close everything at the end.
 
     Raises:
-        SettingsError: the proxy would listen beyond loopback without any API key.
+        SettingsError: the proxy would listen on other interfaces than loopback without any API key.
         SchemaMismatch: the store's tables are of another release.
-        EngineUnsuitable: an engine lacks what exact capture needs, and the check is strict.
+        EngineUnsuitable: an engine lacks a feature that exact capture requires, and the check is strict.
     """
     url = settings.database.get_secret_value()
     database = Database(url, pool_size=NUM_READERS)
@@ -144,7 +144,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
 
 
 def engine_access(settings: ProxySettings) -> Access:
-    """Return how the proxy proves itself to engines and checks them.
+    """Return the proxy's credentials for engines, and the authorities that it trusts.
 
     Raises:
         SettingsError: a file cannot be read, or is not PEM.
@@ -187,10 +187,10 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySettings) -> None:
-    """Check what an engine can do, and reject it if capture would not be exact.
+    """Check an engine's features, and reject it if capture would not be exact.
 
     Raises:
-        EngineUnsuitable: it lacks something, and the check is strict.
+        EngineUnsuitable: it lacks a required feature, and the check is strict.
     """
     if settings.engine_check == "off":
         return

@@ -1,4 +1,4 @@
-"""API keys over HTTP: create, list, revoke. What this process creates or revokes takes effect in it at once."""
+"""Routes of API keys: create, list and revoke. A change takes effect in this process immediately."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class KeyList(Answer):
 
 
 class NewKey(BaseModel):
-    """What a key is created with."""
+    """The fields of a new key."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     role: keys.Role = keys.Role.AGENT
     name: Text = ""
     expires_in_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
-    """How long the key is accepted; by default until it is revoked."""
+    """Lifetime of the key; by default it is valid until it is revoked."""
 
 
 @router.get("", responses=says(KeyList))
 async def list_keys(services: Here, principal: Caller) -> Response:
-    """List the tenant's keys without their secrets, revoked and expired ones included, oldest first."""
+    """List the tenant's keys without their secrets, including revoked and expired ones, oldest first."""
 
     def read() -> list[keys.Key]:
         with services.database.read() as connection:
@@ -64,7 +64,7 @@ async def list_keys(services: Here, principal: Caller) -> Response:
 
 @router.post("", responses=says(NewKeyAnswer))
 async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Response:
-    """Create a key of the caller's tenant. The first key ever closes the proxy to callers without one, at once."""
+    """Create a key of the caller's tenant. After the first key, the proxy rejects callers without a key."""
     lifetime = wanted.expires_in_seconds
     expires_at = None if lifetime is None else utc_now() + datetime.timedelta(seconds=lifetime)
     key_id, secret = await services.writer.do(

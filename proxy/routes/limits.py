@@ -1,7 +1,7 @@
-"""Control-plane requests under the same limits as calls: size, nesting, and JSON without NaN or lone surrogates.
+"""Limits of control-plane requests, the same as for model calls: size, nesting, JSON without NaN and lone surrogates.
 
-The body is read and decoded here, before FastAPI sees it, by the functions that the data plane uses, so both planes
-refuse the same things in the same words. Unknown query parameters are refused as unknown fields are.
+The data plane's functions read and decode the body before FastAPI does, so both planes reject the same bodies with the
+same messages. Unknown query parameters are rejected like unknown fields.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from proxy.asgi import check_nesting, read_body
 from proxy.services import services_of
 
 TEXT = r"^[^\x00-\x1f\x7f]*$"
-"""No control character: PostgreSQL stores no NUL, and nobody means one."""
+"""Text without control characters; PostgreSQL cannot store NUL."""
 Id = Annotated[str, Field(min_length=1, max_length=256, pattern=TEXT)]
 """An id that a client chose."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""A finite JSON number; neither a text that looks like one nor a boolean."""
+"""A finite JSON number; numeric strings and booleans are rejected."""
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
-"""A whole JSON number that the store's columns hold."""
+"""A JSON integer within the range of the store's columns."""
 Text = Annotated[str, Field(max_length=1000, pattern=r"^[^\x00]*$")]
-"""A remark in a client's own words."""
+"""Free text of a client."""
 
 
 def _check_parameters(request: Request, known: list[str]) -> None:
-    """Refuse query parameters that the route does not have: a misspelt filter must not return everything.
+    """Reject query parameters that the route does not declare, because a misspelt filter would return everything.
 
     Raises:
-        RequestValidationError: the first unknown one, with the name that comes near it.
+        RequestValidationError: the first unknown parameter, with a similar name as a hint.
     """
     for name in request.query_params:
         if name not in known:
@@ -48,10 +48,10 @@ def _check_parameters(request: Request, known: list[str]) -> None:
 
 
 class LimitedRequest(Request):
-    """A request whose body is decoded strictly."""
+    """A request with strict decoding of its body."""
 
     async def json(self) -> Any:
-        """Return the decoded body; what cannot be decoded is FastAPI's to refuse, with every other invalid body."""
+        """Return the decoded body; FastAPI rejects a body that cannot be decoded."""
         return orjson.loads(await self.body())
 
 
@@ -59,7 +59,7 @@ class LimitedRoute(APIRoute):
     """A route that reads its body under the proxy's limits."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, with the limits in front of it."""
+        """Return FastAPI's handler, preceded by the checks of the limits."""
         handle = super().get_route_handler()
         known = sorted(parameter.alias for parameter in self.dependant.query_params)
 
@@ -74,7 +74,7 @@ class LimitedRoute(APIRoute):
                     timeout_seconds=settings.header_timeout_seconds,
                 )
                 await check_nesting(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
-                checked._body = raw  # noqa: SLF001  where Starlette keeps a body that it has read
+                checked._body = raw  # noqa: SLF001  Starlette's cache of the body
             return await handle(checked)
 
         return limited

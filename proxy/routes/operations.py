@@ -1,4 +1,4 @@
-"""Liveness, readiness and metrics: what whoever operates the proxy asks it."""
+"""Routes for operators: liveness, readiness, counts, updates and metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Caller = Annotated[Principal, Depends(caller)]
 
 
 class EngineReport(Answer):
-    """One engine, as the proxy sees it."""
+    """The proxy's state of one engine."""
 
     url: str | None
     """None for callers without a key."""
@@ -43,38 +43,38 @@ class EngineReport(Answer):
 
 
 class TrainerReport(Answer):
-    """What a trainer reported last."""
+    """The last report of a trainer."""
 
     trainer_id: str
     text: str
     """One line, such as `4 of 32 groups are ready`."""
     starts_at: datetime.datetime | None
-    """When the next batch starts even if it is not full; null where it waits for more, or trains."""
+    """When the next batch starts even if it is not full; null if the trainer waits for more groups or trains."""
     reported_at: datetime.datetime
 
 
 class CountsAnswer(Answer):
-    """What the store holds of a tenant."""
+    """Counts of a tenant's rows in the store."""
 
     sessions: dict[str, int]
     """By status."""
     groups: dict[str, int]
-    """By status: `ready` ones wait for the trainer, `claimed` ones are with it."""
+    """Number of groups by status: `ready` groups wait for the trainer, `claimed` groups are being trained."""
     num_turns: int
     num_rewards: int
     num_updates: int
-    """Of the policy, which all tenants share."""
+    """Number of updates of the policy, which all tenants share."""
     trainers: list[TrainerReport]
-    """What each trainer does now; the newest report first."""
+    """The last report of each trainer, newest first."""
 
 
 class ReadyAnswer(Answer):
-    """What the proxy can serve."""
+    """Whether the proxy can serve calls."""
 
     ready: bool
     engines: list[EngineReport]
     store: str
-    """`ok`, or what is wrong with it."""
+    """`ok`, or the error."""
     policy_version: int | None
     exact_continuation: bool
     reload_error: str | None
@@ -82,13 +82,13 @@ class ReadyAnswer(Answer):
 
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
-    """Say that the process runs."""
+    """Report that the process runs."""
     return "ok"
 
 
 @router.get("/readyz", responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
 async def readyz(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
-    """Say whether calls can be served: an engine that is on the active version, and a store that answers."""
+    """Report whether calls can be served: an engine serves the active version, and the store answers."""
     is_known = await _has_key(request, services)
     engines = [
         {"url": e.url if is_known else None, "ready": e.is_serving, "model": e.model, "policy_version": e.version}
@@ -108,7 +108,7 @@ async def readyz(request: Request, services: Annotated[Services, Depends(service
 
 
 async def _has_key(request: Request, services: Services) -> bool:
-    """Return whether the caller presents a valid key; without one it is told no addresses."""
+    """Return whether the caller presents a valid key; callers without one do not see addresses."""
     try:
         await services.authenticator.authenticate(dict(request.scope["headers"]))
     except (ClientError, StoreError):
@@ -117,7 +117,7 @@ async def _has_key(request: Request, services: Services) -> bool:
 
 
 async def _store_error(services: Services) -> str | None:
-    """Return why nothing can be read or written, None if both work."""
+    """Return why the store cannot be read or written; None if both work."""
 
     def read() -> None:
         with services.database.read() as connection:
@@ -152,7 +152,7 @@ async def list_updates(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
 ) -> Response:
-    """List the trainer's updates, newest first, each with the groups and sessions that this tenant had in it."""
+    """List the trainer's updates, newest first, each with this tenant's groups and sessions in it."""
 
     def read() -> Json:
         with services.database.read() as connection:
@@ -164,7 +164,7 @@ async def list_updates(
 
 @router.get("/openapi.json", include_in_schema=False)
 async def document(request: Request, _: Caller) -> Response:
-    """Give the OpenAPI document."""
+    """Return the OpenAPI document."""
     return answer(describe(request.app))
 
 
@@ -174,7 +174,7 @@ async def document(request: Request, _: Caller) -> Response:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request, _: Caller) -> Response:
-    """Give all metrics in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     services = services_of(request)
     try:
         await asyncio.to_thread(_read_gauges, services)

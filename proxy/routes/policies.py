@@ -1,4 +1,4 @@
-"""Policy versions: list, publish, pin and roll back."""
+"""Routes of policy versions: list, publish, pin and roll back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NewPolicy(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     version: Count | None = None
-    """By default one more than the newest."""
+    """Number of the version; by default one more than the newest."""
     path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")
     kind: PolicyKind = PolicyKind.FULL
     metrics: dict[str, Any] = Field(default_factory=dict)
@@ -43,7 +43,7 @@ class Activation(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     pin: bool = True
-    """Serve it whatever is published later; false serves it until a newer version is published."""
+    """Keep serving this version when newer ones are published; false serves it until a newer version is published."""
 
 
 @router.get("", responses=says(PolicyPage))
@@ -66,10 +66,10 @@ async def list_policies(
 
 @router.post("", responses=says(PolicyAnswer))
 async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
-    """Publish a directory of weights as the next version; engines take it as soon as it has been checked.
+    """Publish a directory of weights as the next version; engines load it as soon as it has been checked.
 
-    All tenants share the model, so only keys of the tenant that owns it may: `policy_tenant`, or the only tenant
-    that has keys.
+    All tenants share the model, so only keys of its owner may publish: the tenant `policy_tenant`, or the only tenant
+    with keys.
     """
     await _check_owner(services, principal)
     model_path = next((engine.model_path for engine in services.pool.serving), None)
@@ -88,10 +88,10 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
 async def activate_policy(
     version: Version, services: Here, principal: Caller, how: Activation | None = None
 ) -> Response:
-    """Serve this version, tried again if it failed, and stay on it; a version whose files are gone is 409.
+    """Serve and pin this version, also if it failed before; a version whose files no longer exist gets 409.
 
-    With `{"pin": false}` it is served until a newer version is published. For the newest version that means: follow
-    the newest again. While an older version is pinned, what the trainer learns from is sampled by that version.
+    With `{"pin": false}` it is served until a newer version is published. For the newest version this means: follow
+    the newest again. While an older version is pinned, that version samples all turns that the trainer trains on.
     """
     await _check_owner(services, principal)
     pin = (how or Activation()).pin

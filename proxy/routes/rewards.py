@@ -1,4 +1,4 @@
-"""Rewards go in, experiences come out: the ledger's two ends."""
+"""Routes that write rewards and read experiences."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ RewardLines = Annotated[
 
 
 class Export(StreamingResponse):
-    """Streams lines out of an open transaction, and ends it however the stream ends: a client may leave half-way."""
+    """Streams lines from an open transaction, and ends the transaction even if the client disconnects early."""
 
     def __init__(self, first: bytes, lines: Generator[bytes]) -> None:
         self._lines = lines
@@ -85,13 +85,13 @@ async def post_rewards(
     principal: Caller,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> Response:
-    """Append rewards, all of them or none; a later line for the same target and name revises an earlier one."""
+    """Append all reward lines or none; a later line with the same target and name replaces an earlier one."""
     for line in wanted:
         if line.session_id is not None:
             principal.require_session(line.session_id)
     rewards = [
         Reward(
-            # A session key reaches turns of its own session alone, so the turn must be one of them.
+            # A session key may only reward turns of its own session.
             session_id=line.session_id or principal.session_id or "",
             tenant=principal.tenant,
             turn_id=line.turn_id,
@@ -146,7 +146,7 @@ async def list_experiences(
         list[Role] | None, Query(description="Roles that are trained; by default main and sub_agent.")
     ] = None,
 ) -> StreamingResponse:
-    """Give what would be trained as JSON Lines, under the sessions' own credit policy or, as a dry run, another."""
+    """Return the experiences to train as JSON Lines, with the sessions' credit policy or, as a dry run, another one."""
     if gamma and credit is Credit.PROPAGATE:
         raise InvalidRequest(
             "`gamma` discounts step rewards and has no effect with credit `propagate`; give credit `step_wise`, or "

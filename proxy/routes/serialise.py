@@ -1,4 +1,4 @@
-"""What several control-plane routes share: who is calling, and how records become JSON."""
+"""Shared code of the control-plane routes: the caller's principal, and the JSON of records."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from turnwise.types import Experience, Json, PolicyVersion, Reward, Session, Tur
 
 
 async def caller(request: Request) -> Principal:
-    """Return who is calling, if they may use the route.
+    """Return the caller's principal, if the caller may use the route.
 
     Raises:
         Unauthorized: no key, or one that is unknown, expired or revoked.
-        Forbidden: its role may not do what the route does.
+        Forbidden: the key's role does not allow the route's action.
     """
     principal = await services_of(request).authenticator.authenticate(dict(request.scope["headers"]))
     principal.require(ACTION_OF_ROUTE[f"{request.method} {request.scope['route'].path}"])
@@ -34,22 +34,22 @@ def page(rows: list[Json], has_more: bool) -> Json:
 
 
 def record_json(record: Session | Reward | PolicyVersion | UpdateRecord) -> Json:
-    """Return a record as the API shows it."""
+    """Return a record as the API's JSON."""
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 
 
 def policy_json(policy: PolicyVersion) -> Json:
-    """Return a policy version as the API shows it."""
+    """Return a policy version as the API's JSON."""
     return {**record_json(policy), "on_disk": policies.on_disk(policy)}
 
 
 def update_json(view: UpdateView) -> Json:
-    """Return an update as the API shows it, with what the caller's tenant had in it."""
+    """Return an update as the API's JSON, with the groups and sessions of the caller's tenant."""
     return {**record_json(view.update), "groups": view.groups, "sessions": view.sessions}
 
 
 def turn_json(view: TurnView) -> Json:
-    """Return a turn as the API shows it."""
+    """Return a turn as the API's JSON."""
     shown = {name: getattr(view.turn, name) for name in PUBLIC[Turn]}
     return shown | {
         "messages": view.messages,
@@ -62,7 +62,7 @@ def turn_json(view: TurnView) -> Json:
 
 
 def experience_json(experience: Experience) -> Json:
-    """Return an experience as the API shows it; as in Trinity-RFT, mask and logprobs cover what follows the prompt."""
+    """Return an experience as the API's JSON; as in Trinity-RFT, mask and logprobs begin after the prompt."""
     after = experience.prompt_length
     shown: dict[str, Any] = {
         "eid": dataclasses.asdict(experience.eid),

@@ -1,4 +1,4 @@
-"""Sessions and their turns: create, list, look at, end."""
+"""Routes of sessions and their turns: create, list, read, end and delete."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Caller = Annotated[Principal, Depends(caller)]
 Prompt = Annotated[
     Literal["added", "whole"],
     Query(
-        description="Whether `messages`, `tools` and `prompt_token_ids` are what the turn adds, or the whole prompt."
+        description="Whether `messages`, `tools` and `prompt_token_ids` are the turn's own part or the whole prompt."
     ),
 ]
 
 
 class NewSession(BaseModel):
-    """What a session is created with; everything has a default."""
+    """The fields of a new session; all have defaults."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -59,9 +59,9 @@ class NewSession(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
     sampling: dict[str, Any] = Field(default_factory=dict)
     key_may: Literal["call", "call_and_reward"] = "call"
-    """What the session key of the answer may do: call the model, or also post rewards for its session and end it."""
+    """Role of the session key in the answer: call the model, or also post rewards for its session and end it."""
     key_expires_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
-    """How long the session key is accepted; by default for as long as the session is open."""
+    """Lifetime of the session key; by default it is valid while the session is open."""
 
     @model_validator(mode="after")
     def _gamma_has_an_effect(self) -> NewSession:
@@ -74,7 +74,7 @@ class NewSession(BaseModel):
 
 
 class WantedRole(BaseModel):
-    """The role that a chain has."""
+    """The new role of a chain."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -93,10 +93,10 @@ class Ending(BaseModel):
 
 @router.post("/sessions", responses=says(NewSessionAnswer))
 async def create_session(wanted: NewSession, request: Request, services: Here, principal: Caller) -> Response:
-    """Create a session, or change the one that has this id: what can no longer change is 409.
+    """Create a session, or change the session with this id; a field that can no longer change gets 409.
 
-    Fields that are left out stay as they are. An open session takes all of them, until its group is complete; one
-    that is over takes `metadata`.
+    Fields that are left out do not change. All fields of an open session can change until its group is complete; of a
+    session that is over, only `metadata` can change.
     """
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
     expires_at = None if wanted.key_expires_seconds is None else int(time.time()) + wanted.key_expires_seconds
@@ -146,7 +146,7 @@ async def list_sessions(
 
 @router.get("/sessions/{session_id}", responses=says(SessionAnswer))
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
-    """Look at one session."""
+    """Read one session."""
     principal.require_session(session_id)
 
     def read() -> Json:
@@ -165,9 +165,9 @@ async def list_turns(
     after: Id | None = None,
     prompt: Prompt = "added",
 ) -> Response:
-    """List a session's turns in the order of their commits, each with what it adds to the prompt of its parent.
+    """List a session's turns in the order of their commits, each with the part that it adds to its parent's prompt.
 
-    `prompt=whole` gives each turn's whole prompt: its size grows with the square of a conversation's length.
+    `prompt=whole` returns each turn's whole prompt: the size grows with the square of a conversation's length.
     """
     principal.require_session(session_id)
 
@@ -183,7 +183,7 @@ async def list_turns(
 
 @router.get("/turns/{turn_id}", responses=says(TurnAnswer))
 async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Prompt = "added") -> Response:
-    """Look at one turn, with what it adds to the prompt of its parent; with `prompt=whole`, with its whole prompt."""
+    """Read one turn with the part that it adds to its parent's prompt; `prompt=whole` returns the whole prompt."""
 
     def read() -> Json:
         with services.database.read() as connection:
@@ -197,7 +197,7 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
 
 @router.post("/turns/{turn_id}/role", responses=says(ChainRole))
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
-    """Correct the role of a turn's chain: of all turns in it. What is trained is decided by role."""
+    """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
     principal.require("reward")
 
     def read() -> str | None:
@@ -214,7 +214,7 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
 
 @router.post("/sessions/{session_id}/end", responses=says(SessionAnswer))
 async def end_session(session_id: Id, services: Here, principal: Caller, ending: Ending | None = None) -> Response:
-    """End a session; what ended and has a reward is ready for training."""
+    """End a session; a session that is over and has a reward is ready for training."""
     principal.require_session(session_id)
     said = ending or Ending()
 
@@ -247,7 +247,7 @@ async def delete_tenant(services: Here, principal: Caller) -> Response:
 
 
 def _deleted(services: Services, deleted: retention.Deleted) -> Json:
-    """Return what was deleted as the API shows it, and forget it in memory."""
+    """Remove deleted sessions from memory; return the deletion as the API's JSON."""
     for tenant, session_id in deleted.sessions:
         services.sessions.forget(tenant, session_id)
     return {

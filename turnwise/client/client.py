@@ -1,8 +1,7 @@
 """Sessions and rewards over HTTP, synchronous (`Client`) and asynchronous (`AsyncClient`).
 
-One decision: a session hands out *real* OpenAI clients, pointed at the session's own base URL, so an agent runs
-unchanged and everything that it samples is captured. What this module adds is only the control plane: opening and
-ending sessions, rewards, and reading back what was captured.
+A session returns *real* OpenAI clients with the session's own base URL, so an agent runs unchanged and all its samples
+are captured. This module adds only the control plane: creating and ending sessions, rewards, and reading captured data.
 
     with Client("http://127.0.0.1:8100") as turnwise:
         session = turnwise.create_session(task_id="trail-17", group_id="trail-17", group_size=8)
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _SessionState:
-    """A session as the proxy described it when it was opened."""
+    """A session as the proxy described it at its creation."""
 
     def __init__(self, data: Json, connection: Connection) -> None:
         self.data = data
@@ -39,13 +38,13 @@ class _SessionState:
         self.session_id: str = data["session_id"]
         default_url = f"{connection.base_url}/sessions/{wire.segment(self.session_id)}/v1"
         self.base_url: str = data.get("base_url") or default_url
-        """What to give any OpenAI client as its base URL."""
+        """Base URL for any OpenAI client."""
         self.api_key: str = data.get("api_key") or connection.api_key
-        """What to give any OpenAI client as its key."""
+        """API key for any OpenAI client."""
         self._pool = connection.pool
 
     def openai(self, *, step: int | None = None) -> OpenAI:
-        """Return a real OpenAI client for this session; with a step, all of its calls belong to that step."""
+        """Return a real OpenAI client for this session; with `step`, all its calls belong to that step."""
         return self._pool.sync(self.base_url, self.api_key, step_header(step))
 
     def openai_async(self, *, step: int | None = None) -> AsyncOpenAI:
@@ -77,7 +76,7 @@ class SessionHandle(_SessionState):
 
 
 class Client(Connection):
-    """The control plane, synchronously. Safe to share between threads."""
+    """Synchronous client of the control plane. Safe to share between threads."""
 
     def __init__(self, base_url: str = DEFAULT_BASE_URL, api_key: str | None = None, **options: Any) -> None:
         super().__init__(base_url, api_key, **options)
@@ -95,7 +94,7 @@ class Client(Connection):
         self.pool.close()
 
     def asynchronous(self) -> AsyncClient:
-        """Return an asynchronous client of the same proxy, over the same connections as this one's OpenAI clients."""
+        """Return an asynchronous client of the same proxy that shares this client's connections for model calls."""
         return AsyncClient(
             self.base_url,
             self.api_key,
@@ -179,10 +178,10 @@ class Client(Connection):
         return self._send(wire.get("/metrics")).text
 
     def wait_until_ready(self, timeout_seconds: float = 60.0) -> None:
-        """Return when the proxy, its store and its engines are ready.
+        """Wait until the proxy, its store and its engines are ready.
 
         Raises:
-            ProxyUnavailable: they were not, within the time.
+            ProxyUnavailable: they were not ready in time.
         """
         deadline = time.monotonic() + timeout_seconds
         while reason := self._why_not_ready():
@@ -244,7 +243,7 @@ class AsyncSessionHandle(_SessionState):
 
 
 class AsyncClient(Connection):
-    """The control plane, asynchronously. May be used from several event loops."""
+    """Asynchronous client of the control plane. May be used from several event loops."""
 
     def __init__(self, base_url: str = DEFAULT_BASE_URL, api_key: str | None = None, **options: Any) -> None:
         super().__init__(base_url, api_key, **options)
@@ -336,10 +335,10 @@ class AsyncClient(Connection):
         return (await self._send(wire.get("/metrics"))).text
 
     async def wait_until_ready(self, timeout_seconds: float = 60.0) -> None:
-        """Return when the proxy, its store and its engines are ready.
+        """Wait until the proxy, its store and its engines are ready.
 
         Raises:
-            ProxyUnavailable: they were not, within the time.
+            ProxyUnavailable: they were not ready in time.
         """
         deadline = time.monotonic() + timeout_seconds
         while reason := await self._why_not_ready():

@@ -1,8 +1,8 @@
-"""Where the proxy is, and real OpenAI clients for many sessions over shared connections.
+"""The proxy's address, and real OpenAI clients for many sessions over shared connections.
 
-One decision: a session's client is a copy of a shared one with another base URL and key. A copy costs microseconds
-and shares the pool, so ten thousand sessions open a handful of connections. openai itself is imported at first use:
-the SDK works without it.
+A session's client is a copy of a shared client with another base URL and key. A copy takes microseconds and shares the
+connection pool, so ten thousand sessions open few connections. openai is imported at first use; the SDK works without
+it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8100"
 OPENAI_MAX_RETRIES = 8
-"""OpenAI's own default of 2 is too little for hundreds of agents that meet a proxy's 429 together."""
+"""OpenAI's default of 2 is too small if hundreds of agents get 429 from a proxy at the same time."""
 STEP_HEADER = "X-Step"
 LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
 class LoopTransport(httpx2.AsyncBaseTransport):
-    """Connections for whichever event loop asks.
+    """A transport with one connection pool per event loop.
 
-    A connection belongs to the loop that opened it and fails in another. With a pool for each loop, one client may be
-    made anywhere and serve several `asyncio.run`, one after the other or in threads side by side.
+    A connection works only in the event loop that opened it. With a pool for each loop, a client may be created
+    anywhere and used in several `asyncio.run`, one after the other or concurrently in threads.
     """
 
     def __init__(self) -> None:
         self._by_loop: dict[asyncio.AbstractEventLoop, httpx2.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request over the running loop's connections."""
+        """Send a request over the running event loop's connections."""
         loop = asyncio.get_running_loop()
         transport = self._by_loop.get(loop)
         if transport is None:
@@ -63,7 +63,7 @@ class OpenAIPool:
         self._async: openai.AsyncOpenAI | None = None
 
     def sync(self, base_url: str, api_key: str, headers: Mapping[str, str] | None = None) -> openai.OpenAI:
-        """Return a client with its own address and key; headers are read anew for every call."""
+        """Return a client with its own base URL and key; headers are read for every call."""
         if self._sync is None:
             import openai
 
@@ -76,7 +76,7 @@ class OpenAIPool:
         return self._sync.with_options(base_url=base_url, api_key=api_key, set_default_headers=headers)
 
     def asynchronous(self, base_url: str, api_key: str, headers: Mapping[str, str] | None = None) -> openai.AsyncOpenAI:
-        """Return an asynchronous client with its own address and key; headers are read anew for every call."""
+        """Return an asynchronous client with its own base URL and key; headers are read for every call."""
         if self._async is None:
             import openai
 
@@ -95,13 +95,13 @@ class OpenAIPool:
             self._sync.close()
 
     async def aclose(self) -> None:
-        """Close the connections of the synchronous clients, and those of the running loop."""
+        """Close the connections of the synchronous clients and those of the running event loop."""
         self.close()
         await self._transport.aclose()
 
 
 class Connection:
-    """What both clients know: where the proxy is, with which key, and how patient to be."""
+    """Base class of both clients: the proxy's address, the API key, timeouts and retries."""
 
     def __init__(
         self,
@@ -113,15 +113,15 @@ class Connection:
         openai_timeout: float = 600.0,
         transport: LoopTransport | None = None,
     ) -> None:
-        """Remember the proxy.
+        """Store the connection's options.
 
         Args:
-            base_url: the proxy, with or without `/v1`.
-            api_key: a key of the proxy; a proxy that asks for none needs none.
+            base_url: URL of the proxy, with or without `/v1`.
+            api_key: an API key of the proxy; not needed for a proxy without API keys.
             timeout: seconds for each call to the control plane.
-            max_retries: how often a call is repeated after a broken connection, 429 or 503.
-            openai_timeout: seconds for each model call of the OpenAI clients that sessions hand out.
-            transport: connections to share with another client; its own by default.
+            max_retries: number of retries after a broken connection, 429 or 503.
+            openai_timeout: seconds for each model call of the sessions' OpenAI clients.
+            transport: connections of another client to share; by default the client opens its own.
         """
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.api_key = api_key or API_KEY_WHEN_NONE
@@ -129,9 +129,9 @@ class Connection:
         self.timeout = timeout
         self.openai_timeout = openai_timeout
         self.model: str | None = None
-        """Name of the served model, once it has been asked for."""
+        """Name of the served model; None before the first request for it."""
         self.transport = transport or LoopTransport()
-        """The connections of everything asynchronous that is made of this client."""
+        """The connections of all asynchronous clients that are created from this client."""
         self.pool = OpenAIPool(self.base_url, openai_timeout, self.transport)
         self.options: dict[str, Any] = {
             "base_url": self.base_url,
@@ -140,11 +140,11 @@ class Connection:
         }
 
     def request_arguments(self, call: Call) -> dict[str, Any]:
-        """Return a call as the HTTP client takes it."""
+        """Return a call as arguments of the HTTP client."""
         arguments = {"method": call.method, "url": call.path, "params": dict(call.params), "headers": call.headers}
         return arguments if call.body is None else {**arguments, "json": call.body}
 
 
 def step_header(step: int | None) -> dict[str, str]:
-    """Return the header that puts a call into a step of its session; nothing for None."""
+    """Return the header that assigns a call to a step of its session; no header for None."""
     return {} if step is None else {STEP_HEADER: str(step)}

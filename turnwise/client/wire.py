@@ -1,7 +1,7 @@
-"""The control plane's calls as plain values: what is asked, when it is asked again, and which error an answer is.
+"""The control plane's calls as plain values: requests, rules for retries, and the errors of answers.
 
-One decision: nothing here does IO. The synchronous and the asynchronous client differ only in how they send a `Call`
-and how they sleep, so every rule about paths, retries and errors is written once.
+This module does no IO. The synchronous and the asynchronous client differ only in how they send a `Call` and how they
+sleep, so the rules for paths, retries and errors are written once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from turnwise import errors
 from turnwise.types import Json
 
 API_KEY_WHEN_NONE = "EMPTY"
-"""What OpenAI clients send to a proxy that asks for no key; they refuse to start without one."""
+"""The key that OpenAI clients send to a proxy without API keys; they do not start without a key."""
 
 PAGE_SIZE = 100
-"""Rows asked for at a time by the iterators."""
+"""Rows per page that the iterators request."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
-"""Answers after which the same call may succeed."""
+"""Statuses after which the same call may succeed."""
 BACKOFF_BASE_SECONDS = 0.25
 BACKOFF_MAX_SECONDS = 8.0
 READY_POLL_SECONDS = 0.2
-"""How often readiness is asked for."""
+"""Interval between checks of readiness."""
 RETRY_AFTER_MAX_SECONDS = 120.0
-"""A server that asks for more patience than this gets its next call after this much."""
+"""Maximum pause; a longer `Retry-After` is shortened to this."""
 
 
 Prompt = Literal["added", "whole"]
@@ -37,17 +37,17 @@ Prompt = Literal["added", "whole"]
 
 
 class SessionFields(TypedDict, total=False):
-    """What opening a session takes; what is left out is the proxy's to fill in."""
+    """Fields of a new session; the proxy sets the fields that are left out."""
 
     session_id: str
-    """A name of your own makes creation idempotent over restarts of the agent; without one a fresh one is made."""
+    """An id chosen by the caller makes creation idempotent across restarts of the agent; by default a new id."""
     task_id: str
     run: int
     """Which rollout of the task this is, from 0."""
     group_id: str
-    """The rollouts that are centred together."""
+    """The group of rollouts whose rewards are compared."""
     group_size: int
-    """How many sessions complete the group."""
+    """Number of sessions that complete the group."""
     split: str
     """`train`, or `eval`: never trained on."""
     credit: str
@@ -55,15 +55,15 @@ class SessionFields(TypedDict, total=False):
     gamma: float
     metadata: Json
     sampling: Json
-    """Sampling parameters that the session's calls are pinned to, whatever they ask for."""
+    """Sampling parameters that override those of the session's calls."""
     key_may: Literal["call", "call_and_reward"]
-    """What the session's own key may do; by default it calls the model and nothing else."""
+    """Role of the session's key; by default it may only call the model."""
     key_expires_seconds: int
     """How long the session's own key is accepted."""
 
 
 class RewardFields(TypedDict, total=False):
-    """What narrows a reward of a session: a step, or one turn; its name, and who judged."""
+    """Optional fields of a reward: a step or a turn, a name, and the source."""
 
     step: int
     turn_id: str
@@ -73,7 +73,7 @@ class RewardFields(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One request to the control plane. All of them may be sent twice: writes carry a key that makes them one."""
+    """One request to the control plane. Any call may be sent twice: writes have an idempotency key."""
 
     method: str
     path: str
@@ -83,58 +83,58 @@ class Call:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that this call needs beyond the client's own."""
+        """Headers of this call, in addition to the client's own."""
         return {"Idempotency-Key": self.idempotency_key} if self.idempotency_key else {}
 
 
 def get(path: str, **params: Any) -> Call:
-    """Return a read; parameters that are None are left out."""
+    """Return a read call; parameters that are None are omitted."""
     return Call("GET", path, params=given(params))
 
 
 def write(path: str, body: Any, *, idempotency_key: str | None = None) -> Call:
-    """Return a write under the caller's idempotency key, or under a fresh one."""
+    """Return a write call with the caller's idempotency key, or with a new one."""
     return Call("POST", path, body=body, idempotency_key=idempotency_key or uuid.uuid4().hex)
 
 
 def given(fields: Mapping[str, Any]) -> Json:
-    """Return the fields that are not None: those that the caller left out are the server's to fill in."""
+    """Return the fields that are not None; the server sets the others."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def segment(identifier: str | int) -> str:
-    """Return an id as one segment of a path: `task:0` and `a/b` and `…#1` stay one."""
+    """Return an id as one quoted segment of a path, such as `task:0`, `a/b` or `…#1`."""
     return quote(str(identifier), safe=":")
 
 
 def session_path(session_id: str, suffix: str = "") -> str:
-    """Return the control plane's path of a session."""
+    """Return a session's path in the control plane."""
     return f"/v1/sessions/{segment(session_id)}{suffix}"
 
 
 def get_turn(turn_id: str, prompt: Prompt) -> Call:
-    """Return the read of one turn."""
+    """Return the call that reads one turn."""
     return get(f"/v1/turns/{segment(turn_id)}", prompt=prompt)
 
 
 def activate(version: int, *, pin: bool) -> Call:
-    """Return the activation of a policy version."""
+    """Return the call that activates a policy version."""
     return write(f"/v1/policies/{segment(version)}/activate", {"pin": pin})
 
 
 def create_session(fields: SessionFields) -> Call:
-    """Return the creation of a session, under a name given here: a retry finds the session of the first attempt."""
+    """Return the call that creates a session. The id is set here, so a retry finds the session of the first attempt."""
     named = {"session_id": uuid.uuid4().hex, **given(fields)}
     return write("/v1/sessions", named, idempotency_key=named["session_id"])
 
 
 def page_of(path: str, filters: Mapping[str, Any]) -> Call:
-    """Return the read of a list's first page."""
+    """Return the call that reads a list's first page."""
     return get(path, **{"limit": PAGE_SIZE, **filters})
 
 
 def first_model(models: Json) -> str:
-    """Return the model that an engine serves, from its list of models."""
+    """Return the first model of an engine's list of models."""
     return str(models["data"][0]["id"])
 
 
@@ -150,7 +150,7 @@ def reward_line(
     """Return one line for the ledger.
 
     Raises:
-        InvalidRequest: neither a session nor a turn is named.
+        InvalidRequest: neither a session nor a turn is given.
     """
     if session_id is None and turn_id is None:
         raise errors.InvalidRequest("a reward needs a target: give session_id or turn_id", param="session_id")
@@ -159,12 +159,12 @@ def reward_line(
 
 
 def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> Call:
-    """Return the write of several reward lines in one transaction."""
+    """Return the call that writes several reward lines in one transaction."""
     return write("/v1/rewards", [dict(line) for line in lines], idempotency_key=idempotency_key)
 
 
 def next_page(call: Call, page: Json, id_field: str) -> Call | None:
-    """Return the call for the page after this one, or None when it was the last."""
+    """Return the call for the next page; None after the last page."""
     rows = page["data"]
     if not page.get("has_more") or not rows:
         return None
@@ -172,10 +172,10 @@ def next_page(call: Call, page: Json, id_field: str) -> Call | None:
 
 
 def pause_seconds(attempt: int, retry_after: str | None) -> float:
-    """Return how long to wait before attempt `attempt + 2`: what the server asked for, else doubling, with jitter."""
+    """Return the pause before attempt `attempt + 2`: `Retry-After`, otherwise exponential backoff, with jitter."""
     asked = _seconds(retry_after)
     if asked is not None:
-        # Jitter upwards only: many sessions were told the same second, and none may come back before it.
+        # Jitter only increases the pause: no client may retry before `Retry-After`.
         return min(asked, RETRY_AFTER_MAX_SECONDS) + random.uniform(0, BACKOFF_BASE_SECONDS)  # noqa: S311 not a secret
     doubled: float = min(BACKOFF_BASE_SECONDS * 2**attempt, BACKOFF_MAX_SECONDS)
     return doubled * random.uniform(0.5, 1.0)  # noqa: S311 not a secret
@@ -184,7 +184,7 @@ def pause_seconds(attempt: int, retry_after: str | None) -> float:
 def _seconds(retry_after: str | None) -> float | None:
     try:
         return max(0.0, float(retry_after)) if retry_after else None
-    except ValueError:  # an HTTP date: our proxy never sends one, a gateway before it may
+    except ValueError:  # an HTTP date; the proxy never sends one, but a gateway may
         return None
 
 
@@ -205,11 +205,11 @@ _ERROR_OF_CODE: dict[str, type[errors.TurnwiseError]] = {
     "schema_mismatch": errors.SchemaMismatch,
     "bad_checkpoint": errors.BadCheckpoint,
 }
-"""Failures that are not the caller's, by the code that the proxy gives them."""
+"""The proxy's error code → class, for errors that the caller did not cause."""
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> errors.TurnwiseError:
-    """Return the error that an answer stands for, with the server's own sentence."""
+    """Return the error for an answer, with the server's message."""
     detail = _detail(body)
     message = str(detail.get("message") or f"the proxy answered {status}: {body[:500].decode(errors='replace')!r}")
     if status == 429:
@@ -224,7 +224,7 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> errors
 
 
 def _detail(body: bytes) -> Json:
-    """Return the `error` object of an OpenAI-shaped body; empty for what a gateway in between made up."""
+    """Return the `error` object of an OpenAI-shaped body; empty for other bodies, such as a gateway's."""
     try:
         detail = json.loads(body)["error"]
     except (ValueError, TypeError, KeyError):
@@ -234,7 +234,7 @@ def _detail(body: bytes) -> Json:
 
 @dataclasses.dataclass(slots=True)
 class Attempts:
-    """Counts how often a call was tried, and says after each failure how long to wait, or raises."""
+    """Counts the attempts of a call; after each failure it returns the pause before the next attempt, or raises."""
 
     limit: int
     """Retries after the first attempt."""
@@ -244,7 +244,7 @@ class Attempts:
         """Return the pause before the next attempt.
 
         Raises:
-            ProxyUnavailable: that was the last one.
+            ProxyUnavailable: it was the last attempt.
         """
         if self.failed >= self.limit:
             message = (
@@ -257,7 +257,7 @@ class Attempts:
         """Return the pause before the next attempt.
 
         Raises:
-            TurnwiseError: the answer is final, or that was the last attempt.
+            TurnwiseError: the answer is final, or it was the last attempt.
         """
         if status not in RETRIED_STATUSES or self.failed >= self.limit:
             raise error_of(status, body, retry_after)

@@ -1,1 +1,1 @@
-"""The demo: a small world in which an agent can be watched getting better."""
+"""The demo: a small task that an agent learns from its rewards."""

@@ -1,4 +1,4 @@
-"""`python -m turnwise.demo`: see an agent learn, on this machine, in minutes."""
+"""`python -m turnwise.demo`: an agent learns a task on this machine in minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turnwise.demo.driver import Demo, DemoSettings, main
 
 
 def terminal() -> Callable[[str, str], None]:
-    """Return what prints lines to the terminal, with the seconds since now."""
+    """Return a function that prints lines to the terminal with the elapsed seconds."""
     logging.basicConfig(level="WARNING")
     started = time.monotonic()
 
@@ -25,7 +25,7 @@ def terminal() -> Callable[[str, str], None]:
 
 
 def run(settings: DemoSettings) -> None:
-    """Run the demo, talking to the terminal."""
+    """Run the demo with output on the terminal."""
     say = terminal()
     sys.exit(main(Demo(settings, say), settings, say))
 

@@ -1,7 +1,7 @@
 """The demo with a third-party agent: mini-swe-agent, unmodified, learns the trail as files in a real shell.
 
-It is the demo of `driver` with another model format and another player: the agent runs in an environment of its own
-and is played by `turnwise.rollouts`, as `turnwise run --call` does.
+It is the demo of `driver` with another model format and another way to play: the agent runs in its own virtual
+environment, started by the same code as `turnwise run --call`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from turnwise.rollouts import Runner, RunResult, RunSettings, Task, opened
 from turnwise.rollouts.report import is_failed
 
 MAX_FAILED_SESSIONS = 5
-"""After so many the demo is broken, and ends with the last one's error."""
+"""Number of failed sessions after which the demo ends with the last session's error."""
 FIRST_TRANSCRIPT_TASK = 1_000_000
-"""Index of the first held-out task that is written as a transcript."""
+"""Index of the first held-out task that may be written as a transcript."""
 NUM_TRANSCRIPT_TASKS = 8
 
 
@@ -43,7 +43,7 @@ class AgentDemoSettings(DemoSettings):
     python: str = sys.executable
     """Interpreter of the environment that the agent is installed in."""
     parallel: int = Field(default=32, ge=1)
-    """Sessions at a time."""
+    """Number of concurrent sessions."""
 
 
 class AgentRollouts:
@@ -56,7 +56,7 @@ class AgentRollouts:
 
     @property
     def is_training(self) -> bool:
-        """False lets the training sessions that have not begun end at once; what has begun is played to its end."""
+        """False skips the training sessions that have not begun; running sessions are completed."""
         return not self._runner.stopping.is_set()
 
     @is_training.setter
@@ -65,18 +65,18 @@ class AgentRollouts:
             self._runner.stopping.set()
 
     async def evaluate(self, first: int, count: int) -> float:
-        """Play held-out tasks once each, without anything being learned from them; return their mean reward."""
+        """Play each of some held-out tasks once, without training on them; return their mean reward."""
         tasks = [self._task("eval", first + index) for index in range(count)]
         results = self._count(await self._runner.play(tasks, split="eval"))
         return sum(result.reward or 0.0 for result in results) / count
 
     async def train_group(self, index: int, size: int) -> None:
-        """Play one training task `size` times: a group whose rewards are compared with each other."""
+        """Play one training task `size` times as one group."""
         results = self._count(await self._runner.play([self._task("train", index)], group_size=size))
         self.tally.recent_rewards += [result.reward or 0.0 for result in results]
 
     async def play_transcripts(self, pass_index: int) -> list[RunResult]:
-        """Play the tasks of which one is written as a transcript; also after the training sessions were stopped."""
+        """Play the tasks for the transcript; this works after training sessions were stopped."""
         self._runner.stopping.clear()
         tasks = [self._task("eval", FIRST_TRANSCRIPT_TASK + index) for index in range(NUM_TRANSCRIPT_TASKS)]
         return self._count(await self._runner.play(tasks, split="eval", pass_index=pass_index))
@@ -89,7 +89,7 @@ class AgentRollouts:
         """Count the sessions and the failed ones among them.
 
         Raises:
-            RolloutFailed: too many failed.
+            RolloutFailed: too many sessions failed.
         """
         self.tally.num_sessions += len(results)
         for result in results:
@@ -137,7 +137,7 @@ class AgentDemo(Demo):
         return report
 
     async def _write_transcript(self, client: AsyncClient, before: list[RunResult], after: list[RunResult]) -> None:
-        """Write the same task's conversation before and after: one that was failed and is solved, if there is one."""
+        """Write one task's conversation before and after training, if possible a task that is solved only after it."""
         pairs = sorted(zip(before, after, strict=True), key=lambda pair: (pair[0].reward or 0) - (pair[1].reward or 0))
         parts = [f"# Task {pairs[0][0].task_id}"]
         for title, result in zip(("Before", "After"), pairs[0], strict=True):

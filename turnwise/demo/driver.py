@@ -1,7 +1,7 @@
-"""The demo from start to end: build a small model, start the stack, let the agent play and learn, and report.
+"""The whole demo: build a small model, start the stack, let the agent play and learn, and write a report.
 
-Everything is real and separate. Engine, proxy and trainer are the processes that `turnwise up` starts; this driver is
-only a client, which plays rollouts no faster than the trainer takes them.
+Engine, proxy and trainer are the separate processes that `turnwise up` starts. This driver is only a client, which
+plays rollouts no faster than the trainer claims them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from turnwise.processes.supervisor import Supervisor
 from turnwise.settings import Settings
 
 POLL_SECONDS = 0.25
-"""How often a new policy version is looked for."""
+"""Interval between checks for a new policy version."""
 
 
 class DemoSettings(Settings):
@@ -37,24 +37,24 @@ class DemoSettings(Settings):
     out: Path = Path("runs/demo")
     seed: int = 0
     groups_per_batch: int = Field(default=32, ge=1)
-    """As in the trainer's settings: groups that make one policy version."""
+    """Groups per policy version, as in the trainer's settings."""
     group_size: int = Field(default=8, ge=2)
     lead: float = Field(default=2.0, ge=1)
-    """Batches that may be played and not yet trained on: one that is trained on, one that is played."""
+    """Maximum number of batches that are played but not yet trained: one is trained while the next is played."""
     target_reward: float = Field(default=0.94, gt=0, le=1)
-    """Mean reward of a batch of new training tasks at which the held-out evaluation is worth its time."""
+    """Mean reward of a batch of new training tasks that starts a held-out evaluation."""
     enough_reward: float = Field(default=0.92, gt=0, le=1)
     """Held-out reward that ends the demo."""
     num_eval_tasks: int = Field(default=256, ge=1)
     max_versions: int = Field(default=60, ge=1)
-    """Give up after so many; the report says what was reached."""
+    """Maximum number of versions; the demo then stops and reports the reward reached."""
 
 
 class Demo:
     """One run of the demo."""
 
     world = "trail"
-    """The format that the model is warmed up in, a key of `small_model.WORLDS`."""
+    """The format of the model's warm-up, a key of `small_model.WORLDS`."""
 
     def __init__(self, settings: DemoSettings, say: Any) -> None:
         self._settings = settings
@@ -65,7 +65,7 @@ class Demo:
         self._new_version = asyncio.Event()
 
     async def run(self) -> Report:
-        """Run it all and return the report, which is written as well."""
+        """Run the demo, write the report and return it."""
         settings = self._settings
         settings.out.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
@@ -83,7 +83,7 @@ class Demo:
         return report
 
     def _build_model(self) -> str:
-        """Build the model unless it stands already; return its directory."""
+        """Build the model unless it exists; return its directory."""
         from turnwise.demo.small_model import ensure_small_model  # loads torch
 
         directory = self._settings.out / f"model-{self._settings.seed}"
@@ -91,7 +91,7 @@ class Demo:
 
     @contextlib.asynccontextmanager
     async def _rollouts(self, client: AsyncClient) -> AsyncIterator[Playing]:
-        """Give what plays the agent."""
+        """Yield the object that plays the agent's sessions."""
         model = (await client.models())[0]["id"]
         yield Rollouts(client, load_agent(self._settings.agent), model, seed=self._settings.seed)
 
@@ -113,7 +113,7 @@ class Demo:
         return AsyncClient(f"http://127.0.0.1:{up.port}")
 
     async def _learn(self, client: AsyncClient) -> Report:
-        """Play until a held-out evaluation is good enough."""
+        """Play until a held-out evaluation reaches the wanted reward."""
         async with self._rollouts(client) as rollouts:
             return await self._play_until_learnt(client, rollouts)
 
@@ -137,16 +137,16 @@ class Demo:
         return report
 
     async def _evaluate(self, rollouts: Playing) -> float:
-        """Play held-out tasks that were never played before."""
+        """Play new held-out tasks."""
         count = self._settings.num_eval_tasks
         self._num_evaluations += 1
         return await rollouts.evaluate((self._num_evaluations - 1) * count, count)
 
     @contextlib.asynccontextmanager
     async def _playing(self, client: AsyncClient, rollouts: Playing, report: Report) -> AsyncIterator[None]:
-        """Play training groups and watch the versions in the background; fail as soon as either fails.
+        """Play training groups and watch the versions in the background; fail as soon as one of them fails.
 
-        What has begun is played to its end: a call that is given up would be a failed one.
+        Running sessions are completed, because a cancelled call would count as failed.
         """
         async with asyncio.TaskGroup() as tasks:
             background = [
@@ -171,7 +171,7 @@ class Demo:
         await self._new_version.wait()
 
     async def _watch(self, client: AsyncClient, rollouts: Playing, report: Report) -> None:
-        """Follow the policy versions and say what each one brought."""
+        """Follow the policy versions and print a line for each."""
         settings = self._settings
         batch = settings.groups_per_batch * settings.group_size
         while True:
@@ -193,7 +193,7 @@ class Demo:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _count(self, client: AsyncClient, report: Report) -> None:
-        """Take the proxy's own counts into the report."""
+        """Copy the proxy's own counts to the report."""
         counts = prometheus_counts(await client.metrics())
         for labels, value in counts.get("turnwise_turns_total", {}).items():
             outcome = dict(labels)["outcome"]
@@ -209,7 +209,7 @@ class Demo:
 
 
 async def active_version(client: AsyncClient) -> dict[str, Any] | None:
-    """Return the active policy version as the API shows it."""
+    """Return the active policy version as the API returns it."""
     async for policy in client.policies():
         if policy["status"] == "active":
             return policy
@@ -217,7 +217,7 @@ async def active_version(client: AsyncClient) -> dict[str, Any] | None:
 
 
 def describe(point: Point) -> str:
-    """Return one line for the terminal."""
+    """Return one version's line for the terminal."""
     filled = round(point.reward * 30)
     pause = f"{(point.reload_seconds or 0) * 1000:4.0f} ms"
     stale = "" if point.staleness is None else f"  staleness {point.staleness:.1f}"
@@ -241,7 +241,7 @@ def prometheus_counts(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], 
 
 
 def fresh_directory(directory: Path) -> Path:
-    """Return an empty directory: a new database must not meet an old run's policies."""
+    """Return an empty directory, so that a new database is not used with an old run's policies."""
     import shutil
 
     if directory.exists():
@@ -251,7 +251,7 @@ def fresh_directory(directory: Path) -> Path:
 
 
 def conclude(report: Report, settings: DemoSettings, say: Any) -> int:
-    """Say how it went and where to look next; return the exit status."""
+    """Print the result and the paths of the output; return the exit status."""
     out = settings.out
     say(
         "demo",

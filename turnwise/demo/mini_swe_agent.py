@@ -1,4 +1,4 @@
-"""`python -m turnwise.demo.mini_swe_agent`: see an agent that nobody wrote for this learn, on this machine."""
+"""`python -m turnwise.demo.mini_swe_agent`: a third-party agent learns a task on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turnwise.demo.driver import main
 
 
 def run(settings: AgentDemoSettings) -> None:
-    """Run the demo, talking to the terminal."""
+    """Run the demo with output on the terminal."""
     say = terminal()
     sys.exit(main(AgentDemo(settings, say), settings, say))
 

@@ -1,7 +1,7 @@
-"""`python -m turnwise.demo.model_directory DIRECTORY`: fill a directory with the demo's model, once.
+"""`python -m turnwise.demo.model_directory DIRECTORY`: build the demo's model into a directory, once.
 
-For a container's volume, which is a directory that exists and cannot be renamed: the model is built elsewhere and its
-files are copied, the configuration last, because its presence says that the model is complete.
+This is for a container's volume, a directory that exists and cannot be renamed: the model is built elsewhere and its
+files are copied, the configuration last, because its presence marks a complete model.
 """
 
 from __future__ import annotations

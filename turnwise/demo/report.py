@@ -1,4 +1,4 @@
-"""What the demo leaves behind: the numbers as JSON, and the learning curve as a picture."""
+"""The demo's report: the numbers as JSON and the learning curve as an image."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Point:
 
     version: int
     num_sessions: int
-    """Training sessions played when it became active."""
+    """Number of training sessions played when it became active."""
     reward: float
-    """Mean of the latest batch of training sessions: fresh tasks, each played for the first time."""
+    """Mean reward of the latest batch of training sessions, on new tasks."""
     reload_seconds: float | None
     staleness: float | None
-    """Mean over the batch that made this version."""
+    """Mean staleness over the batch that made this version."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -29,21 +29,21 @@ class Report:
     reward_before: float
     reward_after: float = 0.0
     num_eval_tasks: int = 0
-    """Held-out tasks behind each of the two rewards."""
+    """Number of held-out tasks of each of the two rewards."""
     num_policy_versions: int = 0
     num_sessions: int = 0
     num_turns: int = 0
     num_sampled_tokens: int = 0
     seconds: float = 0.0
-    """From the stack's start to its end, model building not included."""
+    """Time from the stack's start to its end, without the build of the model."""
     warm_up_seconds: float = 0.0
     failed_requests: int = 0
     outcomes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Turns by outcome."""
     refused: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Requests that the proxy answered with an error of its own, by code."""
+    """Requests that the proxy answered with its own error, by code."""
     num_chains_max: int | None = None
-    """Most chains of one session, where it was counted."""
+    """Maximum number of chains of a session, if it was counted."""
     reload_pause_seconds_max: float = 0.0
     curve: list[Point] = dataclasses.field(default_factory=list)
 

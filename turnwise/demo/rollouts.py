@@ -1,7 +1,7 @@
-"""Lets an agent that knows nothing of us play sessions, and rewards them over REST.
+"""Plays sessions with an agent that does not use Turnwise, and posts their rewards over HTTP.
 
-The agent is a file with `async def play(client, task, model)`, loaded as any script would be. It gets a
-plain OpenAI client; what happens around it, sessions and rewards, is what any harness would do over HTTP.
+The agent is a file with `async def play(client, task, model)`, loaded as a script. It gets a plain OpenAI client. This
+module creates the sessions and posts the rewards, as any harness would do over HTTP.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 
 Play = Callable[[Any, dict[str, Any], str], Awaitable[str]]
 MAX_FAILED_SESSIONS = 5
-"""After so many the demo is broken, and ends with the last one's error."""
+"""Number of failed sessions after which the demo ends with the last session's error."""
 CONCURRENT_SESSIONS = 64
-"""More keep the small engine no busier."""
+"""More concurrent sessions do not increase the small engine's load."""
 
 
 def load_agent(path: Path) -> Play:
     """Return the agent's `play`.
 
     Raises:
-        SettingsError: there is no such file, or no such function in it.
+        SettingsError: the file does not exist, or has no such function.
     """
     spec = importlib.util.spec_from_file_location("agent", path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -48,13 +48,13 @@ def load_agent(path: Path) -> Play:
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What has been played so far."""
+    """Counts of the sessions that have been played."""
 
     num_sessions: int = 0
     num_failed: int = 0
-    """Sessions in which a request failed; the demo's promise is that there is none."""
+    """Sessions in which a request failed; the demo expects none."""
     recent_rewards: list[float] = dataclasses.field(default_factory=list)
-    """Of the latest training sessions."""
+    """Rewards of the latest training sessions."""
 
     def mean_reward(self, num_sessions: int) -> float:
         """Return the mean over the latest training sessions."""
@@ -63,17 +63,17 @@ class Tally:
 
 
 class Playing(Protocol):
-    """What the demo needs from whatever plays its agent."""
+    """Interface of an object that plays the demo's agent."""
 
     tally: Tally
     is_training: bool
-    """False lets the training sessions that have not begun end at once; what has begun is played to its end."""
+    """False skips the training sessions that have not begun; running sessions are completed."""
 
     async def evaluate(self, first: int, count: int) -> float:
-        """Play held-out tasks once each, without anything being learned from them; return their mean reward."""
+        """Play each of some held-out tasks once, without training on them; return their mean reward."""
 
     async def train_group(self, index: int, size: int) -> None:
-        """Play one training task `size` times: a group whose rewards are compared with each other."""
+        """Play one training task `size` times as one group."""
 
 
 class Rollouts:
@@ -87,15 +87,15 @@ class Rollouts:
         self._places = asyncio.Semaphore(CONCURRENT_SESSIONS)
         self.tally = Tally()
         self.is_training = True
-        """False lets the training sessions that have not begun end at once; what has begun is played to its end."""
+        """False skips the training sessions that have not begun; running sessions are completed."""
 
     async def evaluate(self, first: int, count: int) -> float:
-        """Play held-out tasks once each, without anything being learned from them; return their mean reward."""
+        """Play each of some held-out tasks once, without training on them; return their mean reward."""
         played = [self._session("eval", first + index, 0, None) for index in range(count)]
         return sum(await asyncio.gather(*played)) / count
 
     async def train_group(self, index: int, size: int) -> None:
-        """Play one training task `size` times: a group whose rewards are compared with each other."""
+        """Play one training task `size` times as one group."""
         rewards = await asyncio.gather(*(self._session("train", index, run, size) for run in range(size)))
         if self.is_training:
             self.tally.recent_rewards += rewards
@@ -111,7 +111,7 @@ class Rollouts:
             session = await self._client.create_session(**fields)
             try:
                 answer = await self._play(session.openai_async(), task.for_agent(), self._model)
-            except Exception as error:  # the agent is anybody's code; its failure is counted and rewarded with 0
+            except Exception as error:  # the agent is third-party code; a failure is counted and gets the reward 0
                 self.tally.num_failed += 1
                 if self.tally.num_failed >= MAX_FAILED_SESSIONS:
                     raise TurnwiseError(f"{MAX_FAILED_SESSIONS} sessions failed, the last with {error!r}") from error

@@ -44,7 +44,7 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
     if not changes:
         return queries.session(conn, wanted.tenant, wanted.session_id)
     if stored.status is not SessionStatus.OPEN:
-        _raise_conflict(changes.keys() - {"metadata"}, stored, f"it is {stored.status.value}")
+        _reject_changes(changes.keys() - {"metadata"}, stored, f"it is {stored.status.value}")
     values: dict[str, Any] = rows.session_values(changes)
     if _GROUPING & changes.keys():
         values["group_pk"] = _regroup(conn, row.group_pk, stored, dataclasses.replace(stored, **changes))
@@ -57,9 +57,9 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
 def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed: Session) -> int | None:
     """Return the key of the session's group after the change."""
     if stored.group_id is not None and changed.group_id != stored.group_id:
-        _raise_conflict({"group_id"}, stored, f"it is in group {stored.group_id!r}")
+        _reject_changes({"group_id"}, stored, f"it is in group {stored.group_id!r}")
     if changed.group_size is not None and changed.group_id is None:
-        _raise_conflict({"group_size"}, stored, "it has no group_id to say which group")
+        _reject_changes({"group_size"}, stored, "it has no group_id to say which group")
     if changed.split is Split.EVAL:
         return None
     if group_pk is None or changed.group_id != stored.group_id:
@@ -69,7 +69,7 @@ def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed
     return group_pk
 
 
-def _raise_conflict(fields: Collection[str], session: Session, reason: str) -> None:
+def _reject_changes(fields: Collection[str], session: Session, reason: str) -> None:
     """Raise a conflict that names the fields, if there are any."""
     if fields:
         names = ", ".join(f"`{name}`" for name in sorted(fields))
