@@ -1,4 +1,4 @@
-"""Agents of two tenants that play groups of sessions, and repeat each request until it is answered.
+"""Agents of two tenants that play groups of sessions and repeat each request until it is answered.
 
 Both tenants use the same names of sessions, groups, tasks and keys. Each call's text names its tenant, session and
 number, and the engine echoes it: a reply that crosses sessions or tenants is seen at once.
@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 
 DEADLINE_SECONDS = 30.0
-"""No attempt may last longer: the proxies' own deadlines are 3 and 5 seconds, and no fault lasts longer than 9."""
+"""Limit of one attempt: the proxies' own deadlines are 3 and 5 seconds, and no fault lasts longer than 9."""
 PAUSE_SECONDS = 0.05
 GROUP_SIZE = 2
 CALLS_PER_SESSION = 3
@@ -28,8 +28,8 @@ PERMITTED = {409, 429, 502, 503, 504}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seen:
-    """A reply that an agent saw whole."""
+class CompleteReply:
+    """A reply that an agent received completely."""
 
     tenant: str
     session_id: str
@@ -39,10 +39,10 @@ class Seen:
 
 
 class Observed:
-    """What all agents saw; shared by their tasks, which run in one thread."""
+    """Observations of all agents; shared by their tasks, which run in one thread."""
 
     def __init__(self) -> None:
-        self.replies: list[Seen] = []
+        self.replies: list[CompleteReply] = []
         self.step_rewards: list[tuple[str, str, str]] = []
         """Tenant, session and turn of each reward that was acknowledged."""
         self.refusals: Counter[tuple[int, str]] = Counter()
@@ -62,7 +62,7 @@ class Agent:
         self._num_attempts = number
 
     async def play(self, http: aiohttp.ClientSession, stop: asyncio.Event) -> None:
-        """Play until told to stop; the group that has begun is finished."""
+        """Play until stopped; a started group is finished."""
         group = 0
         while not stop.is_set():
             for run in range(GROUP_SIZE):
@@ -87,12 +87,12 @@ class Agent:
 
     async def _sample(
         self, http: aiohttp.ClientSession, name: str, messages: list[dict[str, str]], parent: str | None, key: str
-    ) -> Seen:
+    ) -> CompleteReply:
         streams = self._number % 2 == 0
         body = {"model": "fake", "messages": messages, "stream": streams}
         path = f"/sessions/{name}/v1/chat/completions"
-        turn_id, text = await self._repeat(http, path, body, key, self._streamed if streams else _whole)
-        seen = Seen(self._tenant, name, turn_id, parent, text)
+        turn_id, text = await self._repeat(http, path, body, key, self._streamed if streams else _complete)
+        seen = CompleteReply(self._tenant, name, turn_id, parent, text)
         if text != messages[-1]["content"]:
             self._observed.violations.append(f"{messages[-1]['content']!r} was answered by {text!r}")
         self._observed.replies.append(seen)
@@ -104,7 +104,7 @@ class Agent:
     async def _repeat(
         self, http: aiohttp.ClientSession, path: str, body: dict[str, Any], key: str, read: Callable[..., Any]
     ) -> Any:
-        """Send a request again and again, to one proxy and then the other, until it is answered whole."""
+        """Repeat a request, alternating between the proxies, until its answer is complete."""
         while True:
             self._num_attempts += 1
             url = self._urls[self._num_attempts % len(self._urls)] + path
@@ -162,7 +162,7 @@ class Agent:
         return (turn_id, text) if finished else None
 
 
-async def _whole(response: aiohttp.ClientResponse) -> tuple[str, str]:
+async def _complete(response: aiohttp.ClientResponse) -> tuple[str, str]:
     reply = await response.json()
     return reply["id"], reply["choices"][0]["message"]["content"]
 

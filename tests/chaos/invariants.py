@@ -1,4 +1,4 @@
-"""What must hold whatever is done to the parts; each check returns sentences about what does not."""
+"""The invariants that hold under all faults; each check returns sentences about its violations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import sqlalchemy as sa
-from chaos.agents import Observed, Seen
+from chaos.agents import CompleteReply, Observed
 from chaos.world import World
 
 from turnwise.store import experiences, queries, tables
@@ -17,7 +17,7 @@ from turnwise.types import Outcome
 ALL = 1_000_000
 TRAINABLE = {Outcome.EXACT, Outcome.RETOKENISED}
 GROWTH_BYTES = 64 * 2**20
-"""How much a proxy's memory may grow after the first third of a run."""
+"""Limit of the growth of a proxy's memory after the first third of a run."""
 NUM_SHOWN = 10
 
 
@@ -33,7 +33,7 @@ def stored_turns(database: Database) -> list[tuple[str, TurnView]]:
 
 
 def times_trained(database: Database) -> Counter[str]:
-    """Return how often each turn was trained on, by the records of the updates."""
+    """Return how often each turn was trained, by the records of the updates."""
     counts: Counter[str] = Counter()
     with database.read() as connection:
         for record in queries.updates(connection, limit=ALL)[0]:
@@ -61,8 +61,8 @@ def violations(world: World, observed: Observed) -> list[str]:
     ]
 
 
-def _not_stored_once(replies: Iterable[Seen], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
-    """What a client saw whole is stored once, in its tenant and session, as the child of the turn before."""
+def _not_stored_once(replies: Iterable[CompleteReply], stored: Sequence[tuple[str, TurnView]]) -> list[str]:
+    """A completely received reply is stored once, in its tenant and session, as the child of the turn before."""
     found = []
     by_id = {view.turn.turn_id: (tenant, view) for tenant, view in stored}
     finished: dict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -103,7 +103,7 @@ def _crossed(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
 
 
 def _without_outcome(stored: Sequence[tuple[str, TurnView]]) -> list[str]:
-    """Each turn has an outcome; what is trainable is whole; what is not says why."""
+    """Each turn has an outcome; a trainable turn is complete; an untrainable one has a reason."""
     found = []
     for _, view in stored:
         turn = view.turn
@@ -147,7 +147,9 @@ def _wrong_rewards(database: Database, observed: Observed) -> list[str]:
     return wrong + [f"reward {each} was never acknowledged" for each in counts - Counter(observed.step_rewards)]
 
 
-def _not_trained(replies: Iterable[Seen], stored: Sequence[tuple[str, TurnView]], counts: Counter[str]) -> list[str]:
+def _not_trained(
+    replies: Iterable[CompleteReply], stored: Sequence[tuple[str, TurnView]], counts: Counter[str]
+) -> list[str]:
     """Every trainable reply of a finished group is trained."""
     trainable = {view.turn.turn_id for _, view in stored if view.turn.outcome in TRAINABLE}
     return [f"never trained: {seen}" for seen in replies if seen.turn_id in trainable and not counts[seen.turn_id]]

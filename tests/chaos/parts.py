@@ -1,4 +1,4 @@
-"""The parts of a running system, each with what can happen to it: proxies, trainers, engines and their connections."""
+"""The parts of a running system, each with its faults: proxies, trainers, engines and their connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROXY_FLAGS = (
     "--policy-tenant",
     "default",
     *("--commit-timeout-seconds", "3", "--engine-timeout-seconds", "5", "--reload-timeout-seconds", "5"),
-    # Small caches: memory must be flat, and what is evicted must be found again in the store.
+    # Small caches: memory must be flat, and evicted entries must be read from the store.
     *("--cache-sessions", "64", "--token-cache-bytes", "262144", "--replay-bytes", "262144"),
 )
 TRAINER_PROGRAM = Path(__file__).parents[1] / "support" / "claiming_trainer.py"
@@ -25,7 +25,7 @@ KIBIBYTE = 1024
 
 
 class ProxyPart:
-    """A proxy that is started again, on the same port, after it was killed."""
+    """A proxy that is restarted on the same port after a kill."""
 
     def __init__(self, engines: list[str], database_url: str, directory: Path, port: int) -> None:
         self._engines, self._database_url, self._directory, self._port = engines, database_url, directory, port
@@ -40,7 +40,7 @@ class ProxyPart:
         )
 
     def kill(self) -> None:
-        """`kill -9`; its writing process has to end by itself."""
+        """`kill -9` the proxy; its writing process has to end by itself."""
         writer = self.proxy.writing_process()
         self.proxy.kill()
         wait_until_gone(writer)
@@ -57,14 +57,14 @@ class ProxyPart:
 
     @contextlib.contextmanager
     def stopped(self, *, writer: bool = False) -> Iterator[None]:
-        """SIGSTOP it, or the process that writes for it, until the block ends."""
+        """SIGSTOP the proxy or its writing process until the block ends."""
         pid = self.proxy.writing_process() if writer else self.proxy.process.pid
         with _signalled(pid, signal.SIGSTOP, signal.SIGCONT):
             yield
 
     @contextlib.contextmanager
     def full_disk(self, database: Path) -> Iterator[None]:
-        """Let no file of its processes grow any more, as on a full disk, until the block ends."""
+        """Prevent every file of its processes from growing, as on a full disk, until the block ends."""
         pids = [self.proxy.process.pid, self.proxy.writing_process()]
         size = max(path.stat().st_size for path in database.parent.iterdir())
         limits = {}
@@ -87,7 +87,7 @@ class ProxyPart:
 
 
 class TrainerPart:
-    """A trainer that claims and acks, and learns nothing; started again after it has ended."""
+    """A trainer that claims and acks without training; it is restarted after it has ended."""
 
     def __init__(self, number: int, database_url: str, clock: Path, directory: Path) -> None:
         self._output = directory / f"trainer-{number}.log"
@@ -106,7 +106,7 @@ class TrainerPart:
         self._process.wait()
 
     def revive(self) -> None:
-        """Start it again if it has ended: by a kill, or because its database was away."""
+        """Start it again if it has ended, by a kill or because its database was unreachable."""
         if self._process.poll() is not None:
             self._process = self._started()
 

@@ -47,7 +47,7 @@ class Relay:
         self._loop.call_soon_threadsafe(self._flowing.clear)
 
     def delay(self, seconds: float) -> None:
-        """Hold back each chunk for so long, until `restore`."""
+        """Delay each chunk by this time, until `restore`."""
         self._delay_seconds = seconds
 
     def restore(self) -> None:
@@ -99,7 +99,7 @@ class Relay:
         both = {writer, there_writer}
         self._writers |= both
         try:
-            # When one direction breaks, both ends learn it: the connections are reset below.
+            # When one direction breaks, both ends must notice: the connections are reset below.
             with contextlib.suppress(OSError):
                 await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
         finally:

@@ -1,6 +1,7 @@
 """The storm: faults chosen by a seed, one or two at a time, until the time is up; then a check of everything.
 
-After each round the agents must get on again. The seed decides which faults come, in which order and for how long.
+After each round the agents must make progress again. The seed decides which faults come, in which order and for how
+long.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Fault = AbstractContextManager[None]
 
 @dataclasses.dataclass
 class Report:
-    """What was done, and what came of it."""
+    """The faults of a run and its results."""
 
     seed: int
     faults: list[str] = dataclasses.field(default_factory=list)
@@ -54,7 +55,7 @@ class Storm:
         self.report = Report(seed)
 
     def blow(self, seconds: float) -> Report:
-        """Break parts until the time is up, heal them, wait for the end of all work, and check everything."""
+        """Break parts until the time is up, restore them, wait for the end of all work, and check everything."""
         crowd = self._world.crowd
         try:
             self._wait_for_progress()
@@ -91,7 +92,7 @@ class Storm:
             self.report.violations += invariants.trained_more_than_once(self._world.database)
 
     def _faults(self) -> dict[str, Callable[[], Fault]]:
-        """Return what can happen. The first proxy is never killed: its memory is watched."""
+        """Return the possible faults. The first proxy is never killed: its memory is measured."""
         world, number = self._world, self._rng.randrange(2)
         proxy, trainer = world.proxies[number], world.trainers[number]
         faults: dict[str, Callable[[], Fault]] = {
@@ -123,14 +124,14 @@ class Storm:
         proxy = self._world.proxies[1]
         proxy.kill()
         yield
-        # Its start needs the database and an engine, which may be cut off: heal them first.
+        # Its start needs the database and an engine, which may be cut off: restore them first.
         for relay in (*self._world.engine_relays, self._world.database_relay):
             if relay is not None:
                 relay.restore()
         proxy.restart()
 
     def _wait_for_progress(self) -> None:
-        """Wait until each agent had time for another reply: nothing may stay broken."""
+        """Wait until the agents have received new replies: nothing may stay broken."""
         observed, wanted = self._world.crowd.observed, self._world.crowd.num_agents
         before = len(observed.replies)
         wait_until(

@@ -14,7 +14,7 @@ SEED = 9
 
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def test_nothing_is_lost_doubled_crossed_or_kept_waiting_whatever_breaks(kind: str, tmp_path: Path):
+def test_no_fault_loses_duplicates_crosses_or_blocks_a_turn(kind: str, tmp_path: Path):
     directory = tmp_path / "world"
     directory.mkdir()
     with world(kind, directory) as running:

@@ -95,7 +95,7 @@ class World:
         self._running.callback(self.postgres.close)
         self.postgres.start()
         name = self.postgres.create_database()
-        # A socket's path has at most 107 bytes, and a test's own directory may be longer.
+        # A socket's path has at most 107 bytes, and a test's directory may be longer.
         sockets = self.postgres.directory / "relay"
         sockets.mkdir()
         self.database_relay = self._relay(self.postgres.directory / SOCKET, sockets / SOCKET)

@@ -1,4 +1,4 @@
-"""A fake engine as a process that breaks in the middle of a reload when it is told to, by the name of the directory.
+"""A fake engine as a process that breaks during a reload, as the name of the directory requests.
 
     python breakable_engine.py PORT [WORD=WHAT ...]
 
@@ -23,7 +23,7 @@ DEATH = 9
 
 
 class BreakableEngine:
-    """The process, as a test holds it; it can be started again on the same port, with fresh weights."""
+    """The process; it can be restarted on the same port, with its original weights."""
 
     def __init__(self, port: int, **faults: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -40,12 +40,12 @@ class BreakableEngine:
         return process
 
     def restart(self) -> None:
-        """Come back as a new process."""
+        """Start again as a new process."""
         self.kill()
         self.process = self._started()
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill it with SIGKILL."""
         self.process.kill()
         self.process.wait()
 

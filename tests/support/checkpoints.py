@@ -1,7 +1,7 @@
-"""Checkpoints for tests of reloading: the small model with noise on its weights, and what it then says.
+"""Checkpoints for tests of reloading: the small model with noise on its weights, and its logprobs.
 
-Each version is visibly another policy: the logprobs of two versions differ by much more than the tolerance at which an
-engine is compared with `transformers` here.
+The logprobs of two versions differ by much more than the tolerance of the comparison between an engine and
+`transformers`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 NOISE = 0.02
-"""Standard deviation of what is added to each weight of two dimensions."""
+"""Standard deviation of the noise that is added to each two-dimensional weight."""
 
 
 def write_perturbed(model_dir: Path, place: Path, seed: int, *, noise: float = NOISE) -> Path:
@@ -29,7 +29,7 @@ def write_perturbed(model_dir: Path, place: Path, seed: int, *, noise: float = N
 
 
 def write_checkpoint(place: Path, tensors: dict[str, torch.Tensor], config: str | None) -> Path:
-    """Write a directory as a trainer does: beside its place, then renamed."""
+    """Write a directory as a trainer does: under a temporary name, then renamed."""
     staging = place.with_name(f".{place.name}")
     staging.mkdir(parents=True)
     save_file(tensors, staging / "model.safetensors", {"format": "pt"})
@@ -73,7 +73,7 @@ def copied(model_dir: Path, place: Path, *names: str) -> Path:
 
 
 Forward = Callable[[Sequence[int], int], torch.Tensor]
-"""From token ids [N] and the length of the prompt to the logprobs of those behind it, [N - prompt]."""
+"""Maps token ids [N] and the length of the prompt to the logprobs of the tokens after it, [N - prompt]."""
 
 
 def forward_of(directory: Path, adapter: Path | None = None) -> Forward:

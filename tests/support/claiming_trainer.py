@@ -1,10 +1,10 @@
-"""A trainer process that learns nothing: it claims, holds for a moment, and acks, through the trainer's own source.
+"""A trainer process without training: it claims, holds for a moment, and acks, through the trainer's own source.
 
-Its wall clock may be off, and may jump while it runs: whatever asks for the time of day gets a wrong one, our own code,
-and SQLite, whose "database's own time" is this process's. It prints a line for every batch that it
-has claimed, and for every ack that was refused.
+Its wall clock may be off and may jump while it runs: every reader of the time of day gets a wrong one, Turnwise's code
+and SQLite, whose "database's own time" is this process's. It prints a line for every claimed batch and for every
+refused ack.
 
-While the file HOLD exists it keeps what it has claimed.
+While the file HOLD exists it does not ack.
 
     python claiming_trainer.py URL NAME NUMBER SKEW_SECONDS CLOCK_FILE HOLD
 """
@@ -24,24 +24,24 @@ from turnwise import types
 
 LEASE_SECONDS = 1.0
 WORK_SECONDS = 0.03
-"""How long a batch is held before it is acked, and between two looks at whether it must be held on."""
+"""How long a batch is held before its ack, and the interval between two checks of the file HOLD."""
 STALLED_SECONDS = 48 * 3600.0
-"""More than any jump of the database's clock, and less than what some trainer's own clock is off by."""
+"""More than any jump of the database's clock, and less than the error of some trainers' own clocks."""
 GROUPS_PER_BATCH = 4
 IDS_APART = 1000
-"""Update ids of one trainer are so far apart, so that those of several never meet."""
+"""Distance between the first update ids of two trainers, so that their ids never collide."""
 JULIAN_DAY_OF_1970 = 2440587.5
 
 
 class WrongClock:
-    """The time of day plus what this process is off by, and what all are off by since the last jump."""
+    """The time of day plus the error of this process and the common error since the last jump."""
 
     def __init__(self, skew_seconds: float, jumps: Path) -> None:
         self._skew_seconds = skew_seconds
         self._jumps = jumps
 
     def offset(self) -> datetime.timedelta:
-        """Return by how much it is wrong now."""
+        """Return the current error."""
         return datetime.timedelta(seconds=self._skew_seconds + float(self._jumps.read_text() or 0))
 
     def now(self) -> datetime.datetime:
@@ -49,14 +49,14 @@ class WrongClock:
         return datetime.datetime.now(datetime.UTC) + self.offset()
 
     def julian_day(self, _now: str) -> float:
-        """Return it as SQLite's julianday('now') does."""
+        """Return the wrong time as SQLite's julianday('now') does."""
         return self.now().timestamp() / 86400 + JULIAN_DAY_OF_1970
 
 
 def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: str) -> None:
-    """Train until everything is trained: the source gives no batch while nothing is ready, and the test ends us."""
+    """Claim and ack until the test ends the process; the source gives no batch while no group is ready."""
     clock = WrongClock(float(skew_seconds), Path(jumps))
-    types.utc_now = clock.now  # before those are imported who take it from there
+    types.utc_now = clock.now  # before the modules that import it from there
     from trainer.pacing import Position
     from trainer.source import LedgerSource, SourceRule
     from turnwise.errors import LeaseLost

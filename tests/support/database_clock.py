@@ -1,4 +1,4 @@
-"""The clock that leases are measured by, settable: PostgreSQL's own, or the one of all trainer processes."""
+"""A settable clock for leases: PostgreSQL's own, or the one of all trainer processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turnwise.store.database import Database
 
 
 class DatabaseClock:
-    """The clock that leases are measured by, and that jumps."""
+    """The clock by which leases are measured; it can jump."""
 
     def __init__(self, database: Database, directory: Path) -> None:
         self._database = database
@@ -20,7 +20,7 @@ class DatabaseClock:
             self._shadow_the_servers()
 
     def jump(self, seconds: float) -> None:
-        """Be off by so much from now on."""
+        """Set the error of the clock."""
         if self._database.dialect == "postgresql":
             with self._database.write() as connection:
                 connection.execute(sa.text("UPDATE wrong_clock SET off_by = :seconds"), {"seconds": seconds})
@@ -30,7 +30,7 @@ class DatabaseClock:
         fresh.replace(self.file)
 
     def _shadow_the_servers(self) -> None:
-        """Let a function of the same name stand before the server's own."""
+        """Create a function of the same name that hides the server's own."""
         with self._database.write() as connection:
             connection.exec_driver_sql("CREATE TABLE wrong_clock (off_by double precision)")
             connection.exec_driver_sql("INSERT INTO wrong_clock VALUES (0)")

@@ -27,7 +27,7 @@ from turnwise.processes.supervisor import is_ready, tail_of
 
 START_SECONDS = 180.0
 WARM_UP_STEPS = 60
-"""Enough for the model to speak the tool format now and then; the demo's model is trained for longer."""
+"""Enough for the model to use the tool format sometimes; the demo's model is trained longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RunningEngine:
     url: str
     """Its base URL, without `/v1`."""
     model: str
-    """Name that it serves its model under."""
+    """Name under which it serves its model."""
     model_dir: Path
     log: Path
     pid: int
@@ -81,7 +81,7 @@ def running_engine(model_dir: Path, log: Path, *extra: str) -> Iterator[RunningE
 
 
 def load_own_weights(engine: RunningEngine) -> None:
-    """Give the shared engine the weights and the label that it started with, and no adapter."""
+    """Restore the weights and the label that the shared engine started with, and unload its adapters."""
     load = {"method": "reload_weights", "kwargs": {"weights_path": str(engine.model_dir)}}
     ask(engine.url, "/pause?mode=keep", {})
     ask(engine.url, "/collective_rpc", load)

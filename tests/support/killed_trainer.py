@@ -1,9 +1,9 @@
-"""A trainer that dies in the middle of what it does: at the n-th call of a function, wherever that is.
+"""A trainer that is killed at the n-th call of a function.
 
     python killed_trainer.py CONFIG [MODULE:FUNCTION:N]
 
-As a program it dies as under `kill -9`. At `torch:save:N` half of the N-th file is on disk; every other function has
-not done anything yet.
+As a program it ends as under `kill -9`. At `torch:save:N` half of the N-th file is on disk; every other function is
+killed before it runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ STAGES = {
     "after the first publication": "turnwise.store.policies:active_policy:1",
     "after the last publication": "turnwise.store.policies:active_policy:2",
 }
-"""How far an update has come, and what the trainer is about to call then: two batches of two optimizer steps each, in
-rows of one session."""
+"""Stages of an update, and the next call of the trainer at each: two batches of two optimizer steps each, in rows of
+one session.
+"""
 
 STAGES_IN_EVERY_RUN = (
     "between two rows of a minibatch",
@@ -47,13 +48,13 @@ STAGES_IN_EVERY_RUN = (
 
 
 def dying(where: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callable[..., Any]]:
-    """Return module, name and stand-in of the function; the stand-in dies at its n-th call."""
+    """Return module, name and replacement of the function; the replacement kills at its n-th call."""
     module_name, name, number = where.split(":")
     module = importlib.import_module(module_name)
     original = getattr(module, name)
     calls = itertools.count(1)
 
-    def stand_in(*args: Any, **options: Any) -> Any:
+    def kill_at_nth_call(*args: Any, **options: Any) -> Any:
         if next(calls) == int(number):
             if where.startswith("torch:save"):
                 original(*args, **options)
@@ -61,7 +62,7 @@ def dying(where: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callabl
             die()
         return original(*args, **options)
 
-    return module, name, stand_in
+    return module, name, kill_at_nth_call
 
 
 if __name__ == "__main__":

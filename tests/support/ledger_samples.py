@@ -1,4 +1,4 @@
-"""Turns and sessions for tests: small, and with tokens that say which turn they belong to."""
+"""Turns and sessions for tests: small, and with tokens that identify their turn."""
 
 from __future__ import annotations
 

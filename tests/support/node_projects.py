@@ -1,7 +1,7 @@
 """A directory in which node finds openai-node, for the tests that run JavaScript.
 
-One decision: it is made from the example's `package.json`, so that the version which the example pins is the one that
-every test runs. npm installs it once, outside the checkout.
+It is made from the example's `package.json`, so every test runs the version that the example pins. npm installs it
+once, outside the checkout.
 """
 
 from __future__ import annotations

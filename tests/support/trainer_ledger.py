@@ -1,4 +1,4 @@
-"""A ledger with rollouts that a real, very small policy sampled: what trainer tests train on."""
+"""A ledger with rollouts of a real, very small policy, for the trainer's tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.types import Credit, Reward, Session, Turn
 
 VOCABULARY = 48
 GOOD = 24
-"""Sampled tokens below this are rewarded: a policy that learns, learns to say them."""
+"""Sampled tokens below this are rewarded: training makes them more probable."""
 
 
 def make_model(directory: Path, *, seed: int = 0) -> Path:
@@ -46,7 +46,7 @@ def load_model(directory: Path) -> Qwen3ForCausalLM:
 
 @dataclasses.dataclass
 class Rollouts:
-    """Plays sessions with a policy and writes them down, turn by turn."""
+    """Plays sessions with a policy and stores them, turn by turn."""
 
     db: Database
     model: Qwen3ForCausalLM
@@ -56,7 +56,7 @@ class Rollouts:
     credit: Credit = Credit.PROPAGATE
     sampling: dict = dataclasses.field(default_factory=dict)
     gap: float = 0.0
-    """What the engine's logprobs are off by."""
+    """Error that is added to the engine's logprobs."""
 
     def play(self, name: str, *, num_groups: int, group_size: int = 4, seed: int = 0) -> None:
         """Play and finish groups of sessions; the same arguments give the same tokens."""

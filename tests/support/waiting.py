@@ -1,4 +1,4 @@
-"""Wait for a condition with a deadline. Tests never sleep a fixed time and hope."""
+"""Wait for a condition with a deadline. Tests never rely on a fixed sleep."""
 
 from __future__ import annotations
 

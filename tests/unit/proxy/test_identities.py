@@ -78,7 +78,7 @@ def test_an_id_that_is_not_unique_to_a_session_names_no_session(body):
 
 
 def test_an_explicit_session_name_takes_precedence():
-    """Path, header, metadata, then native ids; the agent is known whoever names the session."""
+    """Order: path, header, metadata, then native ids; the agent is detected in each case."""
     native = {"x-claude-code-session-id": UUID, "x-claude-code-agent-id": "a1"}
     body = {"metadata": {"session_id": "m"}}
     order = [named({**native, "x-session-id": "h"}, body, path="p"), named({**native, "x-session-id": "h"}, body)]

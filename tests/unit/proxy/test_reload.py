@@ -1,4 +1,4 @@
-"""What one round of the reloader does, step by step: over a real store, and fake engines that show what they loaded."""
+"""One round of the reloader, step by step: over a real store and fake engines that record what they load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, Session
 
 
 class Process:
-    """A proxy process, as far as reloads go, without the clock that drives it."""
+    """The reloader of a proxy process, without its timer."""
 
     def __init__(self, database: Database, url: str, engines: list[RunningFakeEngine], **settings: object) -> None:
         metrics = Metrics()
@@ -47,16 +47,16 @@ class Process:
             raise EngineUnsuitable(f"{engine.url} gives raw logprobs")
 
     async def follow(self) -> None:
-        """Look at the store once."""
+        """Read the store once."""
         await self.reloader._follow()
 
     async def look(self) -> None:
-        """Look at the engines once."""
+        """Check the engines once."""
         await self.reloader._check_engines(self.pool.engines)
 
     @property
     def versions(self) -> list[int | None]:
-        """What each engine serves, None where it gets no calls."""
+        """The version that each engine serves, None where it gets no calls."""
         return [engine.version if engine.is_serving else None for engine in self.pool.engines]
 
 
@@ -71,7 +71,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def process(self, **settings: object) -> AsyncIterator[Process]:
-        """Start a process over them."""
+        """Start a process over this store and these engines."""
         process = Process(self.database, self.url, self.engines, **settings)
         await process.writer.start()
         try:
@@ -98,14 +98,14 @@ class Stage:
             policies.pin_policy(connection, version)
 
     def statuses(self) -> list[str]:
-        """Return what the store says of each version, oldest first."""
+        """Return the stored status of each version, oldest first."""
         with self.database.read() as connection:
             found, _ = policies.list_policies(connection)
         return [policy.status.value for policy in found[::-1]]
 
     @property
     def loads(self) -> list[list[str]]:
-        """What each engine loaded, by the names of the directories."""
+        """The names of the directories that each engine loaded."""
         return [[Path(path).name for path in engine.state.reloads] for engine in self.engines]
 
 
@@ -119,8 +119,8 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     database.close()
 
 
-async def test_the_newest_version_is_brought_to_every_engine_once(stage: Stage):
-    """A round that finds nothing to do loads nothing; versions that were skipped on the way stay published."""
+async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
+    """A round without a change loads nothing; skipped versions stay published."""
     async with stage.process() as process:
         await process.follow()
         assert (process.versions, stage.loads) == ([0, 0], [[], []])
@@ -135,7 +135,7 @@ async def test_the_newest_version_is_brought_to_every_engine_once(stage: Stage):
         assert stage.statuses() == ["published", "retired", "active"]
 
 
-async def test_a_pin_outweighs_what_is_newer_until_it_is_let_go(stage: Stage):
+async def test_a_pin_takes_precedence_over_newer_versions_until_it_is_removed(stage: Stage):
     async with stage.process() as process:
         for version in (1, 2):
             stage.publish(version)
@@ -148,7 +148,7 @@ async def test_a_pin_outweighs_what_is_newer_until_it_is_let_go(stage: Stage):
 
 
 async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(stage: Stage):
-    """No engine hears of it, and it is not tried again, pinned or not; the reason stays readable until one works."""
+    """No engine loads it, and it is not tried again, pinned or not; the reason stays readable until a version works."""
     async with stage.process() as process:
         stage.publish(1)
         await process.follow()
@@ -169,12 +169,12 @@ async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(st
 async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
     stage: Stage, monkeypatch, num_failures: int, status: str
 ):
-    """Old code marked the version failed for good after one short loss of memory."""
+    """One short lack of memory must not mark the version failed for good."""
     monkeypatch.setattr("proxy.reload.reloader.RETRY_LOAD_SECONDS", 0.05)
     left = [num_failures]
 
     def has_weights(directory: Path) -> bool:
-        left[0] -= directory.name == "v1"  # not when the last good version is restored
+        left[0] -= directory.name == "v1"  # but not when the last good version is restored
         return left[0] < 0
 
     monkeypatch.setattr("turnwise.fake_engine.control._has_weights", has_weights)
@@ -187,8 +187,8 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
         assert process.versions == ([1, 1] if status == "active" else [0, 0])
 
 
-async def test_while_another_process_drives_this_one_learns_from_the_labels(stage: Stage):
-    """It loads nothing itself; what the engines say they hold is what its turns are stored with."""
+async def test_while_another_process_drives_this_one_reads_the_labels_of_the_engines(stage: Stage):
+    """It loads nothing itself; its turns are stored with the versions that the engines report."""
     async with stage.process() as driver, stage.process() as follower:
         stage.publish(1)
         async with driver.reloader.lease.held() as is_driver:
@@ -203,7 +203,7 @@ async def test_while_another_process_drives_this_one_learns_from_the_labels(stag
 
 
 def steal_lease(stage: Stage, token: int | None) -> None:
-    """Let another process take the lease over, as it does when this one was frozen for too long."""
+    """Let another process take over the lease, as it does when this one is stopped for too long."""
     assert token is not None
     with stage.database.write() as connection:
         leases.release_lease(connection, LEASE, token)
@@ -211,7 +211,7 @@ def steal_lease(stage: Stage, token: int | None) -> None:
 
 
 async def test_a_driver_that_lost_the_lease_is_stopped_at_the_next_renewal_and_writes_nothing(stage: Stage):
-    """Old code noticed the loss only when it wrote its result, after it had loaded weights beside the new driver."""
+    """Without this check the loss is noticed after the loads, which then run concurrently with the new driver's."""
     async with stage.process() as process:
         stage.publish(1)
         with stage.database.read() as connection:
@@ -241,7 +241,7 @@ async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_be
 
 
 async def test_the_lease_is_renewed_while_the_writer_is_busy(stage: Stage, monkeypatch):
-    """A renewal that waited in the queue of commits would come after the lease's end."""
+    """A renewal that waits in the queue of commits would come after the lease has expired."""
     lease_seconds = 2.0
     for name, seconds in (("LEASE", lease_seconds), ("RENEW", 0.3), ("MARGIN", 0.1)):
         monkeypatch.setattr(f"proxy.reload.driver_lease.{name}_SECONDS", seconds)
@@ -260,8 +260,8 @@ def sleep(connection: Connection, seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def test_an_engine_that_came_back_with_other_weights_gets_no_call_before_it_is_mended(stage: Stage):
-    """One that was restarted has its original weights, and no label; one whose driver died has no version's."""
+async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it_has_the_active_version(stage: Stage):
+    """A restarted engine has its original weights and no label; one whose driver died during a load has no version."""
     async with stage.process() as process:
         stage.publish(1)
         await process.follow()
@@ -276,8 +276,8 @@ async def test_an_engine_that_came_back_with_other_weights_gets_no_call_before_i
         assert stage.loads == [["v1"], ["v1"] * 3]
 
 
-async def test_an_engine_that_is_away_is_left_out_and_let_in_when_it_comes(stage: Stage):
-    """At the start and later; the others serve meanwhile."""
+async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: Stage):
+    """At the start and later; the others keep serving."""
     port = free_port()
     stage.engines[1] = dataclasses.replace(stage.engines[1], url=f"http://127.0.0.1:{port}")
     async with stage.process() as process:
@@ -304,8 +304,8 @@ async def test_an_engine_that_is_unsuitable_stops_the_start(stage: Stage):
         await process.writer.close()
 
 
-async def test_a_canary_is_begun_and_called_off_by_a_pin_or_by_taking_away_its_share(stage: Stage):
-    """Tried beside the served adapter; a person's pin serves a version to all, and no share means no trial."""
+async def test_a_canary_is_started_and_is_cancelled_by_a_pin_or_by_a_share_of_zero(stage: Stage):
+    """The trial runs beside the served adapter; a pin serves a version to all, and a share of zero means no trial."""
     async with stage.process(canary_share=0.5) as process:
         stage.publish(1, PolicyKind.LORA)
         await process.follow()
@@ -332,8 +332,8 @@ def versions_sampled(pool: EnginePool) -> set[int]:
     return {pool.lane(Session(session_id=f"s{number}")).version for number in range(64)}
 
 
-async def test_whole_weights_get_no_call_before_it_is_known_which_sessions_try_them(stage: Stage, monkeypatch):
-    """However long it takes from the exchange to the trial, and however often it is begun, nobody falls between."""
+async def test_whole_weights_get_no_call_before_the_sessions_of_the_trial_are_chosen(stage: Stage, monkeypatch):
+    """For any delay between the exchange and the trial, and for any number of attempts to start it."""
     sampled: list[set[int]] = []
     drifted, write = Canary._drift_reason, DriverLease.write
 
@@ -362,7 +362,7 @@ async def test_whole_weights_get_no_call_before_it_is_known_which_sessions_try_t
 
 
 @pytest.mark.parametrize("pinned", [1, 2])
-async def test_an_engine_that_was_held_back_for_a_trial_gets_calls_again_when_there_is_none(
+async def test_an_engine_reserved_for_a_trial_gets_calls_again_when_there_is_no_trial(
     stage: Stage, monkeypatch, pinned: int
 ):
     async def failing(canary: Canary, policy: PolicyVersion) -> str | None:
@@ -382,8 +382,8 @@ async def test_an_engine_that_was_held_back_for_a_trial_gets_calls_again_when_th
         assert not any(engine.state is EngineState.DRAINING for engine in process.pool.engines)
 
 
-async def test_the_first_version_of_all_is_not_tried_but_served(stage: Stage):
-    """There is nothing to compare it with."""
+async def test_the_first_version_is_served_without_a_trial(stage: Stage):
+    """There is no version to compare it with."""
     async with stage.process(canary_share=0.5) as process:
         stage.publish(1)
         await process.follow()

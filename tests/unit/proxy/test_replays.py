@@ -1,4 +1,4 @@
-"""Which call is a retry of which, and whose answer it gets."""
+"""Which calls are retries, and which answer a retry gets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def identity(
 
 
 def answered(replays: Replays, request: RequestIdentity, answer: bytes | None, *, delivered: bool = True) -> None:
-    """Let a call end."""
+    """Finish a call."""
     left = asyncio.get_running_loop().create_future()
     attempt = replays.begin(request, "id", left)
     if not delivered:
@@ -34,7 +34,7 @@ def answered(replays: Replays, request: RequestIdentity, answer: bytes | None, *
     replays.settle(attempt, answer)
 
 
-async def test_a_retry_by_its_body_gets_an_answer_that_was_not_delivered_and_no_other_retry_does():
+async def test_an_undelivered_answer_is_given_to_one_retry_with_the_same_body():
     replays = Replays(10_000)
     answered(replays, identity(), b"delivered")
     assert await replays.find(identity(), is_retry=True) is None
@@ -44,14 +44,14 @@ async def test_a_retry_by_its_body_gets_an_answer_that_was_not_delivered_and_no_
     assert [await replays.find(identity(), is_retry=True) for _ in range(3)] == [b"first", b"second", None]
 
 
-async def test_a_retry_by_its_body_does_not_wait_for_a_call_whose_client_is_there():
+async def test_a_call_with_the_same_body_does_not_wait_for_a_call_whose_client_is_connected():
     """It is another rollout of the same prompt."""
     replays = Replays(10_000)
     replays.begin(identity(), "id", asyncio.get_running_loop().create_future())
     assert await asyncio.wait_for(replays.find(identity(), is_retry=True), 5) is None
 
 
-async def test_a_retry_waits_for_a_first_call_whose_client_has_gone():
+async def test_a_retry_waits_for_a_first_call_whose_client_has_disconnected():
     replays = Replays(10_000)
     left = asyncio.get_running_loop().create_future()
     left.set_result(None)
@@ -80,7 +80,7 @@ async def test_another_tenant_caller_session_request_or_form_is_no_retry(other: 
 
 
 async def test_an_idempotency_key_gets_the_same_answer_each_time():
-    """Delivered or not; a call that failed is sampled again."""
+    """Whether or not it was delivered; a failed call is sampled again."""
     replays = Replays(10_000)
     answered(replays, identity(key="k"), None)
     assert await replays.find(identity(key="k"), is_retry=False) is None
@@ -89,7 +89,7 @@ async def test_an_idempotency_key_gets_the_same_answer_each_time():
 
 
 async def test_an_idempotency_key_with_another_request_is_refused():
-    """Also while the first call is still running."""
+    """It is also refused while the first call is running."""
     replays = Replays(10_000)
     attempt = replays.begin(identity(key="k"), "id", asyncio.get_running_loop().create_future())
     for _ in range(2):
@@ -99,13 +99,13 @@ async def test_an_idempotency_key_with_another_request_is_refused():
 
 
 async def test_an_idempotency_key_in_another_form_is_left_to_the_store():
-    """A stream is no whole reply, though it is the same request."""
+    """A stream and a whole reply differ in form, although the request is the same."""
     replays = Replays(10_000)
     answered(replays, identity(key="k"), b"answer")
     assert await replays.find(identity(key="k", stream=True), is_retry=False) is None
 
 
-async def test_the_oldest_answers_are_forgotten_first():
+async def test_the_oldest_answers_are_evicted_first():
     """Each takes 800 bytes and its length: 2,000 bytes hold two."""
     replays = Replays(2_000)
     for key in "abc":

@@ -1,4 +1,4 @@
-"""The role of a chain: found when it starts, corrected by what comes later."""
+"""The role of a chain: detected when it starts, corrected by later turns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan_of(call: Call, parent: KnownTurn | None = None, reason: str | None = No
 def stored(
     forest: Forest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0, aborted: bool = False
 ) -> KnownTurn:
-    """Store a turn that takes one second, as a commit does."""
+    """Add a turn that takes one second, as a commit does."""
     found = find_role(call, plan_of(call, parent), forest)
     turn = KnownTurn(
         turn_id=turn_id,
@@ -83,11 +83,11 @@ def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(call: Call, re
 
 
 def test_a_sessions_only_chain_is_the_main_agents_whatever_it_asks_for():
-    """Whoever trains a model to write titles has no other chain."""
+    """A session that trains a model to write titles has no other chain."""
     assert find_role(call_of(TITLES, USER), plan_of(call_of(TITLES, USER)), Forest()) == Found(Role.MAIN, "first_chain")
 
 
-def test_a_title_that_comes_first_becomes_a_side_call_once_the_agent_starts():
+def test_a_title_call_before_the_agents_first_call_becomes_a_side_call():
     forest = Forest()
     stored(forest, "title", call_of(TITLES, USER))
     main = stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
@@ -108,7 +108,7 @@ def test_later_turns_have_their_chains_role_and_a_compaction_prompt_is_a_side_ca
 
 
 def test_an_attempt_that_is_sampled_again_and_not_continued_is_a_retry():
-    """Known once the other attempt goes on. Attempts at the same time are samples of their own."""
+    """It is marked once the other attempt is continued. Concurrent attempts are separate samples."""
     forest = Forest()
     first, second = (stored(forest, name, call_of(CODER, USER), at=at) for name, at in (("a", 0.0), ("b", 2.0)))
     assert corrections(second, forest) == []

@@ -1,4 +1,4 @@
-"""Which session a call belongs to, and what finding it costs."""
+"""Which session a call belongs to, and the number of reads to find it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPLY: Json = {"role": "assistant", "content": "Hi."}
 
 
 class CountedReads(Database):
-    """A database that counts how often it is read."""
+    """A database that counts its reads."""
 
     num_reads = 0
 
@@ -85,7 +85,7 @@ def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
 
 
 async def test_a_conversation_in_memory_needs_no_database_read(sessions: Sessions, database: CountedReads):
-    """Neither does a conversation that only begins."""
+    """A new conversation needs no read either."""
     first = call_of(HELLO)
     placement = await found(sessions, first)
     replied(sessions, placement, first)
@@ -101,7 +101,7 @@ async def test_a_conversation_that_is_not_in_memory_is_read_once(sessions: Sessi
     assert database.num_reads == reads + 1
 
 
-async def test_a_call_that_names_its_session_belongs_to_it_whatever_it_repeats(sessions: Sessions):
+async def test_a_call_that_names_its_session_belongs_to_it_whatever_conversation_it_repeats(sessions: Sessions):
     first = call_of(HELLO)
     replied(sessions, await found(sessions, first), first)
     named = await found(sessions, call_of(HELLO, REPLY, HELLO, session_id="named"))
@@ -116,8 +116,8 @@ def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["path", "key", "created"])
-async def test_a_session_of_a_harness_that_is_over_is_refused(sessions: Sessions, database: CountedReads, how: str):
-    """A path or a key names it, or it was created explicitly."""
+async def test_a_call_in_an_ended_session_of_a_harness_is_refused(sessions: Sessions, database: CountedReads, how: str):
+    """The path or a key names it, or it was created explicitly."""
     principal = dataclasses.replace(AGENT, session_id="named") if how == "key" else AGENT
     call = call_of(HELLO, session_id="named", session_source="path" if how == "path" else "x-session-id")
     if how == "created":
@@ -128,8 +128,10 @@ async def test_a_session_of_a_harness_that_is_over_is_refused(sessions: Sessions
         await found(sessions, call, principal)
 
 
-async def test_a_session_that_an_application_named_goes_on_in_a_linked_one(sessions: Sessions, database: CountedReads):
-    """As often as it is over; each is linked to the one before."""
+async def test_an_ended_session_that_an_application_named_continues_in_a_linked_session(
+    sessions: Sessions, database: CountedReads
+):
+    """Each time that it has ended; each is linked to the one before."""
     call = call_of(HELLO, session_id="named", session_source="x-session-id")
     seen = []
     for _ in range(3):
@@ -139,9 +141,7 @@ async def test_a_session_that_an_application_named_goes_on_in_a_linked_one(sessi
     assert seen == [("named", None), ("named~2", "named"), ("named~3", "named~2")]
 
 
-async def test_calls_with_one_idempotency_key_share_a_session_until_it_is_over(
-    sessions: Sessions, database: CountedReads
-):
+async def test_calls_with_one_idempotency_key_share_a_session_until_it_ends(sessions: Sessions, database: CountedReads):
     """Calls of another API key do not share it."""
     keyed = [(await found(sessions, call_of(HELLO, idempotency_key="k"))).live for _ in range(2)]
     assert keyed[0] is keyed[1]

@@ -1,4 +1,4 @@
-"""Events come whole out of a stream that is cut anywhere."""
+"""The parser returns complete events from a stream that is cut anywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVENTS = [b'{"a": 1}', '{"text": "ž\\n"}'.encode(), b"[DONE]"]
 
 @given(st.lists(st.integers(min_value=1, max_value=60), max_size=8))
 def test_any_cut_gives_the_same_events(cuts):
-    """Where the network cuts does not matter."""
+    """The events do not depend on the network's chunks."""
     stream = b"".join(map(sse.event, EVENTS))
     buffer, found, at = sse.EventBuffer(), [], 0
     for size in [*cuts, len(stream)]:
@@ -22,8 +22,8 @@ def test_any_cut_gives_the_same_events(cuts):
     assert buffer.pending == b""
 
 
-def test_comments_and_windows_line_ends_are_understood_and_a_rest_is_kept():
-    """What is no data is dropped; what is not whole yet can be seen."""
+def test_comments_and_windows_line_ends_are_parsed_and_incomplete_data_is_kept():
+    """Other fields are dropped; incomplete data can be read."""
     buffer = sse.EventBuffer()
     assert buffer.feed(b": ping\r\n\r\ndata: x\r\n\r\ndata: y") == [b"x"]
     assert buffer.pending == b"data: y"
@@ -40,7 +40,7 @@ def test_windows_line_ends_may_be_cut_in_the_middle(cuts):
 
 
 def test_a_stream_is_written_as_it_is_read():
-    """What the engine's own words are framed in can be taken apart again; a named event says its name twice."""
+    """The written frames parse back to the same events; a named event has its name in both places."""
     verbatim = sse.Verbatim()
     written = verbatim.chunks(EVENTS[:2]) + verbatim.done() + verbatim.error(b'{"error": {}}')
     assert sse.EventBuffer().feed(written) == [*EVENTS, b'{"error": {}}']

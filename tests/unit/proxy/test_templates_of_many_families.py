@@ -1,8 +1,8 @@
-"""The continuation over public chat templates, as TRL's wheel carries them: exact, or a named reason, never different.
+"""The continuation over public chat templates from TRL's wheel: exact, or refused with a reason.
 
-For every template and conversation, a reply is sampled (in tokens that no tokenizer would choose), and the next turn is
-asked for. Either prompt + reply + continuation spell the template's own rendering of the whole conversation outside of
-what was sampled, or the continuation refuses with its reason.
+For every template and conversation, a reply is sampled in tokens that no tokenizer would choose, and the next turn is
+requested. Outside of the sampled tokens, prompt + reply + continuation must equal the template's own rendering of the
+whole conversation, or the continuation must refuse with a reason.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def small_tokenizer():
     return train_tokenizer(SmallModelSpec())
 
 
-def oddly_tokenised(template: ChatTemplate, text: str) -> list[int]:
-    """Tokenise one character at a time, specials whole: what a sampler may do and no tokenizer would."""
+def tokenise_by_character(template: ChatTemplate, text: str) -> list[int]:
+    """Tokenise one character at a time, special tokens whole: a sampler may do this, a tokenizer would not."""
     pieces = re.split(f"({SPECIAL.pattern})", text)
     return [
         token
@@ -148,7 +148,7 @@ def verdict(family: str, case: str, *, keep_thinking: bool) -> str:
         written = f"<think>\n{thinking}\n</think>\n\n{written}"
     if cut:
         written = written[: written.index(reply["content"]) + len(reply["content"])]
-    sampled = oddly_tokenised(template, written + ("" if cut else end))
+    sampled = tokenise_by_character(template, written + ("" if cut else end))
     last = sampled[-1]
     try:
         between = template.continuation(
@@ -164,7 +164,7 @@ def verdict(family: str, case: str, *, keep_thinking: bool) -> str:
     spelled = spell(template, [*template.tokenise(prompt), *sampled, *between])
     tail = ("" if cut else end) + spell(template, between)
     if keep_thinking and (thinking not in whole or not whole.startswith(prompt)):
-        # The thinking, or the block that the generation prompt opened for it, stays where the template drops it.
+        # The thinking, or the empty block from the generation prompt, stays in the tokens; the template drops it.
         assert whole.endswith(tail), (whole, spelled)
         history = prompt if whole.startswith(prompt) else template.render(before, tools, {}, generate=False)
         assert whole.startswith(history), (whole, spelled)
@@ -176,7 +176,7 @@ def verdict(family: str, case: str, *, keep_thinking: bool) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("keep_thinking", [False, True], ids=["template", "keep"])
-def test_next_turn_is_exact_or_opens_a_chain_with_a_reason(family, keep_thinking):
+def test_next_turn_is_exact_or_starts_a_chain_with_a_reason(family, keep_thinking):
     """Never silently different, for any conversation."""
     for case in CASES:
         assert verdict(family, case, keep_thinking=keep_thinking) in {
@@ -190,7 +190,7 @@ def test_next_turn_is_exact_or_opens_a_chain_with_a_reason(family, keep_thinking
 
 
 def test_table_of_verdicts_over_at_least_14_families():
-    """Every family continues plain conversations exactly, or says why; most do."""
+    """Every family continues plain conversations exactly or with a reason; most are exact."""
     counts: collections.Counter[str] = collections.Counter()
     print("\n" + "family".ljust(22) + " ".join(name.ljust(10) for name in CASES))
     for family in FAMILIES:
@@ -225,8 +225,8 @@ PRINTS_IDS = """{% for m in messages %}{% if m.role == "system" %}{{ raise_excep
         (PRINTS_IDS, {CALL_IDS}),
     ],
 )
-def test_what_a_template_prints_beside_the_text_is_found_by_rendering(source, read):
-    """Also where the template refuses some conversations, or ids that are not nine characters long."""
+def test_the_fields_that_a_template_prints_are_detected_by_rendering(source, read):
+    """Also for a template that refuses some conversations, or ids that are not nine characters long."""
     tokenizer = copy.deepcopy(small_tokenizer())
     tokenizer.chat_template = source
     assert ChatTemplate(tokenizer, [tokenizer.eos_token_id or 0], "string").fields_read == read

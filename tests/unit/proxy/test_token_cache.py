@@ -1,4 +1,4 @@
-"""The cache of tokens: it keeps those of the last turn of each chain, up to a number of bytes."""
+"""The cache of tokens keeps the last turn of each chain, up to a number of bytes."""
 
 from __future__ import annotations
 

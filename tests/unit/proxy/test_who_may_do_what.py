@@ -1,4 +1,4 @@
-"""Every route, tried by every role, on own and foreign sessions of own and foreign tenants."""
+"""Every route with every role, on own and foreign sessions of own and foreign tenants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHOUT_ACTION = {"GET /", "GET /healthz", "GET /readyz"}
 
 
 class World:
-    """A proxy with one key a role for each of two tenants, and two sessions with a turn in each tenant."""
+    """A proxy with one key per role for each of two tenants, and two sessions with one turn in each tenant."""
 
     def __init__(self, http: TestClient, database: Database) -> None:
         self.http = http
@@ -64,7 +64,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(http, database)
 
 
-def test_the_table_names_every_route_and_every_action(world: World) -> None:
+def test_the_table_contains_every_route_and_every_action(world: World) -> None:
     paths = world.ask("GET", "/openapi.json", world.keys["mine", "admin"]).json()["paths"]
     documented = {
         f"{method.upper()} {path}"
@@ -93,7 +93,7 @@ def test_a_route_is_open_to_the_roles_that_the_table_names_and_to_their_tenant_a
             continue
         is_of_one_session = "{session_id}" in route or route == "POST /v1/rewards"
         if is_of_one_session and role == "session_reward" and session_id != "mine-own":
-            assert reply.status_code == 403, reply.text  # a session key outside of its session
+            assert reply.status_code == 403, reply.text  # a session key in another session
         elif (is_of_one_session or "{turn_id}" in route) and session_id == "theirs-own":
             assert reply.status_code == 404, reply.text
         else:
@@ -111,10 +111,10 @@ def test_model_calls_are_open_to_the_roles_that_may_call(world: World, role: str
         namesake = world.ask("POST", "/sessions/theirs-other/v1/chat/completions", key, CHAT)
         assert namesake.status_code == (403 if role.startswith("session") else 200)
     theirs = world.ask("GET", "/v1/sessions/theirs-other", world.keys["theirs", "admin"]).json()
-    assert theirs["num_turns"] == 1  # nothing of ours went into it
+    assert theirs["num_turns"] == 1  # no call of this tenant is in it
 
 
-def test_only_the_tenant_that_owns_the_model_changes_it(world: World) -> None:
+def test_only_the_tenant_that_owns_the_model_may_change_it(world: World) -> None:
     for tenant, status in (("theirs", 403), ("mine", 422)):
         reply = world.ask("POST", "/v1/policies", world.keys[tenant, "admin"], {"path": "/nowhere"})
         assert reply.status_code == status, reply.text
@@ -136,7 +136,7 @@ def test_a_key_that_this_process_creates_or_revokes_takes_effect_at_once(world: 
     assert world.ask("GET", "/v1/sessions", made["key"]).status_code == 401
 
 
-def test_the_first_key_closes_the_proxy_at_once(tmp_path) -> None:
+def test_the_first_key_requires_authentication_at_once(tmp_path) -> None:
     with in_process_proxy(tmp_path) as (http, _):
         assert http.get("/v1/sessions").status_code == 200
         made = http.post("/v1/keys", json={"role": "admin"}).json()

@@ -1,4 +1,4 @@
-"""Group commit against a store that refuses, locks and comes back."""
+"""Group commit against a store that refuses, is locked and recovers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def turn(turn_id: str, session_id: str = "s", **known) -> Sampled:
 
 
 def stopping(connection: Connection) -> None:
-    """Do what no function of the store should."""
+    """Raise an error that no function of the store raises."""
     del connection
     raise ZeroDivisionError
 
@@ -56,8 +56,8 @@ def stored(database: Database) -> list[str]:
         return [view.turn.turn_id for view in queries.turns(connection, "default", "s")[0]]
 
 
-def test_one_refused_job_takes_nothing_with_it(database, database_url):
-    """All arrive at once; the turn of an unknown session fails alone, so does the job that raises."""
+def test_a_refused_job_does_not_fail_the_others_of_its_commit(database, database_url):
+    """All arrive at once; only the turn of an unknown session and the job that raises fail."""
 
     async def run() -> list[object]:
         async with writing(database_url) as writer:
@@ -104,7 +104,7 @@ def locked(tmp_path, sqlite_template):
     database.close()
 
 
-def test_a_locked_store_is_waited_for(locked):
+def test_a_job_waits_for_a_locked_store(locked):
     database, url, holder = locked
 
     async def run() -> list[list[Ending]]:
@@ -117,13 +117,13 @@ def test_a_locked_store_is_waited_for(locked):
     assert len(stored(database)) == 3
 
 
-def test_a_store_that_stays_locked_is_told_to_all_at_their_deadline_and_not_one_after_the_other(locked):
-    """Twenty callers, half a second each: one waits no longer than the other. Nothing of theirs is stored later."""
+def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(locked):
+    """Twenty callers with half a second each wait concurrently. None of their jobs is stored later."""
     database, url, holder = locked
 
     async def run() -> tuple[list[object], float]:
         async with writing(url, seconds=0.5) as writer:
-            with pytest.raises(StoreUnavailable):  # by then the process has started, which takes a busy machine long
+            with pytest.raises(StoreUnavailable):  # the process has started by then; this is slow on a busy machine
                 await writer.do(pid_of_writer)
             started = time.monotonic()
             calls = [writer.append([turn(f"t{number}")]) for number in range(20)]
@@ -136,10 +136,8 @@ def test_a_store_that_stays_locked_is_told_to_all_at_their_deadline_and_not_one_
     assert stored(database) == []
 
 
-def test_a_turn_is_stored_with_the_logprobs_as_the_engine_wrote_them_and_one_that_lacks_some_is_untrainable(
-    database, database_url
-):
-    """The pieces are those of a stream; a turn without tokens needs none."""
+def test_a_turn_keeps_the_logprobs_that_the_engine_wrote_and_is_untrainable_without_some(database, database_url):
+    """The logprobs come in the pieces of a stream; a turn without tokens needs none."""
     two = np.array([5, 6], np.int32)
     pieces = [b'{"content":[{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}]}', b"null"]
     other = b'{"content":[{"token":"\\"b","logprob":-1.25}]}'
@@ -166,8 +164,8 @@ def test_a_turn_is_stored_with_the_logprobs_as_the_engine_wrote_them_and_one_tha
     assert [view.turn.logprobs.tolist() for view in views] == [[-0.5, -1.25], [-0.5], [], []]
 
 
-def test_a_writing_process_that_is_killed_is_replaced_and_what_it_had_is_told_to_have_failed(database, database_url):
-    """What comes after its end waits for nothing and loses nothing."""
+def test_a_killed_writing_process_is_replaced_and_its_jobs_fail(database, database_url):
+    """Later jobs do not wait and are not lost."""
     metrics = Metrics()
 
     async def run() -> object:
@@ -206,7 +204,7 @@ def wait_for_errors(metrics: Metrics, count: int) -> None:
 
 
 def test_a_writing_process_that_cannot_be_replaced_at_once_is_replaced_later(database, database_url):
-    """No file descriptors are left when it is killed, so that not even a socket to the next one can be opened."""
+    """No file descriptors are left when it is killed, so no socket to the next one can be opened."""
     metrics = Metrics()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -229,8 +227,8 @@ def test_a_writing_process_that_cannot_be_replaced_at_once_is_replaced_later(dat
     assert stored(database) == ["after"]
 
 
-def test_what_a_killed_proxy_left_with_its_writing_process_is_not_committed(locked):
-    """Another proxy may have sampled the same call anew by then. Here a shell is the one that starts it, and dies."""
+def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):
+    """Another proxy may have sampled the same call again. A shell starts the writing process, and is killed."""
     database, url, holder = locked
     ours, theirs = socket.socketpair()
     with ours:
