@@ -1,1 +1,1 @@
-"""The database's history: one linear line of revisions, installed with the package so that a wheel can migrate."""
+"""The database's migrations: a linear list of revisions, installed with the package so that a wheel can migrate."""

@@ -1,4 +1,4 @@
-"""What alembic runs for every migration: on the connection, and in the transaction, that `Database` hands it."""
+"""Alembic's environment: it runs migrations on the connection and in the transaction that `Database` passes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.auth import Principal
 from proxy.routes.limits import Id, LimitedRoute, Text
-from proxy.routes.models import Answer, answer, answer_model, says
+from proxy.routes.models import Answer, answer, answer_model, describe_answer
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from turnwise.store import keys
@@ -50,7 +50,7 @@ class NewKey(BaseModel):
     """Lifetime of the key; by default it is valid until it is revoked."""
 
 
-@router.get("", responses=says(KeyList))
+@router.get("", responses=describe_answer(KeyList))
 async def list_keys(services: Here, principal: Caller) -> Response:
     """List the tenant's keys without their secrets, including revoked and expired ones, oldest first."""
 
@@ -62,7 +62,7 @@ async def list_keys(services: Here, principal: Caller) -> Response:
     return answer({"object": "list", "data": [dataclasses.asdict(key) for key in found]})
 
 
-@router.post("", responses=says(NewKeyAnswer))
+@router.post("", responses=describe_answer(NewKeyAnswer))
 async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Response:
     """Create a key of the caller's tenant. After the first key, the proxy rejects callers without a key."""
     lifetime = wanted.expires_in_seconds
@@ -79,7 +79,7 @@ async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Respo
     return answer({**dataclasses.asdict(await asyncio.to_thread(read)), "key": secret})
 
 
-@router.post("/{key_id}/revoke", responses=says(KeyAnswer))
+@router.post("/{key_id}/revoke", responses=describe_answer(KeyAnswer))
 async def revoke_key(key_id: Id, services: Here, principal: Caller) -> Response:
     """Revoke a key of the caller's tenant; revoking it again changes nothing."""
     revoked = await services.writer.do(keys.revoke_key, key_id, tenant=principal.tenant)

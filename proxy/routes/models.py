@@ -221,8 +221,8 @@ PolicyPage = page_model(
 )
 
 
-def says(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
-    """Return what a route's decorator takes to document its answer."""
+def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
+    """Return the argument `responses` of a route's decorator, which documents its answer."""
     return {200: {"model": model}}
 
 

@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 
 from proxy.auth import Principal
 from proxy.routes.limits import LimitedRoute
-from proxy.routes.models import Answer, UpdatePage, answer, says
+from proxy.routes.models import Answer, UpdatePage, answer, describe_answer
 from proxy.routes.openapi import describe
 from proxy.routes.serialise import caller, page, update_json
 from proxy.services import Services, services_of
@@ -134,7 +134,7 @@ async def _store_error(services: Services) -> str | None:
     return None
 
 
-@control.get("/counts", responses=says(CountsAnswer))
+@control.get("/counts", responses=describe_answer(CountsAnswer))
 async def counts(services: Annotated[Services, Depends(services_of)], principal: Caller) -> Response:
     """Count this tenant's sessions, turns and rewards, and the groups that wait for the trainer."""
 
@@ -145,7 +145,7 @@ async def counts(services: Annotated[Services, Depends(services_of)], principal:
     return answer(dataclasses.asdict(await asyncio.to_thread(read)))
 
 
-@control.get("/updates", responses=says(UpdatePage))
+@control.get("/updates", responses=describe_answer(UpdatePage))
 async def list_updates(
     services: Annotated[Services, Depends(services_of)],
     principal: Caller,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
 from proxy.routes.limits import Count, LimitedRoute
-from proxy.routes.models import ActivationAnswer, PolicyAnswer, PolicyPage, answer, says
+from proxy.routes.models import ActivationAnswer, PolicyAnswer, PolicyPage, answer, describe_answer
 from proxy.routes.serialise import caller, page, policy_json
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, Forbidden
@@ -46,7 +46,7 @@ class Activation(BaseModel):
     """Keep serving this version when newer ones are published; false serves it until a newer version is published."""
 
 
-@router.get("", responses=says(PolicyPage))
+@router.get("", responses=describe_answer(PolicyPage))
 async def list_policies(
     services: Here,
     _: Caller,
@@ -64,7 +64,7 @@ async def list_policies(
     return answer(await asyncio.to_thread(read))
 
 
-@router.post("", responses=says(PolicyAnswer))
+@router.post("", responses=describe_answer(PolicyAnswer))
 async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
     """Publish a directory of weights as the next version; engines load it as soon as it has been checked.
 
@@ -84,7 +84,7 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
     return answer(policy_json(published))
 
 
-@router.post("/{version}/activate", responses=says(ActivationAnswer))
+@router.post("/{version}/activate", responses=describe_answer(ActivationAnswer))
 async def activate_policy(
     version: Version, services: Here, principal: Caller, how: Activation | None = None
 ) -> Response:

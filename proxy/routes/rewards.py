@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from proxy.asgi import Receive, Scope, Send
 from proxy.auth import Principal
 from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
-from proxy.routes.models import RewardsAnswer, answer, says
+from proxy.routes.models import RewardsAnswer, answer, describe_answer
 from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
 from turnwise.errors import InvalidRequest
@@ -77,7 +77,7 @@ class Export(StreamingResponse):
             await asyncio.to_thread(self._lines.close)
 
 
-@router.post("/rewards", responses=says(RewardsAnswer))
+@router.post("/rewards", responses=describe_answer(RewardsAnswer))
 async def post_rewards(
     wanted: RewardLines,
     request: Request,

@@ -22,7 +22,7 @@ from proxy.routes.models import (
     TurnAnswer,
     TurnPage,
     answer,
-    says,
+    describe_answer,
 )
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
@@ -91,7 +91,7 @@ class Ending(BaseModel):
     """A last reward for the whole session, written in the same transaction."""
 
 
-@router.post("/sessions", responses=says(NewSessionAnswer))
+@router.post("/sessions", responses=describe_answer(NewSessionAnswer))
 async def create_session(wanted: NewSession, request: Request, services: Here, principal: Caller) -> Response:
     """Create a session, or change the session with this id; a field that can no longer change gets 409.
 
@@ -120,7 +120,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     )
 
 
-@router.get("/sessions", responses=says(SessionPage))
+@router.get("/sessions", responses=describe_answer(SessionPage))
 async def list_sessions(
     services: Here,
     principal: Caller,
@@ -144,7 +144,7 @@ async def list_sessions(
     return answer(await asyncio.to_thread(read))
 
 
-@router.get("/sessions/{session_id}", responses=says(SessionAnswer))
+@router.get("/sessions/{session_id}", responses=describe_answer(SessionAnswer))
 async def get_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Read one session."""
     principal.require_session(session_id)
@@ -156,7 +156,7 @@ async def get_session(session_id: Id, services: Here, principal: Caller) -> Resp
     return answer(await asyncio.to_thread(read))
 
 
-@router.get("/sessions/{session_id}/turns", responses=says(TurnPage))
+@router.get("/sessions/{session_id}/turns", responses=describe_answer(TurnPage))
 async def list_turns(
     session_id: Id,
     services: Here,
@@ -181,7 +181,7 @@ async def list_turns(
     return answer(await asyncio.to_thread(read))
 
 
-@router.get("/turns/{turn_id}", responses=says(TurnAnswer))
+@router.get("/turns/{turn_id}", responses=describe_answer(TurnAnswer))
 async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Prompt = "added") -> Response:
     """Read one turn with the part that it adds to its parent's prompt; `prompt=whole` returns the whole prompt."""
 
@@ -195,7 +195,7 @@ async def get_turn(turn_id: Id, services: Here, principal: Caller, prompt: Promp
     return answer(await asyncio.to_thread(read))
 
 
-@router.post("/turns/{turn_id}/role", responses=says(ChainRole))
+@router.post("/turns/{turn_id}/role", responses=describe_answer(ChainRole))
 async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: Caller) -> Response:
     """Correct the role of all turns in a turn's chain. The role determines whether they are trained."""
     principal.require("reward")
@@ -212,7 +212,7 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
     return answer({"role": wanted.role, "turn_ids": turn_ids})
 
 
-@router.post("/sessions/{session_id}/end", responses=says(SessionAnswer))
+@router.post("/sessions/{session_id}/end", responses=describe_answer(SessionAnswer))
 async def end_session(session_id: Id, services: Here, principal: Caller, ending: Ending | None = None) -> Response:
     """End a session; a session that is over and has a reward is ready for training."""
     principal.require_session(session_id)
@@ -229,14 +229,14 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     return answer(record_json(session))
 
 
-@router.delete("/sessions/{session_id}", responses=says(DeletedAnswer))
+@router.delete("/sessions/{session_id}", responses=describe_answer(DeletedAnswer))
 async def delete_session(session_id: Id, services: Here, principal: Caller) -> Response:
     """Delete a session with its turns and rewards; the answer names the policy versions that were trained on it."""
     deleted = await services.writer.do(retention.delete_session, principal.tenant, session_id)
     return answer(_deleted(services, deleted))
 
 
-@router.delete("/tenant", responses=says(DeletedAnswer))
+@router.delete("/tenant", responses=describe_answer(DeletedAnswer))
 async def delete_tenant(services: Here, principal: Caller) -> Response:
     """Delete everything of the caller's tenant: sessions, turns, rewards and keys, the caller's own included."""
     total = retention.Deleted()

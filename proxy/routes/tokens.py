@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Response
 from proxy.auth import Principal
 from proxy.continuation.chat_template import ChatTemplate
 from proxy.routes.limits import Id, LimitedRoute
-from proxy.routes.models import Answer, answer, says
+from proxy.routes.models import Answer, answer, describe_answer
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from turnwise.store.session_records import turn_path
@@ -49,7 +49,7 @@ class TokensAnswer(Answer):
     """Ids of tokens that mark structure."""
 
 
-@router.get("/turns/{turn_id}/tokens", responses=says(TokensAnswer))
+@router.get("/turns/{turn_id}/tokens", responses=describe_answer(TokensAnswer))
 async def get_tokens(
     turn_id: Id,
     services: Annotated[Services, Depends(services_of)],

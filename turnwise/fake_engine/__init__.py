@@ -1,7 +1,7 @@
-"""A scripted stand-in for vLLM: the same wire format, with replies and faults that a test decides.
+"""A scripted replacement for vLLM: the same wire format, with replies and faults that a test sets.
 
-`create_app` is the ASGI application, `running_fake_engine` serves it from a thread, `turnwise fake-engine` as a
-process.
+`create_app` returns the ASGI application, `running_fake_engine` serves it from a thread, `turnwise fake-engine` runs it
+as a process.
 """
 
 from turnwise.fake_engine.running import RunningFakeEngine, running_fake_engine, serve

@@ -1,6 +1,6 @@
-"""The routes beside sampling: models, tokenizer, pausing, weights, adapters as vLLM has them, and `/fake/…` for tests.
+"""The routes except sampling: vLLM's for models, tokenizer, pausing, weights and adapters, and `/fake/…` for tests.
 
-Control routes change state that a test can read. A bad path is refused as vLLM refuses it.
+Control routes change state that a test can read. A bad path is rejected as in vLLM.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def body_of(request: Request) -> Json:
     """Return the decoded body.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is not a JSON object.
     """
     body = orjson.loads(await request.body() or b"{}")
     if not isinstance(body, dict):

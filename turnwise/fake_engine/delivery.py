@@ -1,7 +1,7 @@
-"""Send a prepared reply: at its pace, until the client disconnects, and broken off if a fault says so.
+"""Send a prepared reply at its pace until the client disconnects or a fault breaks it off.
 
-A reply is a list of byte strings before it is sent, so pace, pausing and faults are the same for every route. A reset
-aborts the transport: the peer sees a connection reset, not an orderly close.
+A reply is a list of byte strings before it is sent, so pace, pausing and faults are the same for all routes. A reset
+aborts the transport, so the peer gets a connection reset instead of an orderly close.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Delivery(Response):
         self._call.outcome = "faulted" if self._fault else "finished"
 
     def _paced_parts(self) -> list[bytes]:
-        """Return the parts that are written at once: all of them, without a pace and without a fault."""
+        """Return the parts to write; without a pace and without a fault, all data is one part."""
         if self._fault is None or self._fault.kind not in _CUTS:
             return self._parts if self._pace_seconds else [b"".join(self._parts)]
         if self._streamed:
@@ -100,7 +100,7 @@ class Delivery(Response):
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
     async def _break(self, abort: Callable[[], None] | None) -> None:
-        # What was written has to reach the client before the connection goes.
+        # The written data must reach the client before the connection closes.
         await asyncio.sleep(0.02)
         if self._fault and self._fault.kind is FaultKind.HANG_STREAM:
             await asyncio.Event().wait()

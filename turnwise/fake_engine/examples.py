@@ -1,7 +1,7 @@
-"""Values that satisfy a JSON schema: what the fake engine writes where a request asks for JSON or for a tool call.
+"""Values that satisfy a JSON schema: the fake engine writes them if a request asks for JSON or for a tool call.
 
-A value is the smallest valid one, with numbers from the user's message where they fit. That is enough for test suites
-that check shapes, and for those that ask for `f(3)` and expect a three.
+A value is the smallest valid one, with numbers from the user's message if they are valid. This is enough for test
+suites that check shapes, and for suites that ask for `f(3)` and expect a 3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_DEPTH = 12
 
 
 def example_of(schema: Schema, said: str = "") -> Any:
-    """Return a value that satisfies `schema`; numbers are taken from the text `said`."""
+    """Return a value that satisfies `schema`, with numbers from the text `said`."""
     numbers = [float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", said)]
     return _value(schema, schema, numbers, 0)
 
@@ -52,7 +52,7 @@ def _value(schema: Any, root: Schema, numbers: list[float], depth: int) -> Any:
 
 
 def _resolved(given: Any, root: Schema) -> Schema:
-    """Follow references and pick one of the alternatives; keys beside them still apply."""
+    """Resolve references and choose one of the alternatives; their sibling keys still apply."""
     if not isinstance(given, dict):
         return {}
     schema: Schema = given

@@ -1,7 +1,7 @@
-"""The calls a fake engine saw and the state that its control routes change.
+"""The calls that a fake engine received, and the state that its control routes change.
 
-Tests compare the turns that the proxy stored with the calls that the engine saw, so every call is listed, also those
-that a fault broke or whose client disconnected.
+Tests compare the turns that the proxy stored with the calls that the engine received, so all calls are listed,
+including those that a fault broke or whose client disconnected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SeenCall:
     headers: dict[str, str]
     body: Any
     outcome: str = "running"
-    """running, finished, refused, faulted, or aborted when the client left."""
+    """One of running, finished, refused, faulted, or aborted (the client disconnected)."""
     fault: str | None = None
     token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     """The sampled token ids of each choice."""
@@ -50,7 +50,7 @@ class EngineState:
         self.adapters: dict[str, str] = {}
         """LoRA adapters by name, with the directories they came from."""
         self.running = asyncio.Event()
-        """Not set while paused."""
+        """Set while sampling is not paused."""
         self.running.set()
 
     def see(self, reply_id: str, path: str, headers: dict[str, str], body: Any) -> SeenCall:
@@ -60,11 +60,11 @@ class EngineState:
         return call
 
     def logprob_shift(self, model: str | None) -> float:
-        """Return the logprob shift of the weights that a model name stands for."""
+        """Return the logprob shift of the weights of a model name."""
         return self.script.logprob_shifts.get(Path(self.adapters.get(model or "", self.weights_path)).name, 0.0)
 
     def summary(self) -> Json:
-        """Return all calls and their number by outcome."""
+        """Return all calls, and the number of calls by outcome."""
         outcomes = [call.outcome for call in self.calls]
         return {
             "num_calls": len(self.calls) + self.num_canned_calls,

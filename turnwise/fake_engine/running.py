@@ -1,4 +1,4 @@
-"""A fake engine that serves: as a process of its own, or in a thread for as long as a `with` block lasts."""
+"""Run a fake engine in its own process, or in a thread for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunningFakeEngine:
-    """A served fake engine, with its insides."""
+    """A running fake engine with access to its state."""
 
     url: str
     """Its base URL, without `/v1`."""
@@ -40,13 +40,13 @@ class RunningFakeEngine:
         self.state.script.faults.append(fault)
 
     def answer(self, rule: Rule) -> None:
-        """Add a rule before the others."""
+        """Add a rule before the existing rules."""
         self.state.script.rules.insert(0, rule)
 
 
 @contextlib.contextmanager
 def running_fake_engine(script: Script | None = None, *, port: int = 0) -> Iterator[RunningFakeEngine]:
-    """Serve a fake engine on loopback from a thread of this process.
+    """Serve a fake engine on loopback in a thread of this process.
 
     Raises:
         OSError: the port is taken.

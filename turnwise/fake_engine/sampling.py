@@ -1,8 +1,8 @@
-"""From a request to sampled tokens, with the part of the message that each token adds.
+"""Convert a request to sampled tokens, each with the part of the message that it adds.
 
-The whole reply is known before its first byte is sent. It consists of spans (thinking, text, the parts of a tool call);
-stop strings and the length limit cut their tokens. The whole message and the stream are two views of the same pieces,
-as in a real engine.
+The whole reply is known before its first byte is sent. It consists of spans (thinking, text, the parts of a tool call)
+whose tokens are cut at stop strings and the length limit. The whole message and the stream are made from the same
+pieces, as in a real engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Piece:
 
     token_id: int
     text: str
-    """Text that it adds; empty while a character is incomplete."""
+    """The text that it adds; empty while a character is incomplete."""
     kind: str
     """Kind of its part: reasoning, content, name, arguments, or markup, which is not sent to clients."""
     call: int = -1
@@ -104,7 +104,7 @@ def requested_schema(request: Json) -> Json | None:
 
 
 def _call_of(tools: list[Json], choice: object, said: str) -> ToolCall:
-    """Return a call of the tool that the tool choice names, else the user, else of the first tool."""
+    """Return a call of the tool that the tool choice names, otherwise the user, otherwise of the first tool."""
     wanted = choice["function"]["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
     named = [each for each in functions if (each["name"] == wanted if wanted else each["name"] in said)]

@@ -1,8 +1,8 @@
-"""A script of the fake engine: its replies, its pace and its faults, built by a test or read from a JSON file.
+"""A script of the fake engine: its replies, pace and faults, built by a test or read from a JSON file.
 
-Rules look at the last message, so that concurrent callers get their own replies in any order of arrival. Without a
+Rules match the last message, so that concurrent callers get their own replies in any order of arrival. Without a
 matching rule the engine calls a tool if tools are offered, writes JSON if a schema is given, and otherwise repeats the
-user.
+user's message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FaultKind(enum.StrEnum):
 
 
 class Fault(_Strict):
-    """One fault, for the next calls or for a call that requests it."""
+    """A fault for the next calls, or for a call that requests it."""
 
     kind: FaultKind
     count: int = 1
@@ -50,7 +50,7 @@ class Fault(_Strict):
     status: int = 500
     """The status, for `status`."""
     after_chunks: int = 2
-    """Chunks that are still sent, for `reset_stream` and `hang_stream`."""
+    """Chunks that are sent before the fault, for `reset_stream` and `hang_stream`."""
     seconds: float = 1.0
     """Delay of the first token, for `slow_first_token`."""
     contains: str | None = None
@@ -82,7 +82,7 @@ class Reply(_Strict):
     reasoning: str | None = None
     tool_calls: list[ToolCall] = pydantic.Field(default_factory=list)
     finish_reason: Literal["stop", "length", "abort", "error", "repetition"] = "stop"
-    """Any but `stop` leaves out the end-of-turn token, as a cut reply does."""
+    """Any value but `stop` omits the end-of-turn token, as in a truncated reply."""
     pace_seconds: float | None = None
     """Delay before each token; None: the script's pace."""
     choices: list[Reply] = pydantic.Field(default_factory=list)
@@ -119,8 +119,8 @@ class Script(_Strict):
     default_temperature: float = 1.0
     """Temperature of requests that set none, as vLLM takes it from the model's generation_config.json."""
     logprob_shifts: dict[str, float] = pydantic.Field(default_factory=dict)
-    """By the name of a directory of weights or of an adapter: nats that the version in it adds to the logprobs of
-    tokens that are asked for by id (`logprob_token_ids`), so that it differs from the others."""
+    """By the name of a directory of weights or of an adapter: nats that this version adds to the logprobs of tokens
+    that are requested by id (`logprob_token_ids`), so that its logprobs differ from other versions'."""
     honours_prompt_token_ids: bool = True
     """Whether `kv_transfer_params.prompt_token_ids` replaces the prompt."""
     call_tools: bool = True
@@ -135,7 +135,7 @@ class Script(_Strict):
         """Read a script from a JSON file.
 
         Raises:
-            SettingsError: the file is missing or is no script.
+            SettingsError: the file does not exist or is not a script.
         """
         try:
             return cls.model_validate_json(path.read_bytes())

@@ -1,7 +1,7 @@
-"""The fake engine: a scripted stand-in that speaks vLLM 0.32's wire format, for tests and for the CI of agents.
+"""The fake engine: a scripted server with vLLM 0.32's wire format, for tests and for the CI of agents.
 
-It implements everything that an agent, the proxy or a test can observe of vLLM over HTTP, without a model. The sampled
-tokens are known in advance, so a test can state exactly what must be stored.
+It implements what an agent, the proxy or a test can observe of vLLM over HTTP, without a model. The sampled tokens are
+known in advance, so a test can state exactly which tokens must be stored.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def create_app(script: Script | None = None, *, model_path: str = "fake", state:
     """Return the fake engine as an ASGI application.
 
     Args:
-        script: Its replies; None repeats the user.
-        model_path: Directory with its tokenizer, as `write_tokenizer` makes one; the `root` of `/v1/models`.
-        state: Its insides, for a test in the same process, in place of the other two.
+        script: Its replies; None repeats the user's message.
+        model_path: Directory with its tokenizer, written by `write_tokenizer`; the `root` of `/v1/models`.
+        state: Its state, for a test in the same process; it replaces the other two arguments.
     """
     engine = state or EngineState(script or Script(), model_path)
     sampling = [

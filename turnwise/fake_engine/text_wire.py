@@ -63,7 +63,7 @@ def _choice(call: Call, index: int, prompt: list[int], sample: Sample) -> Json:
 
 
 def _prompt_logprobs(call: Call, prompt: list[int]) -> list[Json | None] | None:
-    """Return the logprob of each prompt token but the first, and the likeliest ones beside it."""
+    """Return the logprob of each prompt token except the first, with the most likely alternatives."""
     count = call.request.get("prompt_logprobs")
     if count is None and call.request.get("echo"):
         count = call.request.get("logprobs")
@@ -83,7 +83,7 @@ def _prompt_logprobs(call: Call, prompt: list[int]) -> list[Json | None] | None:
 
 
 def chunks(call: Call, prompts: list[list[int]], samples: list[Sample], tokens_per_chunk: int) -> Iterator[Json]:
-    """Yield the chunks of a streamed reply, one choice's turn after the other's."""
+    """Yield the chunks of a streamed reply; the chunks of several choices alternate."""
     options = call.request.get("stream_options") or {}
     per_prompt = len(samples) // len(prompts)
     longest = max(len(sample.pieces) for sample in samples)

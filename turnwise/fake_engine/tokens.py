@@ -1,8 +1,8 @@
-"""The fake engine's tokenizer and chat template: bytes, and a few special tokens above them.
+"""The fake engine's tokenizer and chat template: one token per byte, and a few special tokens.
 
-A token is a byte, so ids and text determine each other, any text can be sampled, and a character outside ASCII is split
-over several tokens, as real tokenizers may do. The same tokenizer and template can be written in the Hugging Face
-layout, so that a client of the engine's model directory renders what the engine renders.
+A token is a byte, so ids and text determine each other, any text can be sampled, and a character outside ASCII takes
+several tokens, as with real tokenizers. The same tokenizer and template can be written in the Hugging Face layout, so
+that a client with the engine's model directory renders the same prompts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import jinja2.sandbox
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Never part of a reply's text."""
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""One token each, but text: parsers have to see them."""
+"""Special tokens that are part of the text, because parsers read them."""
 SPECIAL_IDS = {token: 256 + index for index, token in enumerate((*CONTROL_TOKENS, *MARKUP_TOKENS))}
-"""Ids below are the bytes themselves."""
+"""Ids below this are the bytes themselves."""
 SPECIAL_TEXTS = {token_id: token for token, token_id in SPECIAL_IDS.items()}
 VOCABULARY_SIZE = 256 + len(SPECIAL_IDS)
 END_OF_TURN = SPECIAL_IDS["<|im_end|>"]
@@ -60,11 +60,11 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-"""ChatML with Hermes tool calls; no message is rendered otherwise because of what follows it."""
+"""ChatML with Hermes tool calls; the rendering of a message does not depend on later messages."""
 
 
 def encode(text: str) -> list[int]:
-    """Return the ids of a text in which special tokens may stand."""
+    """Return the ids of a text that may contain special tokens."""
     ids: list[int] = []
     for part in _BOUNDARY.split(text):
         ids.extend([SPECIAL_IDS[part]] if part in SPECIAL_IDS else part.encode())
@@ -87,7 +87,7 @@ def decode(ids: Iterable[int], *, keep_control: bool = True) -> str:
 
 
 def piecewise(ids: Sequence[int], *, keep_control: bool = False) -> list[str]:
-    """Return what each token adds to the text: nothing until a character is whole, then the character."""
+    """Return the text that each token adds: the last token of a character adds the character, others add nothing."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     return [
         decoder.decode(bytes([token_id])) if token_id < 256 else decode([token_id], keep_control=keep_control)
@@ -103,7 +103,7 @@ def render(
     template: str | None = None,
     template_arguments: dict[str, Any] | None = None,
 ) -> str:
-    """Return the prompt that the chat template makes of a conversation.
+    """Render a conversation with the chat template.
 
     Raises:
         jinja2.TemplateError: the template cannot render these messages.
@@ -117,7 +117,7 @@ def render(
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, a string or a list of parts; media are named, not shown."""
+    """Return the text of a message's content, a string or a list of parts; a media part becomes its name."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -126,7 +126,7 @@ def text_of(content: Any) -> str:
 
 
 def has_media(messages: Iterable[dict[str, Any]]) -> bool:
-    """Tell whether any message carries something else than text."""
+    """Return whether any message contains media."""
     return any(
         isinstance(part, dict) and part.get("type") not in {"text", "refusal"}
         for message in messages
@@ -186,7 +186,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _normalised(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as vLLM hands it to templates: text content, tool arguments parsed."""
+    """Return a message as vLLM passes it to templates: content as text, tool arguments parsed."""
     normal = {**message, "content": text_of(message.get("content"))}
     if "reasoning_content" in message:
         normal.setdefault("reasoning", message["reasoning_content"])

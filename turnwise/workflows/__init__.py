@@ -1,7 +1,7 @@
-"""Workflows of other systems over sessions of the proxy: rLLM's here, Trinity-RFT's here and in `.trinity`.
+"""Workflow classes of rLLM and Trinity-RFT over sessions of the proxy.
 
-Both have a class `Workflow`: rLLM's is this package's, Trinity's is `turnwise.workflows.trinity.Workflow`. Importing
-this loads numpy and an HTTP client; torch, verl and openai are loaded by what needs them.
+Both systems have a class `Workflow`: this package exports rLLM's; Trinity's is `turnwise.workflows.trinity.Workflow`.
+Importing this package loads numpy and an HTTP client; torch, verl and openai are loaded when they are first used.
 """
 
 from __future__ import annotations

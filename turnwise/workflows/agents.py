@@ -1,4 +1,4 @@
-"""Base classes of a workflow: agents, which talk to the model, and environments, which answer the agents."""
+"""Base classes of a workflow: agents, which call the model, and environments, which execute the agents' actions."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class BaseEnv(ABC):
     def step(self, action: Any) -> tuple[Any, float, bool, Json]:
         """Perform an action; return observation, reward, whether the task is done, and info."""
 
-    def close(self) -> None:  # noqa: B027 most environments hold nothing to release
-        """Release what the environment holds."""
+    def close(self) -> None:  # noqa: B027 most environments have no resources
+        """Release the environment's resources."""
 
     @staticmethod
     def from_dict(info: Json) -> BaseEnv:

@@ -1,8 +1,8 @@
 """rLLM's `AgentWorkflowEngine`: run many tasks concurrently over a pool of workflow objects, and retry failed runs.
 
-A run is a session of the proxy. The engine opens it and writes the end and the rewards of the run to the ledger, so a
-trainer needs nothing from this process. The returned episodes, or verl batch, hold the same data for callers that
-train here.
+A run is a session of the proxy. The engine creates it and writes the end and the rewards of the run to the ledger, so a
+trainer needs no data from this process. The returned episodes, or the verl batch, contain the same data for callers
+that train in this process.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class AgentWorkflowEngine:
         """Store the parts of a run.
 
         Args:
-            workflow_cls: what runs.
-            workflow_args: what each workflow object is made with, beside engine and executor.
-            rollout_engine: where replies come from.
-            config: verl's, with `data` and `rllm`; only verl batches need one.
-            n_parallel_tasks: runs at a time, and threads for their blocking calls.
-            retry_limit: attempts at a run that ends in an error.
-            raise_on_error: whether a run that failed on every attempt ends the batch.
+            workflow_cls: class of the workflow.
+            workflow_args: arguments of each workflow object, in addition to engine and executor.
+            rollout_engine: engine that samples replies.
+            config: verl's configuration with `data` and `rllm`; required only for verl batches.
+            n_parallel_tasks: number of concurrent runs, and of threads for their blocking calls.
+            retry_limit: maximum number of attempts at a run that ends in an error.
+            raise_on_error: whether a run that fails on every attempt ends the batch.
             kwargs: kept for subclasses.
         """
         self.workflow_cls = workflow_cls
@@ -71,7 +71,7 @@ class AgentWorkflowEngine:
         """Create the workflow objects, once.
 
         Raises:
-            InvalidRequest: the workflow holds an environment that cannot share a process.
+            InvalidRequest: the workflow has an environment that is not multithread-safe.
         """
         if self.workflow_queue is not None:
             return
@@ -96,10 +96,10 @@ class AgentWorkflowEngine:
         return await self._process(task, self._identity(task_id, rollout_idx), kwargs)
 
     async def execute_tasks(self, tasks: list[Json], task_ids: list[str] | None = None, **kwargs: Any) -> list[Episode]:
-        """Run all tasks; equal ids are rollouts of one task, and one group in the ledger.
+        """Run all tasks; equal ids are rollouts of one task and form one group in the ledger.
 
         Returns:
-            Episodes by first appearance of their task's id; inside a task by completion.
+            Episodes in the order in which their task ids first appear; episodes of one task in order of completion.
         """
         await self.initialize_pool()
         ids = [str(uuid.uuid4()) for _ in tasks] if task_ids is None else list(task_ids)
@@ -113,7 +113,7 @@ class AgentWorkflowEngine:
                 by_task[task_id].append(episode)
                 progress.advance(failed=_is_error(episode))
         finally:
-            # No run continues after the batch has failed.
+            # All runs stop after the batch has failed.
             for rollout in rollouts:
                 rollout.cancel()
             await asyncio.gather(*rollouts, return_exceptions=True)
@@ -166,7 +166,7 @@ class AgentWorkflowEngine:
         return run.task_id, run.rollout_idx, episode
 
     def _identities(self, task_ids: list[str]) -> list[RunIdentity]:
-        """Number the rollouts of each id; each id of this batch becomes one group."""
+        """Number the rollouts of each task id; each task id of this batch is one group."""
         batch = uuid.uuid4().hex[:8]
         sizes = collections.Counter(task_ids)
         seen: collections.Counter[str] = collections.Counter()

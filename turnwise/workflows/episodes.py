@@ -81,7 +81,7 @@ class Step:
     model_output: ModelOutput | None = None
     info: Json = dataclasses.field(default_factory=dict)
     reward: float = 0.0
-    """The raw reward; after post-processing with bonus and discounted return, where these are on."""
+    """The raw reward; after post-processing, the reward with bonus and discounted return if they are enabled."""
     done: bool = False
     mc_return: float = 0.0
 
@@ -99,7 +99,7 @@ class Trajectory:
     info: Json = dataclasses.field(default_factory=dict)
 
     def is_cumulative(self) -> bool:
-        """Return whether each step's conversation starts with that of the step before."""
+        """Return whether each step's conversation starts with the previous step's conversation."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return all(b.chat_completions[: len(a.chat_completions)] == a.chat_completions for a, b in pairs)
 

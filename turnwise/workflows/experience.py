@@ -1,7 +1,7 @@
 """Trinity-RFT's `Experience` and `EID`, with numpy arrays.
 
-Tokens are those that the proxy captured, with the turn that they come from. Trinity builds experiences in the agent's
-process; here they are a view of the ledger, so a failure of this process loses none.
+Tokens are those that the proxy captured, with the id of their turn. Trinity builds experiences in the agent's process;
+here they are read from the ledger, so a failure of this process loses none.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class EID:
 
     @property
     def uid(self) -> str:
-        """This experience alone."""
+        """Identifies this experience."""
         return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
 
     @property
     def sid(self) -> str:
-        """All runs of a task at one step."""
+        """Identifies one step of all runs of a task."""
         return f"{self.batch}/{self.task}/{self.step}"
 
     @property
     def rid(self) -> str:
-        """One run of a task."""
+        """Identifies one run of a task."""
         return f"{self.batch}/{self.task}/{self.run}"
 
     @property
     def tid(self) -> str:
-        """All runs of a task, the group of GRPO."""
+        """Identifies all runs of a task, the group of GRPO."""
         return f"{self.batch}/{self.task}"
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Experience:
     response_text: str | None = None
     prompt_text: str | None = None
     action_mask: npt.NDArray[np.bool_] | None = None
-    """True where the policy sampled the token. [R]"""
+    """True for tokens that the policy sampled. [R]"""
     messages: list[Json] | None = None
     tools: list[Json] | None = None
     chosen: TokenIds | None = None
@@ -94,7 +94,7 @@ class Experience:
     turn_id: str | None = None
     """The turn in the ledger; None for an experience that a workflow created."""
     experience_type: str = dataclasses.field(init=False)
-    """`multi_turn` when a mask is given, `dpo` when a pair is, else `single_turn`."""
+    """`multi_turn` if a mask is given, `dpo` if a pair is given, otherwise `single_turn`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.eid, dict):
@@ -142,7 +142,7 @@ _ARRAYS: dict[str, type[np.generic]] = {
 
 
 def is_complete(turn: Json) -> bool:
-    """Return whether a turn of the ledger is complete; the turn of an aborted stream is stored but is no experience."""
+    """Return whether a turn of the ledger is complete; the turn of an aborted stream is not an experience."""
     return bool(turn["token_ids"]) and turn["outcome"] in {"exact", "retokenised"}
 
 

@@ -1,9 +1,9 @@
-"""Trinity-RFT's `ModelWrapper`: a model that remembers what was sampled through it.
+"""Trinity-RFT's `ModelWrapper`: a model with a history of its samples.
 
-The memory is the ledger. Trinity patches one method of one client to record replies; here the clients are unchanged,
-and the samples of all their methods, streamed and parsed replies included, are read back from the session. A wrapper
-stands for one session at a time, named by headers that are computed for every call: a client that an agent keeps
-stays valid from run to run, and each call carries its step.
+The history is the ledger. Trinity patches one method of one client to record replies; here the clients are unchanged,
+and the samples of all their methods, including streamed and parsed replies, are read from the session. A wrapper uses
+one session at a time. Headers that are computed for every call name the session and the step, so a client that an
+agent keeps stays valid from run to run.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class ModelWrapper:
         generate_kwargs: Json | None = None,
         session: wire.SessionFields | None = None,
     ) -> None:
-        """Stand for a session that starts with the first call, or with `open`.
+        """Use a new session, which starts with the first call or with `open`.
 
         Args:
-            client: of the proxy, or its base URL; shared by clones.
-            model: the served model's name; None asks the proxy.
-            enable_history: whether experiences may be extracted. The ledger has them in any case.
-            generate_kwargs: what `chat` and `generate` ask for, where the call does not.
-            session: what sessions are opened with.
+            client: client of the proxy, or the proxy's base URL; clones share it.
+            model: the served model's name; None reads it from the proxy.
+            enable_history: whether experiences may be extracted. The ledger stores them in any case.
+            generate_kwargs: default parameters of `chat` and `generate`.
+            session: fields of new sessions.
         """
         self.client = Client(client) if isinstance(client, str) else client
         self._model = model
@@ -79,12 +79,12 @@ class ModelWrapper:
     def _begin(self) -> None:
         self.session_id = self.session.get("session_id") or uuid.uuid4().hex
         self.step: int | None = None
-        """The step that the next calls belong to; None makes each call a step of its own."""
+        """The step of the next calls; None makes each call its own step."""
         self._is_over = False
         self._last_turn_id: str | None = None
 
     def clone_with_isolated_history(self, **session: Any) -> ModelWrapper:
-        """Return a wrapper over the same connections with a session of its own."""
+        """Return a wrapper with the same connections and its own session."""
         clone = copy.copy(self)
         clone.session = {**self.session, **session}  # type: ignore[typeddict-item]
         if "session_id" not in session:
@@ -94,11 +94,11 @@ class ModelWrapper:
         return clone
 
     def open(self, **fields: Unpack[wire.SessionFields]) -> None:
-        """Open the session in the ledger, a new one if the last has ended; the wrapper's own fields have priority."""
+        """Create the session in the ledger, a new one if the last has ended; the wrapper's own fields have priority."""
         self.client.create_session(**self._opening(fields))
 
     async def open_async(self, **fields: Unpack[wire.SessionFields]) -> None:
-        """Open the session in the ledger, without blocking the event loop."""
+        """Create the session in the ledger, without blocking the event loop."""
         await self.async_client.create_session(**self._opening(fields))
 
     def _opening(self, fields: wire.SessionFields) -> wire.SessionFields:
@@ -107,16 +107,16 @@ class ModelWrapper:
         return {**fields, **self.session, "session_id": self.session_id}
 
     def reward(self, value: float, *, step: int | None = None) -> int:
-        """Write a reward of this session, or of one of its steps, to the ledger; return how many turns it reached."""
+        """Write a reward of this session or of one of its steps to the ledger; return how many turns it applies to."""
         return self.client.rewards([wire.reward_line(value, session_id=self.session_id, step=step)])[0]
 
     async def reward_async(self, value: float, *, step: int | None = None) -> int:
-        """Write a reward without blocking the event loop; return how many turns it reached."""
+        """Write a reward without blocking the event loop; return how many turns it applies to."""
         line = wire.reward_line(value, session_id=self.session_id, step=step)
         return (await self.async_client.rewards([line]))[0]
 
     def end(self, reason: str | None = None) -> None:
-        """End the session in the ledger; it can still be read here until the next one is opened."""
+        """End the session in the ledger; its history can be read until the next session is created."""
         self._is_over = True
         self.step = None
         self.client.end_session(self.session_id, reason=reason)
@@ -139,7 +139,7 @@ class ModelWrapper:
 
     @property
     def api_address(self) -> str:
-        """The proxy, as Trinity's agents build their base URL from it."""
+        """The proxy's address, from which Trinity's agents build their base URL."""
         return self.client.base_url
 
     @property
@@ -149,7 +149,7 @@ class ModelWrapper:
 
     @property
     def base_url(self) -> str:
-        """The base URL for any other client: it samples in this session, without headers."""
+        """The base URL for any other client; its calls belong to this session without headers."""
         return f"{self.client.base_url}/sessions/{wire.segment(self.session_id)}/v1"
 
     def get_openai_client(self) -> OpenAI:
@@ -200,7 +200,7 @@ class ModelWrapper:
         return [experience_of_turn(await self.async_client.turn(turn_id, prompt="whole")) for turn_id in turn_ids]
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """Return what was sampled in this session since the last extraction that cleared it, in order.
+        """Return the samples of this session since the last extraction that cleared the history, in order.
 
         Raises:
             InvalidRequest: history is not enabled.

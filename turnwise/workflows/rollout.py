@@ -1,7 +1,7 @@
 """The model replies of a workflow: rLLM's engine interface over sessions of the proxy.
 
-The session belongs to the run, not to the workflow object. It is a context variable, so agents, sub-agents and tasks
-that the workflow starts sample in the session of their run, while one engine object serves hundreds of runs.
+The session belongs to the run, not to the workflow object. It is stored in a context variable, so agents, sub-agents
+and tasks that the workflow starts sample in the session of their run, while one engine object serves many runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RETRIED = "retried"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """The run that samples."""
+    """The run that a call belongs to."""
 
     task_id: str
     rollout_idx: int
@@ -42,14 +42,14 @@ class RunIdentity:
 
 
 class RolloutEngine:
-    """Replies to messages. Subclasses implement `_get_model_response`, or override `get_model_response`."""
+    """Samples replies. Subclasses implement `_get_model_response`, or override `get_model_response`."""
 
     validate: bool = False
     """Whether runs are evaluations."""
     weight_version: int | None = None
-    """Policy version that is served, where the engine knows it."""
+    """Policy version that is served, if the engine knows it."""
     pad_token_id: int = 0
-    """Fills batches; masks follow lengths, so it is never read."""
+    """Padding of batches; masks are computed from lengths, so its value does not matter."""
 
     async def get_model_response(self, messages: list[Json], **kwargs: Any) -> ModelOutput:
         """Return the model's reply with the policy version that sampled its first token."""
@@ -69,7 +69,7 @@ class RolloutEngine:
         """Release memory for a trainer on the same device."""
 
     async def begin_run(self, run: RunIdentity) -> None:
-        """Set the run for which the calling task samples."""
+        """Set the run of the calling task."""
 
     async def end_run(self, episode: Episode | None, *, retried: bool = False) -> None:
         """Record how the run of the calling task ended."""
@@ -90,11 +90,11 @@ class SessionRolloutEngine(RolloutEngine):
         """Use a client, or create one for this base URL.
 
         Args:
-            client: of the proxy; shared by all runs.
-            model: the served model's name; None asks the proxy.
-            sampling_params: what every call asks for, where the call itself does not.
-            val_sampling_params: the same when `validate` is on.
-            pad_token_id: what fills verl's batches up.
+            client: client of the proxy; all runs share it.
+            model: the served model's name; None reads it from the proxy.
+            sampling_params: default parameters of all calls.
+            val_sampling_params: default parameters if `validate` is on.
+            pad_token_id: padding of verl's batches.
         """
         self.client = AsyncClient(client) if isinstance(client, str) else client
         self.model = model
@@ -103,7 +103,7 @@ class SessionRolloutEngine(RolloutEngine):
         self.pad_token_id = pad_token_id
 
     async def begin_run(self, run: RunIdentity) -> None:
-        """Open a session for the run; every attempt at it gets its own."""
+        """Create a session for the run; every attempt gets its own session."""
         fields: Any = given(
             {
                 "task_id": run.task_id,
@@ -162,7 +162,7 @@ class SessionRolloutEngine(RolloutEngine):
 
 
 def model_output(completion: ChatCompletion, turn: Json) -> ModelOutput:
-    """Return a reply as rLLM's record, its tokens from the ledger."""
+    """Return a reply as rLLM's record, with the tokens from the ledger."""
     message = completion.choices[0].message
     return ModelOutput(
         text=message.content or "",
@@ -181,12 +181,12 @@ def model_output(completion: ChatCompletion, turn: Json) -> ModelOutput:
 
 
 def reward_lines(episode: Episode, session: AsyncSessionHandle) -> list[Json]:
-    """Return an episode's rewards for the ledger: each step's for its turn, or their sum for the session."""
+    """Return an episode's rewards for the ledger: one per step for its turn, or their sum for the session."""
     trajectories = episode.trajectories
     if session.data.get("credit") == "step_wise":
         judged = [(step.model_output, step.reward) for trajectory in trajectories for step in trajectory.steps]
         lines = [{"turn_id": output.turn_id, "value": reward} for output, reward in judged if output and output.turn_id]
         if lines:
             return lines
-    # Also without any sampled step: a session without a reward is unfinished, and its group would wait for it.
+    # A session without sampled steps needs a reward too; otherwise it is unfinished and its group waits for it.
     return [{"session_id": session.session_id, "value": sum(trajectory.reward or 0.0 for trajectory in trajectories)}]

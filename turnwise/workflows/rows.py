@@ -1,7 +1,7 @@
-"""Episodes as rows of tokens, without tensors: what verl trains on, and which step or trajectory each row stands for.
+"""Episodes as rows of tokens for verl, without tensors; each row is a step or a trajectory.
 
-Rows consist of captured tokens alone. Where rLLM tokenises the last conversation again, a row here joins the steps
-whose prompts extend one another; tokens that no step sampled are masked.
+Rows contain only captured tokens. rLLM tokenises the last conversation again; here a row joins the steps whose prompts
+extend one another, and tokens that no step sampled are masked.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Tokens:
     response: list[int]
     """Sampled tokens, and the prompt tokens between turns. [R]"""
     mask: list[int]
-    """1 where the policy sampled the token. [R]"""
+    """1 for tokens that the policy sampled. [R]"""
     logprobs: list[float]
-    """Behaviour logprobs; 0 where the mask is 0. [R]"""
+    """Behaviour logprobs; 0 if the mask is 0. [R]"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Row:
     tokens: Tokens
     episode: Episode
     trajectory_id: str
-    """`task_id_name`: shared by the rollouts of a task, which verl centres together."""
+    """`task_id_name`: the same for all rollouts of a task, whose rewards verl compares."""
     step_id: str
     step_num: int
     """Rows of this trajectory."""
@@ -52,7 +52,7 @@ class Row:
 
 
 def rows_of(episode: Episode | None, task_id: str, *, stepwise: bool) -> list[Row]:
-    """Return an episode's rows: one for each step or trajectory; None for one without anything to train."""
+    """Return an episode's rows: one for each step or trajectory with captured tokens."""
     if episode is None:
         return []
     return [
@@ -128,7 +128,7 @@ def join(outputs: Sequence[ModelOutput]) -> Tokens:
 
 
 def task_of(episode: Episode | None, position: int, task_ids: Sequence[str]) -> str:
-    """Return the task an episode belongs to: by its own id, and by its position when that names none."""
+    """Return an episode's task: from its id, otherwise from its position."""
     if episode is not None and episode.task_id in task_ids:
         return episode.task_id
     return task_ids[position]
@@ -137,8 +137,8 @@ def task_of(episode: Episode | None, position: int, task_ids: Sequence[str]) -> 
 def in_batch_order(episodes: Sequence[Episode], task_ids: Sequence[str]) -> list[Episode]:
     """Return episodes so that the one at each position belongs to the task at that position.
 
-    verl repeats the rows of its batch by position, so rollouts of one task that do not stand together in the batch
-    would otherwise be paired with another task's results.
+    verl repeats the rows of its batch by position, so rollouts of one task that are not adjacent in the batch would
+    otherwise be paired with another task's results.
     """
     waiting: dict[str, list[Episode]] = {}
     by_first_appearance = iter(episodes)
@@ -148,5 +148,5 @@ def in_batch_order(episodes: Sequence[Episode], task_ids: Sequence[str]) -> list
 
 
 def is_kept(row: Row, filtering: Json) -> bool:
-    """Return whether compact filtering keeps the row in the loss; it counts in the baseline in any case."""
+    """Return whether compact filtering keeps the row in the loss; the baseline includes it in any case."""
     return not (filtering.get("enable") and filtering.get(f"mask_{row.termination_reason.value}"))

@@ -1,7 +1,7 @@
-"""Run a task's workflow several times, as Trinity-RFT's explorer does, each run in a session of its own.
+"""Run a task's workflow several times, as Trinity-RFT's explorer does, each run in its own session.
 
-A failed run does not affect the others. Its experiences are not in the answer, as in Trinity; the ledger keeps them,
-with the session's termination reason `error`.
+A failed run does not affect the others. Its experiences are not returned, as in Trinity; the ledger stores them, and
+the session's termination reason is `error`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Status:
 
     @property
     def ok(self) -> bool:
-        """Whether every run was completed."""
+        """Whether all runs were completed."""
         return self.completed_runs == self.total_runs
 
 
@@ -71,13 +71,13 @@ class WorkflowRunner:
         """Run a task `repeat_times` times; run numbers start at `run_id_base`.
 
         Args:
-            task: what to run.
-            repeat_times: how often.
-            run_id_base: number of the first run; a task may be spread over several calls.
+            task: the task.
+            repeat_times: number of runs.
+            run_id_base: number of the first run; the runs of a task may be split over several calls.
             collect_partial_runs: whether runs after a failed one still count.
 
         Returns:
-            How it went, and the completed runs' experiences; none of an evaluation.
+            The status, and the experiences of the completed runs; no experiences for an evaluation.
         """
         numbers = range(run_id_base, run_id_base + repeat_times)
         runs = await self._runs(task, numbers, collect_partial_runs=collect_partial_runs)
@@ -103,7 +103,7 @@ class WorkflowRunner:
                 made = await asyncio.to_thread(lambda: asyncio.run(self._work_alone(task, number)))
             else:
                 made = await self._work(task, number)
-        except Exception as error:  # noqa: BLE001 a user's program: its failure is this run's result, the others go on
+        except Exception as error:  # noqa: BLE001 user code: its failure is this run's result; other runs continue
             logger.warning("run %d of task %r failed: %r", number, task.task_id, error)
             return _Run([], {}, traceback.format_exc().rstrip())
         for experience in made:
@@ -111,7 +111,7 @@ class WorkflowRunner:
         return _Run(made, {**_means(made), "time/run_execution": time.monotonic() - began})
 
     async def _work_alone(self, task: Task, number: int) -> list[Experience]:
-        """Run in an event loop that ends with the run, together with its connections."""
+        """Run in a new event loop, which is closed together with its connections after the run."""
         try:
             return await self._work(task, number)
         finally:

@@ -1,7 +1,7 @@
-"""Trinity-RFT's two ways of credit: a reward for each step, or one for the run, which all its steps share.
+"""Trinity-RFT's two credit policies: a reward for each step, or one reward for the run that all its steps share.
 
-A run is a session of the proxy, open during the run. Rewards go to the ledger when they are given, and calls carry
-their step, so what a run sampled and earned before an exception is kept and credited.
+A run is a session of the proxy, which is open during the run. Rewards are written to the ledger immediately, and calls
+name their step, so the samples and rewards of a run before an exception are stored and credited.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _SteppedWorkflow(TaskWorkflow):
 
 
 class StepWiseRewardWorkflow(_SteppedWorkflow):
-    """Each step has its own reward; everything sampled in the step gets it."""
+    """Each step has its own reward, which all samples of the step get."""
 
     credit = "step_wise"
 
@@ -157,7 +157,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
 
 
 class RewardPropagationWorkflow(_SteppedWorkflow):
-    """The run has one reward; everything sampled in it gets it."""
+    """The run has one reward, which all its samples get."""
 
     credit = "propagate"
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class FormatConfig:
-    """Which fields of a raw sample are read."""
+    """The fields of a raw sample that are read."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -26,16 +26,16 @@ class FormatConfig:
 
 @dataclasses.dataclass
 class GenerationConfig:
-    """How replies are sampled; None leaves it to the engine."""
+    """Sampling parameters; None uses the engine's default."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int = -1
-    """-1 for off."""
+    """-1 disables it."""
     logprobs: int | None = None
     max_tokens: int | None = None
     n: int = 1
-    """How often the task is repeated."""
+    """Number of runs of the task."""
 
 
 @dataclasses.dataclass
@@ -70,7 +70,7 @@ class Task:
 
     @property
     def truth(self) -> str | None:
-        """The sample's right answer."""
+        """The sample's correct answer."""
         return (self.raw_task or {}).get(self.format_args.response_key)
 
     def to_dict(self) -> Json | None:

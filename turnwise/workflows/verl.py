@@ -1,8 +1,8 @@
 """Episodes as a real `verl.DataProto`, with every tensor of rLLM's own transform.
 
-Only this module of the SDK needs torch and verl, and it is imported only when a batch is transformed. Which tokens a
-row has is decided in `rows`, without either. Legend of shapes: N rows, P the longest allowed prompt, R the longest
-allowed response.
+Only this module of the SDK needs torch and verl, and it is imported only when a batch is transformed. The module `rows`
+selects the tokens of a row and needs neither. Shapes: N rows, P maximum length of a prompt, R maximum length of a
+response.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def to_data_proto(episodes: Sequence[Episode], task_ids: Sequence[str], config: 
     """Return the rows of all episodes as one batch.
 
     Args:
-        episodes: in the order of the verl batch that asked for them.
-        task_ids: the task of each.
-        config: verl's, with `data.max_prompt_length`, `data.max_response_length`, `rllm.stepwise_advantage` and
-            `rllm.compact_filtering`.
-        pad_token_id: what fills rows up; masks are by length, so it may occur in text.
+        episodes: episodes in the order of the verl batch.
+        task_ids: the task id of each episode.
+        config: verl's configuration with `data.max_prompt_length`, `data.max_response_length`,
+            `rllm.stepwise_advantage` and `rllm.compact_filtering`.
+        pad_token_id: padding of rows; masks are computed from lengths, so the token may occur in text.
 
     Raises:
-        InvalidRequest: no episode holds a captured token.
+        InvalidRequest: no episode has a captured token.
     """
     stepwise = bool(config.rllm.stepwise_advantage.enable)
     rows_by_episode = [
@@ -53,7 +53,7 @@ def to_data_proto(episodes: Sequence[Episode], task_ids: Sequence[str], config: 
 
 
 def _tensors(rows: list[Row], max_prompt: int, max_response: int, pad_token_id: int) -> dict[str, torch.Tensor]:
-    # A prompt that is too long is cut at its start, a response at its end.
+    # A prompt that is too long is truncated at its start, a response at its end.
     prompt_rows = [row.tokens.prompt[-max_prompt:] for row in rows]
     prompts = _filled(prompt_rows, max_prompt, pad_token_id, torch.long, left=True)
     responses = _filled([row.tokens.response for row in rows], max_response, pad_token_id, torch.long)

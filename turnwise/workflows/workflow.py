@@ -1,7 +1,7 @@
-"""rLLM's `Workflow`: a run of agents that always yields an episode, however it ends.
+"""rLLM's `Workflow`: a run of agents that returns an episode in all cases, including failures.
 
-As in rLLM, a workflow ends with an exception (`TerminationEvent`), so the trajectories that exist by then
-are collected in every case, and rewards are shaped once, at the end, from the raw rewards of the steps.
+As in rLLM, a workflow ends with an exception (`TerminationEvent`), so the trajectories that exist at that time are
+collected in all cases. Rewards are shaped once, at the end, from the raw rewards of the steps.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Workflow(ABC):
         reward_bonus_coeff: float = 0.0,
         **_: Any,
     ) -> None:
-        """Keep the means of a run; what else is given is a subclass's business.
+        """Store the parts of a run; other arguments are for subclasses.
 
         Args:
-            rollout_engine: where model replies come from.
-            executor: where blocking calls of environments and tools go.
-            timeout: seconds for one run.
-            gamma: discount of step returns; 0 leaves step rewards alone.
-            reward_bonus_coeff: weight of each step's gain over the step before; 0 for none.
+            rollout_engine: engine that samples replies.
+            executor: executor for blocking calls of environments and tools.
+            timeout: maximum seconds of one run.
+            gamma: discount of step returns; 0 disables it.
+            reward_bonus_coeff: weight of each step's improvement over the previous step; 0 disables it.
         """
         self.rollout_engine = rollout_engine
         self.executor = executor
@@ -60,10 +60,10 @@ class Workflow(ABC):
 
     @abstractmethod
     async def run(self, task: Json, uid: str, **kwargs: Any) -> Episode | None:
-        """Run the task; begin with `self.reset(task, uid)`. An episode that is returned is taken as it is."""
+        """Run the task; call `self.reset(task, uid)` first. A returned episode is used unchanged."""
 
     async def run_with_termination_handling(self, task: Json, uid: str, **kwargs: Any) -> Episode:
-        """Run the task and return its episode, whatever happens in it."""
+        """Run the task and return its episode, also after an exception."""
         error = None
         try:
             output = await asyncio.wait_for(self.run(task, uid, **kwargs), timeout=self.timeout)
@@ -74,7 +74,7 @@ class Workflow(ABC):
             reason = TerminationReason.TIMEOUT
         except TerminationEvent as event:
             reason = event.reason
-        except Exception as exception:  # noqa: BLE001 a user's program: its failure is an outcome of the run, kept below
+        except Exception as exception:  # noqa: BLE001 user code: its failure is an outcome of the run, recorded below
             logger.warning("[%s] the workflow failed: %r", uid, exception)
             reason = TerminationReason.ERROR
             error = {
@@ -91,7 +91,7 @@ class Workflow(ABC):
         trajectory: Trajectory | None = None,
         reset: bool = False,
     ) -> None:
-        """Put aside a copy of an agent's trajectory, or of the given one; one without steps is not kept.
+        """Store a copy of an agent's trajectory or of the given one, unless it has no steps.
 
         Raises:
             InvalidRequest: both or neither of agent and trajectory are given.
@@ -108,7 +108,7 @@ class Workflow(ABC):
             agent.reset()
 
     def collect_trajectories(self) -> Episode:
-        """Return an episode of what was committed, then of what the public agents of this workflow still hold."""
+        """Return an episode of the committed trajectories, followed by those of this workflow's public agents."""
         episode = Episode(trajectories=list(self._completed_trajectories))
         committed = {trajectory.uid for trajectory in episode.trajectories}
         for agent in self._public_agents():
@@ -128,7 +128,7 @@ class Workflow(ABC):
             step.reward = reward
 
     def assign_episode_correctness(self, episode: Episode) -> None:
-        """Call the episode correct when its trajectories' rewards add up to more than 0."""
+        """Mark the episode as correct if the sum of its trajectories' rewards is above 0."""
         episode.is_correct = sum(trajectory.reward or 0.0 for trajectory in episode.trajectories) > 0
 
     def collect_metrics(self, episode: Episode) -> None:
@@ -141,11 +141,11 @@ class Workflow(ABC):
     def postprocess_episode(
         self, episode: Episode, termination_reason: TerminationReason | None = None, error: Json | None = None
     ) -> Episode:
-        """Complete an episode: names, rewards, correctness, metrics, reason. Once: shaping twice shapes the shaped."""
+        """Set an episode's names, rewards, correctness, metrics and reason. A second call would shape rewards again."""
         episode.id = self.uid
         episode.task = self.task
         for trajectory in episode.trajectories:
-            # An agent that failed between its environment's answer and the model's reply left a step without a reply.
+            # An agent that fails between its environment's answer and the model's reply leaves a step without a reply.
             if trajectory.steps and not trajectory.steps[-1].chat_completions:
                 trajectory.steps.pop()
             self.compute_trajectory_reward(trajectory)
@@ -158,7 +158,7 @@ class Workflow(ABC):
         return episode
 
     def reset(self, task: Json | None = None, uid: str | None = None) -> None:
-        """Forget the last run: agents begin anew, environments take the task."""
+        """Discard the state of the last run: reset the agents, and reset the environments to the task."""
         self.uid = uid or ""
         self.task = task
         self._completed_trajectories = []
@@ -170,7 +170,7 @@ class Workflow(ABC):
                 part.reset(task=task)
 
     def is_multithread_safe(self) -> bool:
-        """Return whether all of this workflow's environments may share a process."""
+        """Return whether all of this workflow's environments are multithread-safe."""
         parts = (getattr(self, name) for name in dir(self))
         return all(part.is_multithread_safe() for part in parts if isinstance(part, BaseEnv))
 
@@ -180,7 +180,7 @@ class Workflow(ABC):
         return await loop.run_in_executor(self.executor, functools.partial(fn, *args, **kwargs))
 
     def _public_parts(self) -> Iterator[Any]:
-        """Iterate over attributes in alphabetical order; what stands inside lists and dicts is not found."""
+        """Iterate over attributes in alphabetical order; items of lists and dicts are not included."""
         return (getattr(self, name) for name in dir(self) if not name.startswith("_"))
 
     def _public_agents(self) -> Iterator[BaseAgent]:
