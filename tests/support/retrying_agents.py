@@ -1,7 +1,7 @@
 """Agents that retry through crashes: each repeats each of its calls until it completes.
 
-They run in a separate thread, so that a test can kill the proxy. Half of them stream; half mark each call
-with an `Idempotency-Key`, so that a repeated call must be found again and not be sampled twice.
+They run in a separate thread, so that a test can kill the proxy. Half of them stream; half mark each call with an
+`Idempotency-Key`, so that a repeated call must be found again and not be sampled twice.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def conversations():
         yield task, shell_trail.warm_up_conversation(task, random.Random(index))
 
 
-def test_what_the_warm_up_shows_is_what_a_real_shell_prints(tmp_path):
+def test_the_warm_up_outputs_equal_those_of_a_real_shell(tmp_path):
     """Each command of a conversation, run in the task's directory, gives the message that follows it."""
     num_run = 0
     for task, messages in conversations():
@@ -45,7 +45,7 @@ def test_what_the_warm_up_shows_is_what_a_real_shell_prints(tmp_path):
     assert num_run > NUM_TASKS
 
 
-def test_the_right_commands_end_in_the_right_answer(tmp_path):
+def test_the_right_commands_give_the_right_answer(tmp_path):
     """Following each boss from the first person reaches the city that the reward asks for, within the step limit."""
     for index in range(NUM_TASKS):
         task = trail.make_task("eval", index, 0)
@@ -64,7 +64,7 @@ def tokenizer():
     return train_tokenizer(SmallModelSpec(world="shell_trail"))
 
 
-def test_a_turn_is_few_tokens_and_its_prompt_extends_the_turn_before(tokenizer):
+def test_a_turn_has_few_tokens_and_its_prompt_extends_the_turn_before(tokenizer):
     for _, messages in conversations():
         rendered = [
             tokenizer.apply_chat_template(messages[:end], add_generation_prompt=True)["input_ids"]

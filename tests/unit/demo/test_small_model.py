@@ -68,7 +68,7 @@ def test_the_template_writes_chatml_with_hermes_tool_calls(tokenizer: PreTrained
 
 
 def test_arguments_read_the_same_as_text_and_as_an_object(tokenizer: PreTrainedTokenizerFast):
-    """The engine hands the template parsed arguments, a client's history has them as text."""
+    """The engine gives the template parsed arguments; a client's history has them as text."""
     parsed = {"name": "lookup", "arguments": {"name": "Kim"}}
     as_object = [*CONVERSATION[:2], {"role": "assistant", "tool_calls": [{"type": "function", "function": parsed}]}]
     assert ids_of(tokenizer, as_object, prompt=False) == ids_of(tokenizer, CONVERSATION[:3], prompt=False)
@@ -76,7 +76,7 @@ def test_arguments_read_the_same_as_text_and_as_an_object(tokenizer: PreTrainedT
 
 @pytest.mark.parametrize("end", [2, 4, 6])
 def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer: PreTrainedTokenizerFast, end: int):
-    """Token for token: what stood in a turn's prompt, and its reply, stands the same in the next turn's prompt."""
+    """Token for token: a turn's prompt and its reply are unchanged in the next turn's prompt."""
     prompt = ids_of(tokenizer, CONVERSATION[:end], prompt=True)
     reply = ids_of(tokenizer, CONVERSATION[: end + 1], prompt=False)
     whole = ids_of(tokenizer, CONVERSATION, prompt=True)
@@ -87,7 +87,7 @@ def test_a_prompt_and_its_reply_are_a_prefix_of_every_later_prompt(tokenizer: Pr
 def test_a_tool_call_costs_six_tokens_and_an_answer_four(tokenizer: PreTrainedTokenizerFast):
     """`<tool_call>`, boilerplate, the name, boilerplate, `</tool_call>`, the end: this is what keeps the demo quick."""
     prompt = ids_of(tokenizer, CONVERSATION[:2], prompt=True)
-    call = ids_of(tokenizer, CONVERSATION[:3], prompt=False)[len(prompt) : -1]  # the last is the newline after it
+    call = ids_of(tokenizer, CONVERSATION[:3], prompt=False)[len(prompt) : -1]  # the last token is the newline after it
     assert len(call) == 6
     assert tokenizer.decode(call[2]) == "Kim"
     assert len(tokenizer.encode('The answer is "Oslo".<|im_end|>')) == 4
@@ -103,19 +103,19 @@ def test_every_name_is_one_token_of_its_own(tokenizer: PreTrainedTokenizerFast, 
 
 
 @pytest.mark.parametrize("text", ["Grüße, 世界 🌍", "\x00\n\t  two  spaces", 'a "b" \\n {}', "assistant\nuser\n"])
-def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str):
+def test_any_text_is_decoded_to_itself(tokenizer: PreTrainedTokenizerFast, text: str):
     """Byte level: there is no unknown token."""
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_tool_markup_is_text_and_control_tokens_are_hidden(tokenizer: PreTrainedTokenizerFast):
-    """The engine drops special tokens from what it shows; its tool parser must still see the markup."""
+    """The engine drops special tokens from its text; its tool parser must still read the markup."""
     ids = tokenizer.encode("<tool_call>\nx</tool_call><|im_end|>")
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>\nx</tool_call>"
 
 
-def test_the_warm_up_learns_replies_and_their_ends_only(tokenizer: PreTrainedTokenizerFast):
-    """The masked tokens of a conversation, put together, are what the assistant says."""
+def test_the_warm_up_trains_only_replies_and_their_end_tokens(tokenizer: PreTrainedTokenizerFast):
+    """The masked tokens of a conversation, joined, are the assistant's messages."""
     ids = ids_of(tokenizer, CONVERSATION[:5], prompt=False)
     header = tokenizer.encode("<|im_start|>assistant\n")
     mask = assistant_mask(ids, header, tokenizer.eos_token_id)
@@ -126,7 +126,7 @@ def test_the_warm_up_learns_replies_and_their_ends_only(tokenizer: PreTrainedTok
 
 
 def test_the_directory_loads_as_any_hugging_face_model_does(model_directory: Path):
-    """Tokenizer, template, weights and generation defaults are all there, and agree on the end of a turn."""
+    """Tokenizer, template, weights and generation defaults exist and agree on the end of a turn."""
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     model = AutoModelForCausalLM.from_pretrained(model_directory)
     assert tokenizer.chat_template == CHAT_TEMPLATE
@@ -136,7 +136,7 @@ def test_the_directory_loads_as_any_hugging_face_model_does(model_directory: Pat
 
 
 def test_the_same_spec_gives_the_same_weights_and_another_seed_gives_others(model_directory: Path, tmp_path: Path):
-    """Bit for bit, whatever the global generator did before."""
+    """Bit for bit, in any state of the global random generator."""
     torch.manual_seed(99)
     weights = (model_directory / "model.safetensors").read_bytes()
     again = build_small_model(tmp_path / "again", TINY)
@@ -146,8 +146,8 @@ def test_the_same_spec_gives_the_same_weights_and_another_seed_gives_others(mode
     assert (other / "model.safetensors").read_bytes() != weights
 
 
-def test_a_model_of_the_same_spec_is_used_again_and_one_of_another_spec_is_replaced(tmp_path: Path):
-    """Nothing is trained twice, and a stale model is never taken for a new one."""
+def test_a_model_of_the_same_spec_is_reused_and_one_of_another_spec_is_replaced(tmp_path: Path):
+    """No model is trained twice, and a stale model is never used as a new one."""
     directory = tmp_path / "model"
     losses: list[float] = []
     build_small_model(directory, TINY, lambda _done, _total, loss: losses.append(loss))
@@ -161,7 +161,7 @@ def test_a_model_of_the_same_spec_is_used_again_and_one_of_another_spec_is_repla
 
 
 def test_a_build_that_is_interrupted_leaves_nothing_behind(tmp_path: Path):
-    """The directory appears whole or not at all."""
+    """The directory appears complete or not at all."""
 
     def interrupt(_done: int, _total: int, _loss: float) -> None:
         raise KeyboardInterrupt
@@ -171,8 +171,8 @@ def test_a_build_that_is_interrupted_leaves_nothing_behind(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_holds_something_else_is_left_alone(tmp_path: Path):
-    """Somebody's files are not ours to replace."""
+def test_a_directory_with_other_files_is_not_changed(tmp_path: Path):
+    """The build must not replace a user's files."""
     (tmp_path / "thesis.txt").write_text("42")
     with pytest.raises(FileExistsError, match="name an empty or a new directory"):
         build_small_model(tmp_path, TINY)

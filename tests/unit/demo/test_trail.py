@@ -13,7 +13,7 @@ AGENT = Path(__file__).parents[3] / "examples" / "trail" / "agent.py"
 
 
 def follow_bosses(task: trail.TrailTask) -> tuple[str, int]:
-    """Solve a task from its records: the city, and the lookups that it took."""
+    """Solve a task from its records; return the city and the number of lookups."""
     name = task.question.split("from ")[1].split(".")[0]
     lookups = 1
     while "boss" in task.records[name]:
@@ -23,7 +23,7 @@ def follow_bosses(task: trail.TrailTask) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("index", range(50))
-def test_following_each_boss_ends_in_the_answer_after_num_hops_lookups(index: int):
+def test_following_each_boss_gives_the_answer_after_num_hops_lookups(index: int):
     """The shortest solution takes `num_hops` lookups, and one more is allowed."""
     task = trail.make_task("train", index, seed=3)
     assert follow_bosses(task) == (task.answer, task.num_hops)
@@ -53,8 +53,8 @@ def _names_on_the_trail(task: trail.TrailTask) -> list[str]:
     return names
 
 
-def test_a_task_depends_on_its_split_its_index_and_its_seed_and_on_nothing_else():
-    """The arguments name the random stream: the same ones give the same task, any other one another task."""
+def test_a_task_depends_only_on_its_split_its_index_and_its_seed():
+    """The arguments select the random stream: equal ones give the same task, any other one another task."""
     task = trail.make_task("train", 7, seed=1)
     random.seed(0)
     assert trail.make_task("train", 7, seed=1) == task
@@ -81,27 +81,27 @@ def test_trails_of_every_length_occur_about_equally_often():
         ("", 0.0),
     ],
 )
-def test_only_the_answer_in_the_asked_form_is_rewarded(text: str, expected: float):
+def test_only_the_answer_in_the_requested_form_is_rewarded(text: str, expected: float):
     """The reward is 0 or 1; naming several cities earns nothing."""
     task = trail.make_task("eval", 0, seed=0)
     assert trail.reward(task, text.replace("{answer}", task.answer)) == expected
 
 
 @pytest.mark.parametrize("name", ["Oslo", "", None, 3, ["Kim"]])
-def test_looking_up_what_is_no_person_answers_with_an_error(name: object):
-    """Whatever a policy calls the tool with, the tool answers."""
+def test_a_lookup_of_an_unknown_person_answers_with_an_error(name: object):
+    """The tool answers any arguments of a policy."""
     task = trail.make_task("eval", 0, seed=0)
     assert json.loads(trail.lookup(task.records, name)) == {"error": "nobody"}
 
 
-def test_what_an_agent_sees_is_json_and_says_neither_answer_nor_number_of_hops():
-    """The answer is in the records alone, where the agent has to find it."""
+def test_the_task_of_an_agent_is_json_without_the_answer_and_the_number_of_hops():
+    """The answer is only in the records, where the agent has to find it."""
     seen = json.loads(json.dumps(trail.make_task("eval", 0, seed=0).for_agent()))
     assert set(seen) == {"task_id", "question", "records", "max_lookups"}
 
 
-def test_the_warm_up_player_only_ever_copies_from_the_latest_result():
-    """Every name it looks up or answers is in the question or in the tool's last reply, hence it knows no rule."""
+def test_the_warm_up_player_only_copies_from_the_latest_result():
+    """Every name that it looks up or answers is in the question or in the tool's last reply, so it has no rule."""
     rng = random.Random(0)
     for index in range(200):
         task = trail.make_task("warm_up", index, seed=0)
@@ -115,10 +115,10 @@ def test_the_warm_up_player_only_ever_copies_from_the_latest_result():
                 assert message["content"].split('"')[1] in latest
 
 
-def test_the_warm_up_player_is_seldom_right():
-    """It answers a city with p = 0.4 and goes right at a fork with p = 0.9 / 2, whatever the length of the trail.
+def test_the_warm_up_player_is_rarely_right():
+    """For any length of the trail it answers a city with p = 0.4 and goes right at a fork with p = 0.9 / 2.
 
-    Hence it is right with p = 0.4 · (1 + 0.45 + 0.45²) / 3 = 0.220, far below what the demo has to reach.
+    So it is right with p = 0.4 · (1 + 0.45 + 0.45²) / 3 = 0.220, far below the demo's target.
     """
     rng = random.Random(0)
     tasks = [trail.make_task("warm_up", index, seed=0) for index in range(2000)]
@@ -127,7 +127,7 @@ def test_the_warm_up_player_is_seldom_right():
     assert abs(sum(rewards) / len(rewards) - 0.220) < 0.03
 
 
-def test_the_example_agent_shares_prompt_and_tools_with_the_world_and_imports_nothing_of_ours():
+def test_the_example_agent_has_the_worlds_prompt_and_tools_and_does_not_import_turnwise():
     """The agent copies both because it cannot import them; the model was warmed up on exactly these."""
     source = AGENT.read_text()
     assert "turnwise" not in source

@@ -1,4 +1,4 @@
-"""What leaves the store: each format's lines, the same bytes for the same input, and calls made again."""
+"""Exports of the store: each format's lines, the same bytes for the same input, and replayed calls."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_data_set_directory_is_read_by_the_datasets_library(database: Database
     assert [row["reward"] for row in rows] == [0.5, 0.5]
 
 
-def test_a_format_that_is_not_text_asks_for_a_place(database: Database, tmp_path: Path) -> None:
+def test_a_binary_format_requires_an_output_path(database: Database, tmp_path: Path) -> None:
     result = CliRunner().invoke(
         main, ["export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", "parquet"]
     )
@@ -117,8 +117,8 @@ def test_a_format_that_is_not_text_asks_for_a_place(database: Database, tmp_path
     assert "--output" in result.stderr
 
 
-def test_recorded_calls_are_made_again(database: Database, tmp_path: Path) -> None:
-    """Three turns are three calls; a turn waits for the answer of the turn that it continues."""
+def test_recorded_calls_are_replayed(database: Database, tmp_path: Path) -> None:
+    """Three turns are three calls; a turn waits for the answer of its parent."""
     export(tmp_path, "--format", "replay", "--output", str(tmp_path / "calls.jsonl"))
     with running_fake_engine() as engine:
         calls = str(tmp_path / "calls.jsonl")
@@ -139,7 +139,7 @@ def test_failed_calls_are_counted_and_end_with_status_1(database: Database, tmp_
     assert json.loads(result.stdout)["failures"] == {"ConnectError": 3}
 
 
-def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"messages": []}\n')
     result = CliRunner().invoke(main, ["replay", str(tmp_path / "other.jsonl"), "--to", "http://127.0.0.1:1/v1"])
     assert result.exit_code == 2
@@ -149,14 +149,14 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
 def test_sessions_are_streamed_oldest_first(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/turnwise.db")
     database.upgrade()
-    for number in range(40):  # more than are read at once
+    for number in range(40):  # more than one read returns
         add_session(database, f"s{number}")
     database.close()
     found = lines_of(export(tmp_path, "--format", "replay"))
     assert [line["session_id"] for line in found] == [f"s{number}" for number in range(40)]
 
 
-def test_further_choices_of_a_call_are_not_calls_of_their_own(database: Database, tmp_path: Path) -> None:
+def test_further_choices_of_a_call_are_not_separate_calls(database: Database, tmp_path: Path) -> None:
     with database.write() as connection:
         first = make_turn("t1", session_id="n")
         ledger.create_session(connection, Session(session_id="n"))

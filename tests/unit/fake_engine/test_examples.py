@@ -32,12 +32,12 @@ def test_an_example_satisfies_its_schema(name):
     jsonschema.validate(example_of(SCHEMAS[name]), SCHEMAS[name])
 
 
-def test_numbers_come_from_what_was_said_where_they_fit():
+def test_numbers_are_taken_from_the_conversation_where_they_fit():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "maximum": 5}}}
     # 12 is the first number and fits a; for b, at most 5, the 3 is left
     assert example_of(schema, "add 12 and 3") == {"a": 12, "b": 3}
 
 
-def test_a_schema_that_refers_to_itself_ends():
+def test_a_recursive_schema_gives_a_finite_example():
     schema = {"$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}
     assert isinstance(example_of(schema), dict)

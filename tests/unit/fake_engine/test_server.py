@@ -1,4 +1,4 @@
-"""The fake engine over HTTP: what it says, what it repeats of the request, and what goes wrong on demand."""
+"""The fake engine over HTTP: its replies, the request fields that it echoes, and its configurable faults."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _stream(http: httpx2.Client, **more: Any) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events[:-1]]
 
 
-def test_it_repeats_the_user_and_its_ids_say_the_same(http):
+def test_it_repeats_the_user_and_its_ids_decode_to_its_text(http):
     reply = _chat(http, **ALL)
     choice = reply["choices"][0]
     assert choice["message"]["content"] == "Grüße 7"
@@ -73,7 +73,7 @@ def test_half_a_character_is_a_chunk_with_ids_and_without_text(http):
     assert texts[(0xC3,)]["choices"][0]["delta"] == {}
 
 
-def test_nothing_is_returned_that_was_not_asked_for(http):
+def test_only_requested_fields_are_returned(http):
     reply = _chat(http)
     assert reply["prompt_token_ids"] is None
     assert reply["choices"][0]["token_ids"] is None
@@ -124,7 +124,7 @@ def test_tool_choice_is_obeyed(http, choice, finish_reason, calls):
     assert ("tool_calls" in answer["message"]) is calls
 
 
-def test_after_a_tools_result_it_answers_in_words(http):
+def test_after_a_tool_result_it_answers_with_text(http):
     messages = [*HI, {"role": "assistant", "content": ""}, {"role": "tool", "tool_call_id": "a", "content": "9"}]
     assert _chat(http, messages=messages, tools=TOOLS)["choices"][0]["finish_reason"] == "stop"
 
@@ -135,7 +135,7 @@ def test_a_cut_tool_call_stays_text(http):
     assert "tool_calls" not in message
 
 
-def test_json_is_made_from_the_schema_that_was_asked_for(http):
+def test_json_is_generated_from_the_requested_schema(http):
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}}, "required": ["n"]}
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     assert json.loads(_chat(http, response_format=asked)["choices"][0]["message"]["content"]) == {"n": 7}
@@ -147,12 +147,12 @@ def test_a_stop_string_ends_the_text_and_its_tokens_stay(http):
     assert choice["token_ids"] == list("Grüße".encode())
 
 
-def test_length_cuts_the_tokens(http):
+def test_max_tokens_cuts_the_reply(http):
     choice = _chat(http, max_tokens=2, return_token_ids=True)["choices"][0]
     assert (choice["finish_reason"], choice["token_ids"]) == ("length", list(b"Gr"))
 
 
-def test_each_choice_of_n_has_an_index_and_words_of_its_own(http):
+def test_each_choice_of_n_has_its_own_index_and_text(http):
     choices = _chat(http, n=3)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2]
     assert len({choice["message"]["content"] for choice in choices}) == 3
@@ -163,13 +163,13 @@ def test_the_request_id_becomes_the_completions(http):
     assert response.json()["id"] == "chatcmpl-abc"
 
 
-def test_usage_comes_in_a_chunk_of_its_own_when_asked_for(http):
+def test_usage_comes_in_a_separate_chunk_on_request(http):
     last = _stream(http, stream_options={"include_usage": True})[-1]
     # "Grüße 7" is 9 bytes (ü and ß take two each), and the end of turn
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 10)
 
 
-def test_hidden_reasoning_takes_ids_and_logprobs_with_it(fake_engine, http):
+def test_hidden_reasoning_hides_its_ids_and_logprobs(fake_engine, http):
     fake_engine.answer(Rule(reply=Reply(text="yes", reasoning="hm")))
     shown, hidden = _chat(http, **ALL)["choices"][0], _chat(http, include_reasoning=False, **ALL)["choices"][0]
     assert (shown["message"]["reasoning"], shown["message"]["content"]) == ("hm", "yes")
@@ -184,7 +184,7 @@ def test_logprobs_are_normalised_and_follow_the_temperature(http):
     assert all(math.exp(each["logprob"]) < 1 for each in first)
 
 
-def test_rules_answer_the_conversations_that_they_match(fake_engine, http):
+def test_a_rule_answers_the_conversations_that_it_matches(fake_engine, http):
     fake_engine.answer(Rule(contains="weather", reply=Reply(text="rain"), count=1))
     weather = [{"role": "user", "content": "the weather?"}]
     said = [_chat(http, messages=messages)["choices"][0]["message"]["content"] for messages in (HI, weather, weather)]
@@ -227,13 +227,13 @@ def test_a_plain_reply_is_reset_in_the_middle(http):
         http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "reset_stream"})
 
 
-def test_faults_of_the_control_route_strike_as_often_as_they_are_told(http):
+def test_a_fault_of_the_control_route_occurs_the_configured_number_of_times(http):
     http.post("/fake/faults", json={"kind": "status", "status": 429, "count": 2})
     statuses = [http.post(CHAT, json={"messages": HI}).status_code for _ in range(3)]
     assert statuses == [429, 429, 200]
 
 
-def test_malformed_json_and_missing_ids_come_on_demand(http):
+def test_malformed_json_and_missing_ids_can_be_configured(http):
     broken = http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "malformed"})
     with pytest.raises(json.JSONDecodeError):
         broken.json()
@@ -241,19 +241,19 @@ def test_malformed_json_and_missing_ids_come_on_demand(http):
     assert (bare["prompt_token_ids"], bare["choices"][0]["token_ids"]) == (None, None)
 
 
-def test_the_first_token_can_be_late(http):
+def test_the_first_token_can_be_delayed(http):
     started = time.monotonic()
     http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "slow_first_token;seconds=0.3"})
     assert time.monotonic() - started >= 0.3
 
 
-def test_a_client_that_leaves_is_counted_as_aborted(fake_engine, http):
+def test_a_call_whose_client_disconnects_is_counted_as_aborted(fake_engine, http):
     with pytest.raises(httpx2.ReadTimeout):
         http.post(CHAT, json={"messages": HI}, headers={"X-Fake-Fault": "hang"}, timeout=0.2)
     wait_until(lambda: fake_engine.calls[0].outcome == "aborted", "the call is aborted")
 
 
-def test_the_calls_are_listed_with_what_was_sampled(http):
+def test_the_calls_are_listed_with_their_sampled_tokens(http):
     reply = _chat(http, return_token_ids=True, user="u")
     seen = http.get("/fake/calls").json()
     assert seen["num_by_outcome"] == {"finished": 1}
@@ -263,7 +263,7 @@ def test_the_calls_are_listed_with_what_was_sampled(http):
     assert http.delete("/fake/calls").json()["num_calls"] == 0
 
 
-def test_while_paused_calls_wait_and_are_answered_after_the_resume(http):
+def test_calls_wait_during_a_pause_and_are_answered_after_the_resume(http):
     http.post("/pause", params={"mode": "keep"})
     with pytest.raises(httpx2.ReadTimeout):
         http.post(CHAT, json={"messages": HI}, timeout=0.2)
@@ -272,7 +272,7 @@ def test_while_paused_calls_wait_and_are_answered_after_the_resume(http):
     assert _chat(http)["choices"]
 
 
-def test_a_reload_remembers_its_directory_and_refuses_a_bad_one(fake_engine, http, tmp_path):
+def test_a_reload_records_its_directory_and_refuses_a_bad_one(fake_engine, http, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
     assert http.post("/collective_rpc", json=rpc).json() == {"results": [None]}
@@ -319,7 +319,7 @@ def test_a_conversation_can_be_tokenised_as_it_is_rendered(http):
         (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400),
     ],
 )
-def test_what_vllm_refuses_is_refused(http, body, status):
+def test_a_request_that_vllm_refuses_is_refused(http, body, status):
     response = http.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert response.status_code == status
     assert {"message", "type", "param", "code"} == response.json()["error"].keys()

@@ -1,4 +1,4 @@
-"""The fake engine's tokenizer: reversible, and the same as what it writes for others to load."""
+"""The fake engine's tokenizer: reversible, and equal to the tokenizer files that it writes."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ CONVERSATIONS = {
 
 
 @given(st.text())
-def test_text_survives_the_way_to_ids_and_back(text):
+def test_text_is_decoded_from_its_ids_unchanged(text):
     assert tokens.decode(tokens.encode(text)) == text
 
 
 @given(st.text())
 def test_the_pieces_of_a_text_join_to_the_text(text):
-    """A character outside ASCII comes whole, at the token that completes it."""
+    """A character outside ASCII comes with the token that completes it."""
     assert "".join(tokens.piecewise(tokens.encode(text), keep_control=True)) == text
 
 
-def test_a_special_token_is_one_id_and_a_byte_is_its_own():
+def test_a_special_token_is_one_id_and_a_byte_is_its_value():
     # "<|im_start|>" is the second of the special tokens, which begin at 256; "A" is 65, "é" is C3 A9
     assert tokens.encode("<|im_start|>Aé") == [257, 65, 0xC3, 0xA9]
 
 
-def test_control_tokens_are_no_part_of_a_replys_text():
+def test_control_tokens_are_not_part_of_a_replys_text():
     assert tokens.decode(tokens.encode("<think>a<|im_end|>"), keep_control=False) == "<think>a"
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_what_it_writes_for_others_renders_the_same_ids(name, tmp_path):
-    """Whoever loads the `root` of `/v1/models` with transformers renders what the engine renders."""
+def test_the_tokenizer_files_that_it_writes_render_the_same_ids(name, tmp_path):
+    """The `root` of `/v1/models`, loaded with transformers, renders what the engine renders."""
     transformers = pytest.importorskip("transformers")
     loaded = transformers.AutoTokenizer.from_pretrained(tokens.write_tokenizer(tmp_path))
     messages, tools = CONVERSATIONS[name]

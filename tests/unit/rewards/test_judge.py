@@ -13,7 +13,7 @@ def test_scores_are_read_by_number_with_other_text_around_them():
 
 
 @pytest.mark.parametrize("answer", ["", "7 of 10", '{"number": 2, "score": 5}', '{"number": 1, "score": 11}'])
-def test_an_answer_without_a_score_for_every_conversation_is_no_verdict(answer):
+def test_an_answer_without_a_score_for_every_conversation_is_not_a_verdict(answer):
     with pytest.raises(GraderFailed, match="conversation 1"):
         read_scores(answer, 1)
 
@@ -25,8 +25,8 @@ def test_a_long_conversation_is_cut_in_its_middle():
     assert text.endswith("the end")
 
 
-def test_a_conversation_is_put_together_from_what_each_turn_adds():
-    """t1 extends t0; t2 is a branch of its own from t0."""
+def test_a_conversation_is_joined_from_the_new_messages_of_each_turn():
+    """t1 extends t0; t2 is another branch from t0."""
 
     def turn(number, said, parent, chain):
         message, reply = {"role": "user", "content": said}, {"role": "assistant", "content": said.upper()}

@@ -34,8 +34,8 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-def test_what_came_back_judges_the_turn_before_it():
-    """Turn 0 meets a tool error, turn 1 repeats turn 0's call, turn 2 is thanked; nothing comes after turn 3."""
+def test_the_next_message_judges_the_turn_before_it():
+    """Turn 0 gets a tool error, turn 1 repeats turn 0's call, turn 2 is thanked; turn 3 is the last."""
     session = conversation(
         (user("read a"), [READ]),
         (tool('{"error": "no such file"}'), [{"name": "read", "arguments": '{ "path":"a" }'}]),
@@ -57,7 +57,7 @@ def test_a_correction_judges_the_turn_that_it_corrects(said):
 
 
 @pytest.mark.parametrize("said", ["And now the second file", "No problem, go on", "What is a stop sign?"])
-def test_an_ordinary_message_judges_nothing(said):
+def test_an_ordinary_message_gives_no_reward(said):
     assert judge_turns(conversation((user("do it"), []), (user(said), []))) == []
 
 

@@ -19,7 +19,7 @@ from turnwise.rewards.verdict import Reward, as_rewards, read_verdict
         (b'{"value": 1, "turn_id": "chatcmpl-1", "name": "style"}', 0, [Reward(1.0, None, "chatcmpl-1", "style")]),
     ],
 )
-def test_a_grader_answers_by_status_by_number_or_by_lines(output, status, rewards):
+def test_a_grader_answers_with_its_status_a_number_or_lines(output, status, rewards):
     assert read_verdict(output, status) == rewards
 
 
@@ -41,7 +41,7 @@ def test_a_broken_grader_gives_no_reward(output, status, named):
         read_verdict(output, status)
 
 
-def test_a_function_returns_a_number_a_mapping_or_several():
+def test_a_function_may_return_a_number_a_mapping_or_a_list():
     assert as_rewards(None) == []
     assert as_rewards(True) == [Reward(1.0)]
     assert as_rewards([0.5, {"value": 1, "step": 0}]) == [Reward(0.5), Reward(1.0, step=0)]

@@ -15,7 +15,7 @@ def address(tmp_path: Path) -> Address:
     return Address("http://127.0.0.1:8100/sessions/s1/v1", "key-1", "demo", tmp_path / "home")
 
 
-def test_an_agent_is_known_by_its_program():
+def test_an_agent_is_identified_by_its_program():
     assert find_agent(["/opt/bin/codex", "exec"]).name == "codex"
     assert find_agent(["python", "agent.py"]).name == "any"
     assert find_agent(["npx", "codex"], "codex").name == "codex"
@@ -38,13 +38,13 @@ def test_every_known_agent_gets_the_address_of_its_session(name, address):
     assert variables["HOME"] == str(address.home)
 
 
-def test_an_agents_flags_come_before_the_users_own(address):
+def test_an_agents_default_flags_come_before_the_users_flags(address):
     assert command_line(AGENTS["pi"], ["pi", "-p", "hello"], address) == [
         *("pi", "--provider", "turnwise", "--model", "demo"),
         *("-p", "hello"),
     ]
 
 
-def test_the_users_own_settings_of_turnwise_do_not_reach_the_agent(address, monkeypatch):
+def test_the_users_turnwise_settings_are_not_passed_to_the_agent(address, monkeypatch):
     monkeypatch.setenv("TURNWISE_RUN_API_KEY", "secret")
     assert "TURNWISE_RUN_API_KEY" not in environment(AGENTS["any"], address, scratch_home=False)

@@ -7,7 +7,7 @@ from turnwise.rollouts.pacing import Pace
 
 
 class Policies:
-    """Stands for a client: it knows the active version alone."""
+    """Stands for a client; it has only the active version."""
 
     def __init__(self) -> None:
         self.version = 7

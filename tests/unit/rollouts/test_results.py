@@ -20,7 +20,7 @@ def result(task_id: str) -> RunResult:
     )
 
 
-def test_results_are_found_again_under_the_same_name(tmp_path):
+def test_results_are_read_again_under_the_same_name(tmp_path):
     with Results(tmp_path, {"command": ["a"]}) as results:
         results.add(result("t1"))
         name = results.name
@@ -29,7 +29,7 @@ def test_results_are_found_again_under_the_same_name(tmp_path):
         assert results.name == name
 
 
-def test_a_line_that_a_kill_cut_is_dropped_and_disturbs_no_later_one(tmp_path):
+def test_a_line_that_a_kill_truncated_is_dropped_and_later_lines_are_intact(tmp_path):
     with Results(tmp_path, {}) as results:
         results.add(result("t1"))
     with (tmp_path / "results.jsonl").open("a") as file:
@@ -40,7 +40,7 @@ def test_a_line_that_a_kill_cut_is_dropped_and_disturbs_no_later_one(tmp_path):
         assert [key[2] for key in results.finished] == ["t1", "t3"]
 
 
-def test_one_process_at_a_time_writes_a_directory(tmp_path):
+def test_only_one_process_at_a_time_may_write_a_directory(tmp_path):
     with Results(tmp_path, {}), pytest.raises(SettingsError, match="another `turnwise run`"):
         Results(tmp_path, {})
     with Results(tmp_path, {}):

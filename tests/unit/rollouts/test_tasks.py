@@ -8,13 +8,13 @@ from turnwise.errors import SettingsError
 from turnwise.rollouts.tasks import Task, fill, load_tasks
 
 
-def test_a_task_is_a_line_with_an_id_of_its_own_or_its_line_number(tmp_path):
+def test_a_task_is_a_line_with_an_explicit_id_or_its_line_number(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"task_id": "a", "question": "?"}\n\n{"question": "!"}\n')
     assert [(task.task_id, task.fields["question"]) for task in load_tasks(path)] == [("a", "?"), ("3", "!")]
 
 
-def test_a_split_plays_its_own_tasks_and_those_without_one(tmp_path):
+def test_a_split_has_its_own_tasks_and_those_without_a_split(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"id": 1, "split": "eval"}\n{"id": 2, "split": "train"}\n{"id": 3}\n')
     assert [task.task_id for task in load_tasks(path, "eval")] == ["1", "3"]
@@ -31,7 +31,7 @@ def test_a_split_plays_its_own_tasks_and_those_without_one(tmp_path):
         ('{"split": "test"}\n', "'test'"),
     ],
 )
-def test_a_bad_tasks_file_is_one_sentence_with_its_line(tmp_path, text, named):
+def test_an_invalid_tasks_file_is_reported_in_one_sentence_with_its_line(tmp_path, text, named):
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
     with pytest.raises(SettingsError, match=named) as raised:
@@ -44,19 +44,19 @@ def test_a_missing_tasks_file_is_named(tmp_path):
         load_tasks(tmp_path / "none.jsonl")
 
 
-def test_ids_that_differ_have_slugs_that_differ():
+def test_different_ids_have_different_slugs():
     slugs = {Task(task_id, {}).slug for task_id in ("a/b", "a-b", "a b", "ä")}
     assert len(slugs) == 4
     assert "a-b" in slugs
 
 
-def test_a_command_names_fields_of_its_task_in_braces():
+def test_fields_of_the_task_in_braces_are_filled_into_the_command():
     assert fill("solve {question} in {n} steps, {unknown} {}", {"question": "1+1", "n": 2}) == (
         "solve 1+1 in 2 steps, {unknown} {}"
     )
 
 
-def test_the_fields_of_a_task_are_variables():
+def test_the_fields_of_a_task_are_environment_variables():
     variables = Task("t1", {"question": "a b", "max-steps": 3, "nested": {"x": 1}}).variables()
     assert variables["TURNWISE_TASK_QUESTION"] == "a b"
     assert variables["TURNWISE_TASK_MAX_STEPS"] == "3"

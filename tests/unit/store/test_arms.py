@@ -1,4 +1,4 @@
-"""What a canary is judged by, as the ledger tells it; and the states of a version that is tried."""
+"""The statistics of a canary from the ledger, and the states of a version under trial."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_sessions_from_before_the_trial_are_not_compared(database: Database) -> 
     assert arms(database, utc_now() + datetime.timedelta(hours=1)) == (Arm(), Arm())
 
 
-def test_a_version_is_tried_called_off_and_reconsidered(database: Database) -> None:
+def test_a_trial_is_started_cancelled_and_permitted_again(database: Database) -> None:
     """published → canary → published; failed → published; an active one is not touched."""
     with database.write() as connection:
         assert policies.canary_policy(connection) is None

@@ -1,4 +1,4 @@
-"""Claim, lease, ack: a group is trained exactly once, whatever happens to trainers."""
+"""Claim, lease, ack: a group is trained exactly once, also when trainers fail."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ready_groups_are_claimed_oldest_first_and_only_once(database: Database)
     assert claims.claim(database, "t", max_groups=1, lease_seconds=60) is None
 
 
-def test_a_lease_that_ran_out_can_be_claimed_under_the_next_fencing_token(database: Database) -> None:
+def test_a_group_with_an_expired_lease_can_be_claimed_with_the_next_fencing_token(database: Database) -> None:
     add_ready(database, "a")
     first = claim(database, "slow", now=NOW)
     assert first.leased_until == NOW + MINUTE
@@ -80,14 +80,14 @@ def test_a_lease_that_ran_out_can_be_claimed_under_the_next_fencing_token(databa
     assert ack(database, second, update(trainer_id="next"))
 
 
-def test_a_late_ack_counts_while_nobody_else_took_the_group(database: Database) -> None:
-    """The token decides, not the clock: work that is done is not thrown away for nothing."""
+def test_a_late_ack_is_accepted_while_no_other_trainer_has_claimed_the_group(database: Database) -> None:
+    """The token decides, not the clock: finished work is not discarded without need."""
     add_ready(database, "a")
     held = claim(database, now=NOW - 10 * MINUTE)
     assert ack(database, held, update())
 
 
-def test_a_renewed_lease_holds(database: Database) -> None:
+def test_a_renewed_lease_does_not_expire(database: Database) -> None:
     add_ready(database, "a")
     held = claim(database, now=NOW)
     renewed = claims.renew(database, held, 120, now=NOW)
@@ -95,14 +95,14 @@ def test_a_renewed_lease_holds(database: Database) -> None:
     assert claims.claim(database, "next", max_groups=1, lease_seconds=60, now=NOW + MINUTE) is None
 
 
-def test_leases_run_by_the_databases_own_clock(database: Database) -> None:
+def test_leases_are_measured_by_the_databases_own_clock(database: Database) -> None:
     add_ready(database, "a")
     assert abs(claim(database).leased_until - MINUTE - utc_now()) < MINUTE / 2
     assert claims.claim(database, "next", max_groups=1, lease_seconds=60) is None
 
 
 def test_a_lease_from_before_the_clock_was_set_back_is_void(database: Database) -> None:
-    """Else nobody could claim what a dead trainer held until the clock has caught up."""
+    """Otherwise no trainer could claim a dead trainer's groups until the clock has caught up."""
     add_ready(database, "a")
     dead = claim(database, now=NOW)
     almost = datetime.timedelta(seconds=claims.LONGEST_LEASE_SECONDS) - MINUTE
@@ -169,7 +169,7 @@ def test_released_groups_are_ready_again(database: Database) -> None:
     assert [(group.group_id, group.fencing_token) for group in again.groups] == [("a", 2), ("b", 1)]
 
 
-def test_a_trainer_takes_back_what_its_dead_process_held_and_nobody_elses(database: Database) -> None:
+def test_a_trainer_reclaims_only_the_groups_of_its_own_dead_process(database: Database) -> None:
     add_ready(database, "a", "b", "c")
     dead = claim(database, "t", max_groups=1)
     claim(database, "other", max_groups=1)
@@ -206,7 +206,7 @@ def _named(turn: Turn, turn_id: str) -> Turn:
 
 
 def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: Database, database_url: str) -> None:
-    """Each trainer has connections of its own, as separate processes have; every group is acked once."""
+    """Each trainer has its own connections, as separate processes have; every group is acked once."""
     names = [f"s{n}" for n in range(24)]
     add_ready(database, *names, turns=0)
     barrier = threading.Barrier(4)
@@ -217,7 +217,7 @@ def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: 
         barrier.wait(10)
         number = worker * 100
         deadline = time.monotonic() + 60
-        # PostgreSQL skips rows that another trainer is just locking, so an empty answer is not the end.
+        # PostgreSQL skips rows that another trainer has locked, so an empty answer is not the end.
         while len(claimed) < len(names):
             assert time.monotonic() < deadline, f"only {len(claimed)} groups were trained"
             held = claims.claim(own, f"trainer-{worker}", max_groups=2, lease_seconds=60)

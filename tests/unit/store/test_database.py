@@ -25,7 +25,7 @@ NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 SECOND = datetime.timedelta(seconds=1)
 
 
-def test_an_instant_survives_to_the_microsecond() -> None:
+def test_an_instant_is_stored_to_the_microsecond() -> None:
     """1970-01-01 00:00:01.000001 is 1,000,001 microseconds; floats would lose the last one in our century."""
     assert to_micros(datetime.datetime(1970, 1, 1, 0, 0, 1, 1, tzinfo=datetime.UTC)) == 1_000_001
     late = datetime.datetime(2999, 12, 31, 23, 59, 59, 999_999, tzinfo=datetime.UTC)
@@ -38,7 +38,7 @@ def test_a_database_that_cannot_work_is_refused_with_its_url(url: str) -> None:
         Database(url)
 
 
-def test_a_write_that_raises_leaves_nothing(database: Database) -> None:
+def test_a_write_that_raises_is_rolled_back(database: Database) -> None:
     def fail_half_way() -> None:
         with database.write() as connection:
             ledger.create_session(connection, Session(session_id="s"))
@@ -72,7 +72,7 @@ def test_a_reader_sees_one_snapshot_and_does_not_block_the_writer(database: Data
 
 
 def test_a_lock_that_is_held_too_long_is_unavailable(database: Database, database_url: str) -> None:
-    """Another process holds the row, or the whole file, for longer than this one waits."""
+    """Another process locks the row, or the whole file, for longer than this one waits."""
     add_session(database)
     other = Database(database_url, lock_timeout_seconds=0.2)
     try:
@@ -131,28 +131,28 @@ def test_a_refused_login_names_what_to_check(postgres_server: PrivatePostgres, w
     database.close()
 
 
-def test_a_table_that_is_missing_says_what_to_run(empty_database_url: str) -> None:
+def test_a_missing_table_is_an_error_that_names_the_command_to_run(empty_database_url: str) -> None:
     database = Database(empty_database_url)
     with pytest.raises(SchemaMismatch, match="turnwise db upgrade"), database.read() as connection:
         queries.counts(connection)
     database.close()
 
 
-def test_a_value_that_the_database_cannot_hold_is_the_callers_fault(database: Database) -> None:
+def test_a_value_that_the_database_cannot_store_is_the_callers_error(database: Database) -> None:
     if database.dialect == "sqlite":
-        add_session(database, "a\0b", turns=0)  # SQLite holds a NUL in a text
+        add_session(database, "a\0b", turns=0)  # SQLite stores a NUL in a text
         return
     with pytest.raises(InvalidRequest, match="NUL"):
         add_session(database, "a\0b")
 
 
-def test_programming_errors_are_not_taken_for_an_unavailable_database(database: Database) -> None:
+def test_a_programming_error_is_not_reported_as_an_unavailable_database(database: Database) -> None:
     with pytest.raises(sa.exc.IntegrityError), database.write() as connection:
         connection.execute(sa.insert(tables.secrets).values(name="x"))
 
 
 @pytest.mark.postgres
-def test_a_restarted_server_is_found_again(postgres_server: PrivatePostgres) -> None:
+def test_a_pool_reconnects_to_a_restarted_server(postgres_server: PrivatePostgres) -> None:
     name = postgres_server.create_database()
     database = Database(postgres_server.url(name), pool_size=2)
     database.upgrade()
@@ -169,7 +169,7 @@ def test_a_restarted_server_is_found_again(postgres_server: PrivatePostgres) -> 
 
 
 def test_kill_9_loses_no_turn_whose_commit_returned(database: Database, database_url: str) -> None:
-    """A process appends turns one by one and says each when it is committed; then it is killed."""
+    """A process appends turns one by one and prints each after its commit; then it is killed."""
     add_session(database, turns=0)
     program = textwrap.dedent(
         """
@@ -204,7 +204,7 @@ def test_kill_9_loses_no_turn_whose_commit_returned(database: Database, database
         stored = [entry.seq + 1 for entry in queries.history_index(connection, "default", "s")]
         session = queries.session(connection, "default", "s")
     assert stored[: len(said)] == said
-    assert len(stored) <= len(said) + 1  # at most the one that was committed and not yet said
+    assert len(stored) <= len(said) + 1  # at most the one that was committed and not yet printed
     assert session.num_turns == len(stored)
 
 
@@ -224,14 +224,14 @@ def test_a_lease_has_one_holder_and_a_token_that_grows_with_every_change(databas
 
 
 def test_a_lease_of_a_dead_owner_is_void_once_the_clock_was_set_back(database: Database) -> None:
-    """Else nobody could take it until the clock has caught up, which may be hours."""
+    """Otherwise no process could take it until the clock has caught up, which may be hours."""
     with database.write() as connection:
         assert acquire_lease(connection, "reload", "dead", 10, NOW) == 1
         assert acquire_lease(connection, "reload", "b", 10, NOW - 9 * SECOND) is None
         assert acquire_lease(connection, "reload", "b", 10, NOW - 11 * SECOND) == 2
 
 
-def test_of_processes_that_want_a_lease_at_once_one_gets_it(database: Database) -> None:
+def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(database: Database) -> None:
     barrier = threading.Barrier(4)
     tokens: list[int | None] = []
 

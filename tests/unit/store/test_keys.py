@@ -30,7 +30,7 @@ def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
             keys.revoke_key(connection, "nobody")
 
 
-def test_nothing_but_the_whole_key_opens(database: Database) -> None:
+def test_only_the_whole_key_is_accepted(database: Database) -> None:
     with database.write() as connection:
         key_id, key = keys.create_key(connection, "acme", Role.AGENT, "a")
         other_id, _ = keys.create_key(connection, "acme", Role.ADMIN, "b")

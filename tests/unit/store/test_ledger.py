@@ -1,4 +1,4 @@
-"""What is written while agents run, on both databases."""
+"""Writes while agents run, on both databases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored_session(database: Database, session_id: str = "s") -> Session:
         return queries.session(connection, "default", session_id)
 
 
-def test_a_session_comes_back_as_it_was_created(database: Database) -> None:
+def test_a_session_is_read_as_it_was_created(database: Database) -> None:
     session = Session(
         session_id="s",
         task_id="t",
@@ -49,7 +49,7 @@ def test_a_session_comes_back_as_it_was_created(database: Database) -> None:
     assert stored == dataclasses.replace(session, last_active_at=session.created_at)
 
 
-def test_creating_a_session_twice_gives_the_first_one_back(database: Database) -> None:
+def test_creating_a_session_twice_returns_the_first_one(database: Database) -> None:
     with database.write() as connection:
         first, _ = ledger.create_session(connection, Session(session_id="s", task_id="a"))
         again, created = ledger.create_session(connection, Session(session_id="s", task_id="b"))
@@ -59,7 +59,7 @@ def test_creating_a_session_twice_gives_the_first_one_back(database: Database) -
 
 
 def test_processes_that_create_one_session_at_once_create_it_once(database: Database) -> None:
-    """And its group counts it once."""
+    """Its group counts it once."""
     barrier = threading.Barrier(4)
 
     def create(_: int) -> bool:
@@ -74,7 +74,7 @@ def test_processes_that_create_one_session_at_once_create_it_once(database: Data
     assert group_status(database) == {"open": 1}  # one of two is finished
 
 
-def test_a_full_or_differing_group_takes_no_more_sessions(database: Database) -> None:
+def test_a_full_or_different_group_refuses_a_session(database: Database) -> None:
     add_session(database, "a", group_id="g", group_size=1)
     with pytest.raises(Conflict, match="size 1, not 2"):
         add_session(database, "b", group_id="g", group_size=2)
@@ -87,7 +87,7 @@ def test_a_full_or_differing_group_takes_no_more_sessions(database: Database) ->
         add_session(database, "c", group_size=2)
 
 
-def test_a_turn_comes_back_bit_for_bit(database: Database) -> None:
+def test_a_turn_is_read_bit_for_bit(database: Database) -> None:
     add_session(database, turns=0)
     turn = make_turn(
         "t1",
@@ -117,12 +117,12 @@ def test_a_turn_comes_back_bit_for_bit(database: Database) -> None:
             assert got.dtype == expected.dtype
             assert got.tobytes() == expected.tobytes()
         elif field.name == "model":
-            assert got == "mödel\N{REPLACEMENT CHARACTER}?"  # what PostgreSQL and UTF-8 cannot hold
+            assert got == "mödel\N{REPLACEMENT CHARACTER}?"  # characters that PostgreSQL and UTF-8 cannot store
         else:
             assert got == expected, field.name
 
 
-def test_turns_of_many_sessions_are_numbered_each_in_its_own(database: Database) -> None:
+def test_turns_of_many_sessions_are_numbered_within_their_session(database: Database) -> None:
     add_session(database, "a", turns=0)
     add_session(database, "b", turns=0)
     first = make_turn("t1", session_id="a")
@@ -137,7 +137,7 @@ def test_turns_of_many_sessions_are_numbered_each_in_its_own(database: Database)
     assert session.last_active_at == branch.created_at
 
 
-def test_a_replayed_turn_is_stored_once_and_given_back(database: Database) -> None:
+def test_a_replayed_turn_is_stored_once_and_returned(database: Database) -> None:
     """By its id, by its request key under another id, and inside one batch."""
     add_session(database, turns=0)
     turn = make_turn("t1", request_key="key")
@@ -150,8 +150,8 @@ def test_a_replayed_turn_is_stored_once_and_given_back(database: Database) -> No
     assert (stored_session(database).num_turns, stored_session(database).num_chains) == (1, 1)
 
 
-def test_a_replay_without_a_request_key_gives_back_the_turn_of_its_own_id(database: Database) -> None:
-    """A null key is no key: it must not match the first turn that has none either."""
+def test_a_replay_without_a_request_key_returns_the_turn_of_its_own_id(database: Database) -> None:
+    """A null key must not match the first turn that has a null key too."""
     add_session(database, turns=0)
     batch = [make_turn("t1"), make_turn("t2")]
     with database.write() as connection:
@@ -179,7 +179,7 @@ def test_a_turn_must_fit_the_session_that_it_names(database: Database) -> None:
         assert ledger.append_turns(connection, []) == []
 
 
-def test_a_turn_for_a_session_that_is_over_is_stored_but_not_trained(database: Database) -> None:
+def test_a_turn_for_an_ended_session_is_stored_but_not_trained(database: Database) -> None:
     add_session(database, turns=1)
     finish(database)
     late = make_turn("t2")
@@ -240,7 +240,7 @@ def test_only_idle_sessions_expire(database: Database) -> None:
     assert stored_session(database, "new").status is SessionStatus.OPEN
 
 
-def test_a_session_is_finished_when_it_is_over_and_has_a_reward_in_any_order(database: Database) -> None:
+def test_a_session_is_finished_when_it_has_ended_and_has_a_reward_in_any_order(database: Database) -> None:
     for session_id in ("end_last", "reward_last", "expired"):
         add_session(database, session_id)
     finish(database, "end_last")
@@ -248,7 +248,7 @@ def test_a_session_is_finished_when_it_is_over_and_has_a_reward_in_any_order(dat
     with database.write() as connection:
         ledger.end_session(connection, "default", "reward_last")
     assert group_status(database) == {"ready": 1, "open": 2}
-    for _ in range(2):  # a revision is no second finish
+    for _ in range(2):  # a revision does not finish it again
         with database.write() as connection:
             ledger.add_rewards(connection, [Reward(session_id="reward_last", value=1)])
     assert group_status(database) == {"ready": 2, "open": 1}
@@ -275,7 +275,7 @@ def test_eval_sessions_have_no_group(database: Database) -> None:
     assert group_status(database) == {}
 
 
-def test_rewards_reach_turns_steps_and_sessions_and_say_how_many(database: Database) -> None:
+def test_rewards_apply_to_turns_steps_and_sessions_and_return_the_number_of_turns(database: Database) -> None:
     add_session(database, turns=0)
     with database.write() as connection:
         ledger.append_turns(connection, [make_turn(f"t{n}", step=step) for n, step in ((1, 0), (2, 0), (3, 1))])
@@ -308,7 +308,7 @@ def test_rewards_reach_turns_steps_and_sessions_and_say_how_many(database: Datab
         (Reward(session_id="s", turn_id="s-t1", step=0, value=1), InvalidRequest, "not both"),
     ],
 )
-def test_a_wrong_reward_takes_its_whole_list_with_it(
+def test_an_invalid_reward_refuses_its_whole_list(
     database: Database, line: Reward, error: type[Exception], says: str
 ) -> None:
     add_session(database)
@@ -333,7 +333,7 @@ def test_a_replayed_reward_post_gets_its_first_answer_and_writes_nothing(databas
         assert ledger.add_rewards(connection, []) == []
 
 
-def test_a_refused_post_leaves_its_key_free(database: Database) -> None:
+def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> None:
     """Otherwise the corrected post under the same key would be refused for ever."""
     add_session(database)
     with pytest.raises(NotFound), database.write() as connection:
@@ -352,7 +352,7 @@ def test_a_later_line_revises_the_sessions_reward(database: Database) -> None:
     assert stored_session(database).reward == 0.5
 
 
-def test_stalled_groups_are_trained_on_what_is_finished_or_dropped(database: Database) -> None:
+def test_stalled_groups_are_trained_on_their_finished_sessions_or_dropped(database: Database) -> None:
     add_session(database, "a", turns=0, group_id="some", group_size=2)
     add_session(database, "b", turns=0, group_id="some", group_size=2)
     add_session(database, "c", turns=0, group_id="none", group_size=2)
@@ -369,7 +369,7 @@ def test_stalled_groups_are_trained_on_what_is_finished_or_dropped(database: Dat
     assert group_status(database) == {"ready": 2, "dropped": 1}
 
 
-def test_a_group_with_a_session_at_work_is_not_stalled(database: Database) -> None:
+def test_a_group_with_an_active_session_is_not_stalled(database: Database) -> None:
     """Turns do not touch the group's row: the session's own activity counts."""
     long_ago = utc_now() - 2 * HOUR
     add_session(database, turns=0, group_id="g", created_at=long_ago)
@@ -418,8 +418,8 @@ def test_policies_are_published_once_activated_retired_and_pinned(database: Data
         policies.publish_policy(connection, PolicyVersion(version=1, path="/other"))
 
 
-def test_answers_are_forgotten_by_their_age(database: Database) -> None:
-    """A younger answer is given again; an older one is no more, so its key appends anew."""
+def test_old_idempotent_answers_are_deleted(database: Database) -> None:
+    """A newer answer is returned again; an older one is deleted, so its key appends again."""
     add_session(database, turns=1)
     lines = [Reward(session_id="s", value=1)]
     with database.write() as connection:
@@ -434,7 +434,7 @@ def test_answers_are_forgotten_by_their_age(database: Database) -> None:
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
 def test_many_reward_lines_take_few_statements(database: Database) -> None:
-    """A thousand lines for turns, steps and sessions that are over: the statements do not grow with the lines."""
+    """A thousand lines for turns, steps and ended sessions: the number of statements does not grow with the lines."""
     for number in range(4):
         add_session(database, f"s{number}", turns=2, group_id="g", group_size=4)
         with database.write() as connection:
@@ -460,7 +460,7 @@ def test_many_reward_lines_take_few_statements(database: Database) -> None:
         assert queries.counts(connection).num_rewards == 1032
 
 
-def test_idle_sessions_expire_some_at_a_time(database: Database) -> None:
+def test_idle_sessions_expire_in_batches(database: Database) -> None:
     for number in range(5):
         add_session(database, f"s{number}")
     later = utc_now() + HOUR
@@ -470,8 +470,8 @@ def test_idle_sessions_expire_some_at_a_time(database: Database) -> None:
         assert len(ledger.expire_idle_sessions(connection, later, limit=3)) == 2
 
 
-def test_of_turns_that_extend_one_turn_at_the_same_moment_one_continues_its_chain(database: Database) -> None:
-    """In one transaction or in several, whatever chain each of them claims."""
+def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_chain(database: Database) -> None:
+    """In one transaction or in several, whatever chain id each of them has."""
     with database.write() as connection:
         ledger.create_session(connection, Session(session_id="s"))
         root = make_turn("t1", session_id="s")

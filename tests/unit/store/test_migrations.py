@@ -1,4 +1,4 @@
-"""The database's history: up and down, twice, and always equal to what the code declares."""
+"""Migrations: up and down, twice, and always equal to the declared tables."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_the_migrated_tables_are_those_that_the_code_declares(database: Database
         assert compare_metadata(MigrationContext.configure(connection), tables.metadata) == []
 
 
-def test_a_comparison_would_notice_a_missing_column(database: Database) -> None:
+def test_the_comparison_detects_a_missing_column(database: Database) -> None:
     with database.write() as connection:
         connection.exec_driver_sql("ALTER TABLE policies DROP COLUMN error")
         difference = compare_metadata(MigrationContext.configure(connection), tables.metadata)
     assert [(change[0], change[3].name) for change in difference] == [("add_column", "error")]
 
 
-def test_an_upgrade_of_what_is_current_changes_nothing(database: Database) -> None:
+def test_an_upgrade_of_a_current_database_changes_nothing(database: Database) -> None:
     database.upgrade()
     database.check_schema()
 
@@ -64,7 +64,9 @@ def test_processes_that_upgrade_at_once_take_turns(empty_database_url: str) -> N
     database.close()
 
 
-def test_a_new_sqlite_file_gets_its_tables_and_postgresql_asks_for_the_command(empty_database_url: str) -> None:
+def test_a_new_sqlite_file_gets_its_tables_and_on_postgresql_the_error_names_the_command(
+    empty_database_url: str,
+) -> None:
     database = Database(empty_database_url)
     if database.dialect == "sqlite":
         assert database.prepare()
@@ -84,7 +86,7 @@ def test_an_sqlite_file_of_an_older_release_is_migrated(tmp_path: Path) -> None:
     database.close()
 
 
-def test_tables_of_a_newer_release_are_refused_and_left_alone(database: Database) -> None:
+def test_tables_of_a_newer_release_are_refused_and_not_changed(database: Database) -> None:
     with database.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(SchemaMismatch, match=r"newer release.*'9999'"):

@@ -116,7 +116,7 @@ def plans(conn: sa.Connection, ask: Ask) -> Iterator[str]:
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
 @pytest.mark.parametrize("name", ASKS)
-def test_no_question_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: str) -> None:
+def test_no_query_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: str) -> None:
     with ledger_of_a_tenant.read() as conn:
         assert [line for line in plans(conn, ASKS[name]) if A_SCAN.match(line)] == []
 
@@ -127,7 +127,9 @@ OTHERS_TOO = re.compile(r"^SEARCH (sessions|groups)\b(?!.*\((tenant=|session_pk=
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
 @pytest.mark.parametrize("name", OF_A_TENANT)
-def test_what_a_tenant_asks_neither_reads_other_tenants_rows_nor_sorts(ledger_of_a_tenant: Database, name: str) -> None:
+def test_a_query_of_a_tenant_neither_reads_other_tenants_rows_nor_sorts(
+    ledger_of_a_tenant: Database, name: str
+) -> None:
     with ledger_of_a_tenant.read() as conn:
         found = list(plans(conn, ASKS[name]))
     assert [line for line in found if OTHERS_TOO.match(line)] == []
@@ -136,6 +138,6 @@ def test_what_a_tenant_asks_neither_reads_other_tenants_rows_nor_sorts(ledger_of
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_no_change_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: str) -> None:
+def test_no_write_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: str) -> None:
     with ledger_of_a_tenant.write() as conn:
         assert [line for line in plans(conn, CHANGES[name]) if A_SCAN.match(line)] == []

@@ -59,7 +59,7 @@ def test_a_branch_does_not_see_its_sibling(connection: sa.Connection) -> None:
     assert view.tools == [{"type": "function"}]
 
 
-def test_turns_are_paged_with_their_ancestors_in_hand(connection: sa.Connection) -> None:
+def test_turns_are_paged_and_keep_their_ancestors(connection: sa.Connection) -> None:
     whole, has_more = queries.turns(connection, "default", "s", limit=None)
     assert ([view.turn.turn_id for view in whole], has_more) == (["t1", "t2", "t3", "t4"], False)
     page, has_more = queries.turns(connection, "default", "s", limit=2, after="t1")
@@ -70,7 +70,7 @@ def test_turns_are_paged_with_their_ancestors_in_hand(connection: sa.Connection)
     assert queries.turns(connection, "default", "s", after=3) == ([], False)
 
 
-def test_what_is_not_there_is_named(connection: sa.Connection) -> None:
+def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
     for ask, says in (
         (lambda: queries.session(connection, "other", "s"), "no session 's'"),
         (lambda: queries.turn(connection, "other", "t1"), "no turn 't1'"),
@@ -85,7 +85,7 @@ def test_what_is_not_there_is_named(connection: sa.Connection) -> None:
             ask()
 
 
-def test_the_history_index_has_what_the_continuation_compares(connection: sa.Connection) -> None:
+def test_the_history_index_has_the_fields_that_the_continuation_compares(connection: sa.Connection) -> None:
     index = queries.history_index(connection, "default", "s")
     assert [(entry.turn_id, entry.parent_turn_id, entry.chain_id) for entry in index] == [
         ("t1", None, "t1"),
@@ -133,7 +133,7 @@ def test_sessions_are_filtered_and_paged_newest_first(database: Database) -> Non
         found(SessionFilter(), after="a")
 
 
-def test_experiences_are_those_of_sessions_that_are_over_and_rewarded(forest: Database) -> None:
+def test_experiences_are_those_of_ended_and_rewarded_sessions(forest: Database) -> None:
     def found(wanted: SessionFilter) -> list[str]:
         with forest.read() as connection:
             return [one.turn_ids[0] for one in experiences.experiences(connection, wanted)]
@@ -172,7 +172,7 @@ def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> 
     assert branch.turn_returns.tolist() == [2]
 
 
-def test_the_dry_run_answers_under_another_credit_policy(forest: Database) -> None:
+def test_the_dry_run_computes_experiences_with_another_credit_policy(forest: Database) -> None:
     finish(forest, value=3)
     with forest.read() as connection:
         own = [one.turn_rewards.tolist() for one in experiences.experiences(connection, SessionFilter())]
@@ -187,7 +187,7 @@ def test_the_dry_run_answers_under_another_credit_policy(forest: Database) -> No
 
 
 def test_experiences_of_many_sessions_stream_in_order(database: Database) -> None:
-    """More sessions than are read at once, none twice, none left out."""
+    """More sessions than one read returns; none twice, none left out."""
     names = [f"s{n:02}" for n in range(40)]
     for name in names:
         add_session(database, name)
@@ -198,7 +198,7 @@ def test_experiences_of_many_sessions_stream_in_order(database: Database) -> Non
 
 
 def test_experience_arrays_are_the_readers_own(forest: Database) -> None:
-    """A trainer hands them to torch, which refuses memory that it must not write to."""
+    """A trainer passes them to torch, which refuses read-only memory."""
     finish(forest)
     with forest.read() as connection:
         for one in experiences.experiences(connection, SessionFilter(), merge="chain"):
@@ -206,7 +206,7 @@ def test_experience_arrays_are_the_readers_own(forest: Database) -> None:
             assert one.logprobs.dtype == np.float32
 
 
-def test_counts_say_what_the_store_holds(forest: Database) -> None:
+def test_counts_equal_the_content_of_the_store(forest: Database) -> None:
     finish(forest)
     add_session(forest, "other", turns=0)
     with forest.read() as connection:
@@ -237,8 +237,8 @@ def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -
     assert found == [(b"2", ["a"]), (b"1", ["b", "c"]), (b"", []), (b"", [])]
 
 
-def test_a_conversation_is_found_by_its_own_key_and_tenant_in_an_open_session_alone(database: Database) -> None:
-    """Nor is a turn found whose call named its session."""
+def test_a_conversation_is_found_only_by_its_own_key_and_tenant_in_an_open_session(database: Database) -> None:
+    """A turn whose call named its session is not found."""
     sessions = {"mine": {}, "over": {}, "named": {}, "theirs": {"tenant": "b"}}
     for session_id, fields in sessions.items():
         add_session(database, session_id, turns=0, **fields)

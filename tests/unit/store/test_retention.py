@@ -36,7 +36,7 @@ def train_all(database: Database) -> None:
         claims.ack(connection, held, update, trained=trained)
 
 
-def test_what_is_old_and_waits_for_nothing_is_pruned(database: Database) -> None:
+def test_old_sessions_that_no_trainer_waits_for_are_pruned(database: Database) -> None:
     add_session(database, "trained", turns=3)
     finish(database, "trained")
     train_all(database)
@@ -53,7 +53,7 @@ def test_what_is_old_and_waits_for_nothing_is_pruned(database: Database) -> None
     assert sizes(database) == {"sessions": 2, "turns": 2, "rewards": 1, "groups": 2}
 
 
-def test_a_group_that_never_came_whole_is_pruned_in_the_end(database: Database) -> None:
+def test_an_old_group_that_stayed_incomplete_is_pruned(database: Database) -> None:
     add_session(database, "a", group_id="g", group_size=2)
     finish(database, "a")
     with database.write() as connection:
@@ -76,7 +76,7 @@ def test_a_deleted_session_leaves_its_group(database: Database) -> None:
         assert (group.num_sessions, group.num_finished, group.status) == (1, 0, "open")
 
 
-def test_a_forgotten_tenant_leaves_nothing_and_others_stay(database: Database) -> None:
+def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(database: Database) -> None:
     for tenant in ("acme", "zeta"):
         for number in range(3):
             add_session(database, f"s{number}", tenant=tenant, turns=2)

@@ -1,4 +1,4 @@
-"""A second creation of a session: it applies what can still change, and refuses the rest."""
+"""A second creation of a session applies changes that are still possible and refuses the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnwise.types import Credit, Session, Split
 
 
 def change(database: Database, **fields: Any) -> Session:
-    """Give fields of the session `s` a second time."""
+    """Create the session `s` a second time with these fields."""
     with database.write() as connection:
         return session_changes.change_session(connection, Session(session_id="s", **fields), set(fields))
 
@@ -26,7 +26,7 @@ def groups_of(database: Database) -> dict[str, tuple[int | None, int]]:
         return {row.group_id: (row.group_size, row.num_sessions) for row in found}
 
 
-def test_a_session_that_a_call_opened_takes_its_group_and_credit_afterwards(database: Database) -> None:
+def test_a_session_that_a_call_opened_accepts_a_group_and_credit_afterwards(database: Database) -> None:
     add_session(database, "s")
     add_session(database, "other", group_id="g", group_size=2)
     changed = change(database, group_id="g", group_size=2, credit=Credit.STEP_WISE, gamma=0.5, sampling={"top_p": 0.9})
@@ -39,7 +39,7 @@ def test_a_session_that_a_call_opened_takes_its_group_and_credit_afterwards(data
         assert queries.counts(connection).groups == {"ready": 1}
 
 
-def test_a_session_leaves_training_and_comes_back(database: Database) -> None:
+def test_a_session_is_excluded_from_training_and_included_again(database: Database) -> None:
     add_session(database, "s")
     assert change(database, split=Split.EVAL).split is Split.EVAL
     assert groups_of(database) == {}
@@ -47,13 +47,13 @@ def test_a_session_leaves_training_and_comes_back(database: Database) -> None:
     assert groups_of(database) == {"s": (1, 1)}
 
 
-def test_a_group_without_a_size_takes_one_later(database: Database) -> None:
+def test_a_group_without_a_size_accepts_one_later(database: Database) -> None:
     add_session(database, "s", group_id="g")
     change(database, group_id="g", group_size=1)
     assert groups_of(database) == {"g": (1, 1)}
 
 
-def test_what_can_no_longer_change_is_a_conflict_and_nothing_changes(database: Database) -> None:
+def test_a_change_that_is_no_longer_possible_is_a_conflict_and_changes_nothing(database: Database) -> None:
     add_session(database, "s", group_id="g", group_size=2)
     with pytest.raises(Conflict, match=r"`group_id` can no longer change: it is in group 'g'"):
         change(database, group_id="h", gamma=0.5)

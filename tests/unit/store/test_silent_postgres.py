@@ -25,7 +25,7 @@ def postgres_url(postgres_server, postgres_template):
 
 
 def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recovers(postgres_url, monkeypatch):
-    """Old code waited for ever, with one more thread of the pool for each request."""
+    """Without a deadline each such request blocks one more thread of the pool for ever."""
     monkeypatch.setattr(store, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(store, "GRACE_SECONDS", 0.5)
     database = Database(postgres_url, pool_size=1)
@@ -47,7 +47,7 @@ def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recove
         with database.read() as connection:
             policies.newest_policy(connection)
             idle = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
-        os.kill(idle, signal.SIGSTOP)  # while the connection waits in the pool
+        os.kill(idle, signal.SIGSTOP)  # while the connection is idle in the pool
         stopped.append(idle)
         with database.read() as connection:
             policies.newest_policy(connection)
@@ -58,7 +58,7 @@ def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recove
     assert time.monotonic() - started < 20
 
 
-def test_the_server_ends_a_statement_that_takes_too_long_by_itself(postgres_url, monkeypatch):
+def test_the_server_cancels_a_statement_that_takes_too_long(postgres_url, monkeypatch):
     monkeypatch.setattr(store, "ANSWER_SECONDS", 0.3)
     database = Database(postgres_url, pool_size=1)
     with pytest.raises(StoreUnavailable, match="statement timeout"), database.read() as connection:

@@ -1,4 +1,4 @@
-"""What was trained: every session, turn and experience names its updates, and every update its groups."""
+"""Records of training: every session, turn and experience names its updates, and every update its groups."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_
 
 
 @pytest.mark.parametrize("retrain", [False, True])
-def test_a_late_reward_trains_again_only_where_that_is_wanted(ledger_of_two: Database, *, retrain: bool) -> None:
+def test_a_late_reward_is_trained_again_only_with_that_setting(ledger_of_two: Database, *, retrain: bool) -> None:
     with ledger_of_two.write() as connection:
         assert trained.last_updates(connection, "acme", ["kim-0", "kim-1"]) == {"kim-0": 1, "kim-1": 1}
         line = Reward(session_id="kim-0", tenant="acme", value=5.0)

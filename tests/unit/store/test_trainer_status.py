@@ -1,4 +1,4 @@
-"""What a trainer reports is what `GET /v1/counts` answers."""
+"""`GET /v1/counts` returns the reports of the trainers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def status(trainer_id: str, text: str, minute: int) -> TrainerStatus:
     return TrainerStatus(trainer_id=trainer_id, text=text, starts_at=at, reported_at=at)
 
 
-def test_the_last_report_of_each_trainer_counts_the_newest_first(database: Database) -> None:
+def test_the_last_report_of_each_trainer_is_returned_newest_first(database: Database) -> None:
     with database.write() as connection:
         for each in (status("a", "1 of 4", 0), status("b", "2 of 4", 1), status("a", "3 of 4", 2)):
             report_status(connection, each)
