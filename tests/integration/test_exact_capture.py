@@ -211,8 +211,15 @@ def test_two_choices_of_one_call_are_two_turns_and_both_can_be_extended(engine: 
         async with AsyncOpenAI(base_url=proxy.session_v1("branch"), api_key="none") as client:
             opening = [{"role": "user", "content": "Hello."}]
             both = await client.chat.completions.create(
-                model="small", messages=opening, n=2, temperature=1.5, max_completion_tokens=12
+                model="small",
+                messages=opening,
+                n=2,
+                temperature=1.5,
+                max_completion_tokens=24,
+                # Random text, so that the replies differ: equal ones could not be told apart.
+                extra_body={"min_tokens": 24, "structured_outputs": {"regex": "[a-z0-9]{24}"}},
             )
+            assert both.choices[0].message != both.choices[1].message
             for choice in both.choices:
                 history = [
                     *opening,

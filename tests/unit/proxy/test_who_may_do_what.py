@@ -50,9 +50,12 @@ class World:
         path = path.replace("{session_id}", session_id).replace("{version}", "0").replace("{key_id}", "nobody")
         (turn_id,) = (turn for (_, owner), turn in self.turns.items() if owner == session_id)
         path = path.replace("{turn_id}", turn_id)
-        body: Any = {"POST /v1/sessions": {"session_id": "fresh"}, "POST /v1/policies": {"path": "/nowhere"}}.get(
-            route, {}
-        )
+        bodies: dict[str, Any] = {
+            "POST /v1/sessions": {"session_id": "fresh"},
+            "POST /v1/policies": {"path": "/nowhere"},
+            "POST /v1/turns/{turn_id}/role": {"role": "main"},
+        }
+        body = bodies.get(route, {})
         if route == "POST /v1/rewards":
             body = {"session_id": session_id, "value": 1.0}
         return self.ask(method, path, key, body if method == "POST" else None)

@@ -218,7 +218,7 @@ def test_counts_equal_the_content_of_the_store(forest: Database) -> None:
     with forest.read() as connection:
         assert queries.counts(connection, "default") == counts
         assert queries.counts(connection, "b") == queries.Counts({"open": 1}, {"open": 1}, 1, 0, 0, [])
-        assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0)
+        assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0, [])
 
 
 def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -> None:
