@@ -1,6 +1,6 @@
-"""What a pass-through costs that records nothing: Starlette, aiohttp's client, one worker.
+"""A pass-through proxy without recording: Starlette, aiohttp's client, one worker.
 
-It is the floor of bench/proxy.py.
+It is the baseline of bench/proxy.py.
 """
 
 from __future__ import annotations

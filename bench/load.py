@@ -13,7 +13,7 @@ import uvloop
 
 
 class Connection(asyncio.Protocol):
-    """Sends the next request as soon as the answer to the last one is whole."""
+    """Sends the next request as soon as the last answer is complete."""
 
     def __init__(self, request: bytes, until: float, latencies: list[float]) -> None:
         self._request = request
@@ -32,7 +32,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count an answer that is whole."""
+        """Count a complete answer."""
         self._data += data
         if not self._is_whole():
             return
@@ -59,7 +59,7 @@ class Connection(asyncio.Protocol):
         return self._data.endswith(b"0\r\n\r\n")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail unless this is the end."""
+        """Fail if the connection closes before the end of the load."""
         if not self.done.done():
             self.done.set_exception(exc or ConnectionError("the server closed the connection"))
 

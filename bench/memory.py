@@ -1,8 +1,8 @@
-"""What open sessions cost in memory: `python bench/memory.py [--soak-seconds 300]`.
+"""Measure the memory of open sessions: `python bench/memory.py [--soak-seconds 300]`.
 
-Opens sessions, plays turns in each through a proxy in front of a fake engine, and reads how far the resident memory of
-the proxy and of the process that writes for it grew: at most 300 MB together for 10,000 sessions of 20 turns. Fewer
-sessions get their share of that, and of the caches. A soak then plays sessions that end, which must cost nothing.
+Creates sessions, plays turns in each through a proxy in front of a fake engine, and measures the growth of the resident
+memory of the proxy and of its writing process: at most 300 MB together for 10,000 sessions of 20 turns. The limit and
+the caches are proportional to the number of sessions. A soak then plays sessions that end, which must not use memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ FULL_SESSIONS = 10_000
 CACHE_BYTES = 32 * 2**20
 """The settings' defaults."""
 WARM_UP_SESSIONS = 200
-"""Until then the allocator's own pools grow, whatever comes."""
+"""The allocator's own pools grow until then."""
 SOAK_BYTES = 10 * 10**6
-"""How far the memory may move in a soak, whose sessions have all ended: pools and pages come and go."""
+"""Maximum growth in a soak, in which all sessions end; it allows for changes of pools and pages."""
 CONCURRENCY = 32
 FORGET_EVERY = 50
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -40,7 +40,7 @@ def resident_bytes(pid: int) -> int:
 
 
 class Grown(NamedTuple):
-    """How far two processes grew, bytes."""
+    """Growth of the two processes, bytes."""
 
     proxy: int
     writer: int
@@ -53,7 +53,7 @@ class Grown(NamedTuple):
 
 
 class Watched:
-    """A proxy and its only child, the process that writes."""
+    """A proxy and its only child, the writing process."""
 
     def __init__(self, pid: int) -> None:
         threads = Path(f"/proc/{pid}/task").iterdir()
@@ -62,7 +62,7 @@ class Watched:
         self.start()
 
     def start(self) -> None:
-        """Measure from now on."""
+        """Start the measurement."""
         self._before = [resident_bytes(pid) for pid in self._pids]
 
     def grown(self) -> Grown:
@@ -71,7 +71,7 @@ class Watched:
 
 
 async def play(http: aiohttp.ClientSession, url: str, session_id: str, num_turns: int) -> None:
-    """Play one session, which stays open."""
+    """Play one session and leave it open."""
     messages: list[dict[str, str]] = []
     for number in range(num_turns):
         messages.append({"role": "user", "content": f"{session_id} {number}: {TEXT}"})
@@ -83,7 +83,7 @@ async def play(http: aiohttp.ClientSession, url: str, session_id: str, num_turns
 
 
 async def play_all(served: Served, name: str, num_sessions: int, num_turns: int, *, end: bool = False) -> None:
-    """Play many sessions, some at once; with `end`, each is ended when it has been played."""
+    """Play many sessions, some concurrently; with `end`, end each session after its turns."""
     places = asyncio.Semaphore(CONCURRENCY)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -93,14 +93,14 @@ async def play_all(served: Served, name: str, num_sessions: int, num_turns: int,
                 await play(http, served.url, f"{name}-{number}", num_turns)
                 if end:
                     (await http.post(f"{served.url}/v1/sessions/{name}-{number}/end", json={})).raise_for_status()
-                if number % FORGET_EVERY == 0:  # the fake engine lists every call that it saw, which is not measured
+                if number % FORGET_EVERY == 0:  # the fake engine lists all its calls; this memory is not measured
                     (await http.delete(f"{served.engine_url}/fake/calls")).release()
 
         await asyncio.gather(*(one(number) for number in range(num_sessions)))
 
 
 def soak(served: Served, num_turns: int, seconds: float) -> int:
-    """Play sessions that end, for so long; return how many."""
+    """Play sessions that end, for some seconds; return their number."""
     rounds, stop = 0, time.monotonic() + seconds
     while time.monotonic() < stop:
         asyncio.run(play_all(served, f"soak-{rounds}", WARM_UP_SESSIONS, num_turns, end=True))
@@ -109,7 +109,7 @@ def soak(served: Served, num_turns: int, seconds: float) -> int:
 
 
 def main() -> int:
-    """Print the growth; return 1 when it is more than the sessions' share of the limit, or the soak's is not flat."""
+    """Print the growth; return 1 if it is above the sessions' share of the limit, or if the soak's is too large."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=FULL_SESSIONS)
     parser.add_argument("--turns", type=int, default=20)

@@ -1,8 +1,8 @@
-"""What capture costs: `python bench/proxy.py`.
+"""Measure the overhead of capture: `python bench/proxy.py`.
 
-The same canned reply of 600 tokens, from a stand-in that costs nothing, through the proxy with every turn committed
-durably before its reply leaves, and through a bare pass-through that records nothing (bench/floor.py), in one run.
-What counts is the ratio; the machine's own speed cancels out. Prints a table and, with --json, the numbers.
+One run measures the same prepared reply of 600 tokens through the proxy, which commits every turn durably before its
+reply is sent, and through a pass-through that records nothing (bench/floor.py). The result is the ratio of the two, so
+it depends little on the machine. Prints a table and, with --json, the numbers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from turnwise.store.database import Database
 HERE = Path(__file__).parent
 CASES = (("plain", 1), ("plain", 32), ("stream", 1), ("stream", 32))
 TARGETS = {("plain", 32): 0.40, ("stream", 32): 0.30}
-"""The least share of the floor's throughput."""
+"""Minimum share of the baseline's throughput."""
 P50_SECONDS = 1.5e-3
-"""The most for a plain call at one connection."""
+"""Maximum added latency of a plain call at one connection."""
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def measure(url: str, mode: str, connections: int, seconds: float) -> dict[str, 
 
 
 def compare(floor: str, proxy: str, seconds: float, rounds: int) -> list[dict[str, object]]:
-    """Measure both, in turns, and keep each one's best round."""
+    """Measure both alternately, and keep the best round of each."""
     rows: list[dict[str, object]] = []
     for mode, connections in CASES:
         best: dict[str, dict[str, float]] = {}
@@ -69,7 +69,7 @@ def compare(floor: str, proxy: str, seconds: float, rounds: int) -> list[dict[st
 
 
 def main() -> int:
-    """Run the bench; return 1 when a target is missed."""
+    """Run the benchmark; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def report(rows: list[dict[str, object]], *, as_json: bool) -> int:
-    """Print the rows; return 1 when a target is missed."""
+    """Print the rows; return 1 if a target is missed."""
     if as_json:
         print(json.dumps(rows, indent=2))
     missed = 0

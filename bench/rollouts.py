@@ -1,4 +1,4 @@
-"""Models of random weights, and finished sessions in a ledger for them: what the training bench trains on."""
+"""Models with random weights, and finished sessions in a ledger for the training benchmark."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ GROUP_SIZE = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """A Qwen3, and the lengths of the sessions that fit it."""
+    """The size of a Qwen3 model, and the lengths of its sessions."""
 
     model: dict[str, int | bool]
     prompt: int
     """Tokens before the first reply; the sessions of a group share them."""
     observed: int
-    """Tokens of what comes back between two replies."""
+    """Prompt tokens between two replies."""
     sampled: int
     """Tokens of a reply."""
 
     @property
     def vocabulary(self) -> int:
-        """Return how many tokens there are."""
+        """Return the size of the vocabulary."""
         return int(self.model["vocab_size"])
 
 
@@ -61,7 +61,7 @@ SIZES = {
 
 
 def write_model(directory: Path, size: Size, max_turns: int) -> None:
-    """Write a model of random weights that can read the longest session."""
+    """Write a model with random weights whose context fits the longest session."""
     torch.manual_seed(0)
     longest = size.prompt + max_turns * (size.observed + size.sampled)
     config = Qwen3Config(**size.model, max_position_embeddings=longest, bos_token_id=None, eos_token_id=0)
@@ -69,7 +69,7 @@ def write_model(directory: Path, size: Size, max_turns: int) -> None:
 
 
 def play(database: Database, size: Size, num_sessions: int, num_turns: int) -> None:
-    """Write finished sessions of random tokens, to which a model of random weights gives about 1 / vocabulary each."""
+    """Write finished sessions of random tokens with logprobs of about log(1 / vocabulary), as under random weights."""
     for number in range(num_sessions):
         group_id = f"{num_turns}-turns-{number // GROUP_SIZE}"
         session = Session(
@@ -84,7 +84,7 @@ def play(database: Database, size: Size, num_sessions: int, num_turns: int) -> N
 
 
 def read(database: Database, num_turns: int, merge: Literal["turn", "chain"]) -> Sequence[Experience]:
-    """Return the sessions of one length, one experience a chain or one a turn."""
+    """Return the experiences of the sessions of one length, one per chain or one per turn."""
     wanted = experiences.SessionFilter(task_id=f"{num_turns}")
     with database.read() as connection:
         return list(experiences.experiences(connection, wanted, merge=merge))

@@ -1,4 +1,4 @@
-"""Starts what a bench measures: processes, each started as an operator starts it, ended with the bench."""
+"""Start the processes that a benchmark measures as an operator starts them, and stop them at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cheapest engine there can be, for benches: prepared bytes for every POST, nothing parsed but its length."""
+"""A minimal engine for benchmarks: prepared bytes for every POST; only a request's length is parsed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole_reply() -> bytes:
 
 
 def streamed_reply() -> bytes:
-    """Return the same as 100 events."""
+    """Return the same completion as 100 events."""
     head = {"id": "chatcmpl-canned", "object": "chat.completion.chunk", "created": 1, "model": "canned"}
     first = {
         **head,
@@ -55,7 +55,7 @@ def streamed_reply() -> bytes:
 
 
 def answer(body: bytes, kind: bytes = b"application/json") -> bytes:
-    """Return a whole HTTP answer."""
+    """Return a complete HTTP answer."""
     return b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (kind, len(body), body)
 
 
@@ -71,12 +71,12 @@ class Connection(asyncio.Protocol):
     """One keep-alive connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember where to answer."""
+        """Store the transport."""
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
         self._data = b""
 
     def data_received(self, data: bytes) -> None:
-        """Answer every request that is whole."""
+        """Answer every complete request."""
         self._data += data
         while (end := self._data.find(b"\r\n\r\n")) >= 0:
             head = self._data[:end].lower()
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(port: int) -> None:
-    """Serve for ever."""
+    """Serve until the process ends."""
     server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", port)
     await server.serve_forever()
 

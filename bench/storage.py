@@ -1,8 +1,8 @@
-"""What a session costs on disk: `python bench/storage.py [--url URL]`.
+"""Measure the storage of a session: `python bench/storage.py [--url URL]`.
 
-Stores sessions of 100 turns as the proxy does and compares the growth of the database with what is new in them: 12
-bytes a token (an id of 4 for each, a logprob of 4 for the sampled ones, rounded up) and the bytes of the new messages,
-at 4 characters a token. Beside it stands what storing every prompt whole would take.
+Stores sessions of 100 turns as the proxy does and compares the growth of the database with their new data: 12 bytes per
+token (4 for each id, 4 for the logprob of each sampled token, rounded up) and the bytes of the new messages, at 4
+characters per token. The table also has the storage that whole prompts would need.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from turnwise.store.database import Database
 from turnwise.types import Session, Turn
 
 LIMIT = 2.2
-"""The most bytes stored for one byte that is new."""
+"""Maximum number of stored bytes per byte of new data."""
 BYTES_PER_TOKEN = 12
 CHARACTERS_PER_TOKEN = 4
 SESSIONS = 20
-"""Enough that half-filled pages do not count."""
+"""Large enough that half-filled pages do not matter."""
 LENGTHS = ((32, 32), (100, 100), (100, 400), (1000, 200))
 """Tokens of a new message and of its reply."""
 
 
 def play(database: Database, num_turns: int, asked: int, sampled: int) -> dict[str, int]:
-    """Store one session; return what was new in it, and what its prompts were in whole, bytes."""
+    """Store one session; return the bytes of its new data and of its whole prompts."""
     session_id = f"session-{uuid.uuid4().hex}"
     question = {"role": "user", "content": ("word" * asked)[: asked * CHARACTERS_PER_TOKEN]}
     answer = {"role": "assistant", "content": ("text" * sampled)[: sampled * CHARACTERS_PER_TOKEN]}
@@ -77,7 +77,7 @@ def stored_bytes(database: Database) -> int:
 
 
 def main() -> int:
-    """Print a line per length of a turn; return 1 when the limit is passed."""
+    """Print a line per length of a turn; return 1 if the limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", help="database; by default a SQLite file in a temporary directory")
     parser.add_argument("--turns", type=int, default=100)

@@ -1,4 +1,4 @@
-"""How fast the ledger takes turns: `python bench/store.py [--url URL]`.
+"""Measure the ledger's write throughput in turns: `python bench/store.py [--url URL]`.
 
 One writer appends turns of 600 tokens (400 prompt, 200 sampled, 2 KB of messages) in batches, each batch one durable
 transaction, as the proxy's group commit does.
@@ -45,7 +45,7 @@ def turn(session_id: str, parent: Turn | None) -> Turn:
 
 
 def measure(database: Database, num_turns: int, batch_size: int) -> float:
-    """Return turns per second; every batch holds turns of as many sessions as it is long."""
+    """Return turns per second; each turn of a batch belongs to another session."""
     ids = [f"bench-{uuid.uuid4().hex}" for _ in range(batch_size)]
     with database.write() as connection:
         for session_id in ids:

@@ -1,10 +1,10 @@
-"""What merging saves a trainer: `python bench/training.py [--device cuda --size 0.5b]`.
+"""Measure the effect of merging turns on training: `python bench/training.py [--device cuda --size 0.5b]`.
 
-Sessions of 5 to 40 turns are written to a SQLite ledger and read from it twice: one sequence a chain, packed, as the
-trainer reads them, and one row a turn with its whole prompt before it. The trainer's own code computes loss and
-gradient of both, and the losses must agree. At 10 turns the same completions also go through TRL's GRPO loss, one row
-a turn, which is what an agent outside of TRL leaves behind; and, for comparison, one row a session under a mask, as
-TRL's own tool loop makes them. Candidates take turns; the best of several rounds counts.
+Sessions of 5 to 40 turns are written to an SQLite ledger and read twice: as one packed sequence per chain, as the
+trainer reads them, and as one row per turn with its whole prompt. The trainer's code computes loss and gradient of
+both, and the losses must agree. At 10 turns the same completions also go through TRL's GRPO loss: one row per turn, as
+agents outside of TRL produce them, and, for comparison, one row per session with a mask, as TRL's own tool loop
+produces them. The candidates run alternately; the best of several rounds counts.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from trainer.policy.model import Policy, PolicySpec
 from turnwise.store.database import Database
 
 FEWER_TOKENS = 0.8
-"""Of (T + 1) / 2: how many times fewer tokens the merged sequences must have."""
+"""Required factor of fewer tokens in merged sequences, as a share of (T + 1) / 2."""
 FASTER = 0.6
-"""Of the factor in tokens: how many times faster they must be."""
+"""Required speedup, as a share of the factor in tokens."""
 FASTER_THAN_TRL = 1.5
-"""In trained tokens a second, over TRL's one row a turn."""
+"""Required speedup in trained tokens per second over TRL with one row per turn."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""How far the losses of the same completions may lie apart."""
+"""Maximum difference between the losses of the same completions."""
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
-"""Dense bfloat16 operations a second, by the vendor's data sheets."""
+"""Dense bfloat16 operations per second, from the vendor's data sheets."""
 MERGED, BY_TURN, TRL_BY_TURN, TRL_BY_SESSION = "merged", "row a turn", "TRL, row a turn", "TRL, row a session"
 
 
@@ -50,24 +50,24 @@ class Candidate:
     """One way to compute the gradient of the same completions."""
 
     tokens: int
-    """That go through the model, padding included."""
+    """Number of tokens that go through the model, including padding."""
     run: Callable[[], float]
     """Compute loss and gradient; return the loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What came of a candidate."""
+    """The measurements of a candidate."""
 
     tokens: int
     seconds: float
-    """Of the fastest round."""
+    """Duration of the fastest round."""
     trained_per_second: float
-    """Sampled tokens that carry loss, a second."""
+    """Sampled tokens with loss per second."""
 
 
 class Bench:
-    """One model, one ledger, and the candidates over them."""
+    """A model, a ledger, and the candidates that use them."""
 
     def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
         self._given = given
@@ -80,7 +80,7 @@ class Bench:
         self._database.upgrade()
 
     def measure(self, num_turns: int) -> dict[str, Any]:
-        """Return the figures of one length of session."""
+        """Return the measurements for one length of session."""
         play(self._database, self._size, self._given.sessions, num_turns)
         chains, turns = (_batch(read(self._database, num_turns, merge)) for merge in ("chain", "turn"))
         merged_rows, merged = self._ours(chains, AgentRule(row_tokens=self._given.row_tokens))
@@ -105,7 +105,7 @@ class Bench:
         }
 
     def close(self) -> None:
-        """Let the ledger go."""
+        """Close the ledger."""
         self._database.close()
 
     def _ours(self, batch: Batch, rule: AgentRule) -> tuple[Sequence[Row], Candidate]:
@@ -130,7 +130,7 @@ class Bench:
         }
 
     def _compete(self, candidates: dict[str, Candidate], num_trained: int) -> dict[str, Measured]:
-        """Time the candidates in turns, after a round of warming up in which their losses must agree."""
+        """Measure the candidates alternately, after a warm-up round in which their losses must agree."""
         expected = candidates[BY_TURN].run()
         for name, candidate in candidates.items():
             loss = candidate.run()
@@ -148,16 +148,16 @@ class Bench:
 
     def _seconds(self, run: Callable[[], float]) -> float:
         started = time.perf_counter()
-        run()  # ends with a number on the host, so that a GPU is done by then
+        run()  # returns a number on the host, so the GPU has finished
         return time.perf_counter() - started
 
     def _utilisation(self, rows: Iterable[Row], seconds: float) -> float | None:
-        """Return the model's own operations a second over the device's peak; None where that is unknown.
+        """Return the model's operations per second divided by the device's peak; None if the peak is unknown.
 
-        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T operations a token, forward and
-        backward, N parameters, L layers, H heads of dimension Q, T tokens attended to. Here N leaves the embeddings
-        out, the output layer counts for the tokens that predict a trained one alone, and T is what a token really
-        attends to: nothing that is masked counts.
+        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T operations per token, forward and
+        backward, with N parameters, L layers, H heads of dimension Q, T tokens attended to. Here N excludes the
+        embeddings, the output layer counts only for tokens that predict a trained token, and T is the number of tokens
+        that a token attends to, without masked tokens.
         """
         peak = self._given.peak_tflops * 1e12 if self._given.peak_tflops else _peak(self.policy.device)
         if peak is None:
@@ -185,7 +185,7 @@ def _peak(device: torch.device) -> float | None:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """Return a sentence for every target that was missed."""
+    """Return a sentence for each missed target."""
     return [
         f"{figures['turns']} turns: {name} is {figures[name]:.2f}, below {figures[f'{name}_target']:.2f}"
         for name in ("fewer_tokens", "faster", "faster_than_trl")
@@ -194,7 +194,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Print one length of session."""
+    """Print the measurements for one length of session."""
     used = "" if figures["utilisation"] is None else f"   model-FLOPs utilisation {figures['utilisation']:.1%}"
     print(f"{figures['turns']} turns, {figures['trained_tokens']:,} trained tokens{used}")
     merged = figures["candidates"][MERGED]
@@ -207,7 +207,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Print a block per length of session; return 1 when a target is missed."""
+    """Print a block per length of session; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, nargs="+", default=[5, 10, 20, 40])
     parser.add_argument("--trl-turns", type=int, nargs="*", default=[10], help="at which lengths TRL runs beside it")

@@ -1,8 +1,8 @@
-"""The GRPO loss of TRL on experiences of a ledger: `GRPOTrainer._compute_loss`, as TRL's own training step calls it.
+"""TRL's GRPO loss on experiences of a ledger: `GRPOTrainer._compute_loss`, as TRL's own training step calls it.
 
-It is told to compute what the trainer computes by default: PPO-clip with 0.2 and 0.28, ratios to the behaviour
-logprobs, each token weighed alike over the batch (its `dapo`), no KL. Rows are sorted by length before they are padded,
-which TRL does not do by itself: padding is as small as it gets.
+It is configured to compute the trainer's default loss: PPO-clip with 0.2 and 0.28, ratios to the behaviour logprobs,
+the same weight for each token of the batch (TRL's `dapo`), no KL. Rows are sorted by length before padding, which TRL
+does not do, so that padding is minimal.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class TrlLoss:
             train_dataset=Dataset.from_dict({"prompt": ["1"] * ROWS_AT_ONCE}),
             processing_class=_tokenizer(),
         )
-        self._trainer.current_gradient_accumulation_steps = 1  # set by the loop that is not run here
+        self._trainer.current_gradient_accumulation_steps = 1  # TRL's training loop, which does not run here, sets it
         self._trainer.model.train()
 
     def micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Return the inputs of `_compute_loss`, one row an experience."""
+        """Return the inputs of `_compute_loss`, one row per experience."""
         order = sorted(range(len(batch.experiences)), key=lambda index: len(batch.experiences[index].tokens))
         parts = [order[start : start + ROWS_AT_ONCE] for start in range(0, len(order), ROWS_AT_ONCE)]
         return [self._padded(batch, part) for part in parts]
@@ -66,13 +66,13 @@ class TrlLoss:
         self._trainer.model.zero_grad(set_to_none=True)
         total = 0.0
         for inputs in micro_batches:
-            loss = self._trainer._compute_loss(self._trainer.model, inputs)  # noqa: SLF001  what is measured
+            loss = self._trainer._compute_loss(self._trainer.model, inputs)  # noqa: SLF001  the measured function
             loss.backward()
             total += loss.item()
         return total
 
     def _padded(self, batch: Batch, members: Sequence[int]) -> dict[str, Tensor]:
-        """Return prompts padded on the left, and on the right what follows, masked where nothing was sampled."""
+        """Return prompts padded on the left and completions padded on the right, with a mask of sampled tokens."""
         found = [batch.experiences[member] for member in members]
         prompts = [e.tokens[: e.prompt_length] for e in found]
         follow = [slice(e.prompt_length, None) for e in found]
@@ -91,7 +91,7 @@ class TrlLoss:
 
 
 def num_tokens(micro_batches: Sequence[dict[str, Tensor]]) -> int:
-    """Return how many tokens go through the model, padding included."""
+    """Return the number of tokens that go through the model, including padding."""
     return sum(inputs["prompt_ids"].numel() + inputs["completion_ids"].numel() for inputs in micro_batches)
 
 
@@ -103,6 +103,6 @@ def _pad(rows: Sequence[np.ndarray], *, left: bool = False) -> Tensor:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Return what the constructor asks for; no text is tokenised."""
+    """Return the tokenizer that the constructor requires; no text is tokenised."""
     words = Tokenizer(models.WordLevel({"<pad>": PADDING, "1": 1}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")

@@ -1,8 +1,8 @@
-"""That the demo's task is learnt, by each algorithm: `python bench/learning [--algorithm NAME] [--seed N] [--all]`.
+"""Check that each algorithm learns the demo's task: `python bench/learning [--algorithm NAME] [--seed N] [--all]`.
 
-One process plays and trains by turns: sessions, turns and rewards go through the real ledger, batches through the real
-claims, workflows and checkpoints; only the engine is replaced by batched sampling in this process. The exit status is 1
-when a target is missed.
+One process plays and trains alternately: sessions, turns and rewards go through the real ledger, batches through the
+real claims, workflows and checkpoints; only the engine is replaced by batched sampling in this process. The exit status
+is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADER = ("algorithm", "seed", "held-out", "updates", "sessions", "sampled token
 
 
 def main() -> int:
-    """Run what was asked for; print how each run goes, and a table of all."""
+    """Run the chosen algorithms and seeds; print the progress of each run, and a table of all runs."""
     options = _options()
     transformers.utils.logging.disable_progress_bar()
     names = options.algorithm or list(RECIPES)

@@ -1,9 +1,9 @@
 """An engine and its proxy without HTTP: batched sampling in this process into the real ledger.
 
-Only the sampling is a stand-in. The agent is the user's own file, chains are continued by the proxy's
-template code, turns are rows of the ledger before the agent sees a reply, and the weights come from the directory that
-the trainer published. All sessions that wait for a reply are sampled as one batch.
-Legend: B rows of a batch, T tokens of the longest prompt, V vocabulary, R tokens of a reply.
+Only the sampling is replaced. The agent is the user's own file, the proxy's template code continues chains, turns are
+committed to the ledger before the agent receives a reply, and the weights come from the directory that the trainer
+published. All sessions that wait for a reply are sampled as one batch.
+Shapes: B rows of a batch, T tokens of the longest prompt, V vocabulary, R tokens of a reply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from turnwise.types import Json, Session, Turn
 Result = TypeVar("Result")
 
 ROWS_AT_ONCE = 64
-"""Prompts of one forward pass, of like length: on one core more of them only leave its cache."""
+"""Prompts of similar length per forward pass; on one core more prompts do not fit its cache."""
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -41,9 +41,9 @@ class Sampled:
     """One reply."""
 
     token_ids: list[int]
-    """End-of-turn included, where it was sampled. [R]"""
+    """Sampled tokens, including the end-of-turn token if it was sampled. [R]"""
     logprobs: list[float]
-    """Under the weights that sampled, at temperature 1. [R]"""
+    """Logprobs under the sampling weights, at temperature 1. [R]"""
 
 
 class Sampler:
@@ -55,7 +55,7 @@ class Sampler:
         self._model: Any = None
 
     def load(self, directory: Path) -> None:
-        """Take the weights of a directory in the Hugging Face layout."""
+        """Load the weights of a directory in the Hugging Face layout."""
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def sample(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Sampled]:
@@ -92,7 +92,7 @@ class Sampler:
     def _read(self, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, DynamicCache, torch.Tensor]:
         """Return the logits after each prompt [B, V], the cache and the attention mask [B, T]; padded on the left.
 
-        Equal prompts, as a group's first ones are, are read once.
+        Equal prompts, such as the first prompts of a group, are computed once.
         """
         places: dict[tuple[int, ...], int] = {}
         which = torch.tensor([places.setdefault(tuple(prompt), len(places)) for prompt in prompts])
@@ -105,7 +105,7 @@ class Sampler:
         return logits[which], cache, mask[which]
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Return the logits after the last of `ids`, which come after what the cache holds. [B, V]."""
+        """Return the logits after the last of `ids`, which continue the tokens in the cache. [B, V]."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         out = self._model(
             input_ids=ids,
@@ -120,7 +120,7 @@ class Sampler:
 
 @dataclasses.dataclass(slots=True)
 class Chain:
-    """The one chain of a session whose agent never edits its history."""
+    """The only chain of a session whose agent never edits its history."""
 
     session: Session
     turns: list[Turn] = dataclasses.field(default_factory=list)
@@ -132,7 +132,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Call:
-    """A request that waits for its reply."""
+    """A request that is waiting for its reply."""
 
     chain: Chain
     model: str
@@ -144,7 +144,7 @@ class _Call:
 
 
 class InProcessProxy:
-    """Gives agents a client, writes down what is sampled for them, and follows the published versions."""
+    """Creates clients for agents, records their samples, and follows the published versions."""
 
     def __init__(self, db: Database, template: ChatTemplate, decode: Any, seed: int) -> None:
         self._db = db
@@ -157,7 +157,7 @@ class InProcessProxy:
         self.num_sampled_tokens = 0
 
     def follow(self) -> int:
-        """Serve the newest published version, as a reload does; return it."""
+        """Load the newest published version, as a reload does; return its number."""
         with self._db.read() as conn:
             newest = policies.newest_policy(conn)
         if newest is not None and newest.version != self._version:
@@ -173,7 +173,7 @@ class InProcessProxy:
             return [Chain(ledger.create_session(conn, session)[0]) for session in sessions]
 
     def client(self, chain: Chain) -> Any:
-        """Return what an agent takes for an `AsyncOpenAI` client of the session."""
+        """Return an object that replaces the agent's `AsyncOpenAI` client for the session."""
 
         async def create(
             *, model: str, messages: list[Json], max_completion_tokens: int, tools: list[Json] | None = None
@@ -186,10 +186,10 @@ class InProcessProxy:
         return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
 
     async def serve(self, plays: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-        """Run the agents to their ends; whenever all of them wait, answer all."""
+        """Run the agents until all are done; when all of them wait for replies, sample one batch."""
         running = [asyncio.ensure_future(play) for play in plays]
         while not all(play.done() for play in running):
-            await asyncio.sleep(0)  # every agent that has its reply goes on to its next call, or to its end
+            await asyncio.sleep(0)  # each agent with a reply continues to its next call or to its end
             if self._waiting:
                 self._answer()
         return [play.result() for play in running]
@@ -204,7 +204,7 @@ class InProcessProxy:
         return chain.tokens + between.tolist()
 
     def _answer(self) -> None:
-        """Sample for every call that waits, commit the turns, and only then reply."""
+        """Sample replies to all waiting calls, commit the turns, and then reply."""
         calls, self._waiting = self._waiting, []
         (max_tokens,) = {call.max_tokens for call in calls}
         sampled = self._sampler.sample([call.prompt for call in calls], max_tokens)
@@ -241,7 +241,7 @@ class InProcessProxy:
 
 
 def reply_message(text: str) -> Json:
-    """Return the assistant's message that the engine's Hermes parser makes of a text: calls, or all of it content."""
+    """Return the assistant's message as the engine's Hermes parser parses a text: tool calls, or only content."""
     try:
         calls = [json.loads(found) for found in _TOOL_CALL.findall(text)]
         functions = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in calls]

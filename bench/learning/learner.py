@@ -1,4 +1,4 @@
-"""One run: agents play, the trainer learns, held-out tasks tell how well; as in the demo, one version apart."""
+"""One run: agents play, the trainer learns, held-out tasks evaluate it; as in the demo, staleness is one version."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ GROUP_SIZE = 8
 GOOD = 0.85
 """Held-out reward that counts as learnt."""
 POOR = 0.58
-"""Held-out reward up to which no rule was learnt: who answers at every city and follows boss or friend by chance gets
-(1 + 1/2 + 1/4) / 3. Noise alone moves a policy about below it."""
+"""Maximum held-out reward of a policy that has learnt no rule: answering at every city and following boss or friend at
+random gets (1 + 1/2 + 1/4) / 3. Noise alone moves a policy below it."""
 ENOUGH = 0.88
 """A run ends when two evaluations in a row reach this."""
 EVALUATE_EVERY = 4
 """Updates between evaluations."""
 NUM_EVAL_TASKS = 256
-"""Of an evaluation; the one after the run plays twice as many. Each task is played once, at temperature 1."""
+"""Tasks of an evaluation; the final evaluation plays twice as many. Each task is played once, at temperature 1."""
 
 
 Say = Callable[["Outcome", Json], None]
-"""Called after each evaluation with what came of the run so far, and the gauges of the latest batch."""
+"""Called after each evaluation with the results of the run so far, and the gauges of the latest batch."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of a run."""
+    """The results of a run."""
 
     name: str
     seed: int
     before: float
     """Held-out reward of version 0."""
     after: float = 0.0
-    """Held-out reward of the last version, over tasks that no evaluation on the way has seen."""
+    """Held-out reward of the last version, over tasks that no earlier evaluation has used."""
     curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Version and its held-out reward."""
     num_updates: int = 0
     num_sessions: int = 0
-    """Training sessions played."""
+    """Number of training sessions."""
     num_tokens: int = 0
-    """Tokens sampled in them."""
+    """Number of tokens sampled in training sessions."""
     staleness: float = 0.0
-    """Mean over batches: versions between a turn and the weights that it trains."""
+    """Mean staleness over batches: versions between a turn and the weights that it trains."""
     cpu_seconds: float = 0.0
-    """Of the whole run, evaluations included, the warm-up of the model not."""
+    """Duration of the run, including evaluations, without the model's warm-up."""
     passed: bool = False
 
 
@@ -92,7 +92,7 @@ class Run:
         self.num_sessions = self.num_tokens = 0
 
     def play_groups(self) -> None:
-        """Let the agents play the next training tasks, each by a whole group."""
+        """Play the next training tasks, each with a whole group."""
         tokens = self.proxy.num_sampled_tokens
         count = self._recipe.groups_per_update
         self._play_tasks(Split.TRAIN, count, GROUP_SIZE)
@@ -100,19 +100,19 @@ class Run:
         self.num_tokens += self.proxy.num_sampled_tokens - tokens
 
     def update(self) -> Json:
-        """Train on one batch and serve what came of it; return the batch's gauges."""
+        """Train on one batch and serve the new version; return the batch's gauges."""
         metrics, self.state = self.workflow.step(self.state)
         self.proxy.follow()
         return metrics
 
     def evaluate(self, count: int) -> float:
-        """Return the mean reward of held-out tasks that were never played before."""
+        """Return the mean reward of new held-out tasks."""
         self._play_tasks(Split.EVAL, count, 1)
         metrics, self.state = self.workflow.evaluate(self.state)
         return float(metrics["reward_mean"])
 
     def close(self) -> None:
-        """Let go of the ledger."""
+        """Close the ledger."""
         self.workflow.close()
         self.db.close()
 
@@ -148,7 +148,7 @@ class Run:
         )
 
     def _rewards(self, chain: Chain, task: trail.TrailTask, answer: str) -> list[Reward]:
-        """Return what the session is told of itself; held-out sessions always hear the truth."""
+        """Return the session's rewards; those of held-out sessions are always the true ones."""
         session_id = chain.session.session_id
         if chain.session.split is Split.EVAL or not self._recipe.coin:
             return [Reward(session_id=session_id, value=trail.reward(task, answer), source="trail")]
@@ -180,26 +180,26 @@ def step_rewards(task: trail.TrailTask, replies: Sequence[Json]) -> list[float]:
 
 
 def learn(name: str, recipe: Recipe, seed: int, model: Path, directory: Path, say: Say) -> Outcome:
-    """Learn until two evaluations in a row are good enough, or until the updates are spent.
+    """Train until two consecutive evaluations are good enough, or until the maximum number of updates.
 
     Args:
-        name: What the recipe is called.
-        recipe: How it is learnt.
-        seed: Of the tasks, the coin, the sampling and the trainer.
-        model: Directory of the warmed model.
-        directory: Empty; ledger and versions go there.
-        say: Called with each evaluation as it comes.
+        name: Name of the recipe.
+        recipe: The recipe.
+        seed: Seed of the tasks, the coin flips, the sampling and the trainer.
+        model: Directory of the model after its warm-up.
+        directory: An empty directory for the ledger and the versions.
+        say: Called with each evaluation.
     """
     torch.set_num_threads(1)
     started = time.process_time()
     run = Run(recipe, seed, model, directory)
-    gc.freeze()  # what was imported never becomes garbage; looking through it again and again costs a quarter of a run
+    gc.freeze()  # imported objects never become garbage; scanning them repeatedly takes a quarter of a run
     try:
         outcome = Outcome(name=name, seed=seed, before=run.evaluate(NUM_EVAL_TASKS))
         staleness: list[float] = []
         run.play_groups()
         for number in range(1, recipe.max_updates + 1):
-            run.play_groups()  # with the version before the one that is trained meanwhile, as beside a real trainer
+            run.play_groups()  # with the version before the one in training, as with a real trainer
             metrics = run.update()
             staleness.append(metrics.get("staleness_mean", 0.0))
             outcome.num_updates = run.state.progress.policy_version

@@ -1,6 +1,6 @@
-"""What is shown to be learnt, by which settings: the demo's, and of each algorithm only what is its own.
+"""The recipes of the learning benchmark: the demo's settings, with the settings that each algorithm changes.
 
-The settings were chosen on seed 7, which is none of the reported seeds; docs/training.md says where more was needed.
+The settings were chosen on seed 7, which is not one of the reported seeds; docs/training.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ DEMO_SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "examples/trail/train.toml
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One way to learn the task."""
+    """The settings with which one algorithm learns the task."""
 
     settings: dict[str, Any]
-    """Of the trainer, over the demo's."""
+    """Settings of the trainer that override the demo's."""
     coin: bool = False
-    """Reward each step for what it is worth, and the session by a coin flip instead of by its answer."""
+    """Whether each step gets its own reward, and the session a coin flip instead of the reward of its answer."""
     credit: Credit = Credit.PROPAGATE
     groups_per_update: int = DEMO_SETTINGS["groups_per_batch"]
-    """New groups that are played for each update."""
+    """Number of new groups for each update."""
     learns: bool = True
-    """Whether it has to reach `GOOD`; else it has to stay below `POOR`."""
+    """Whether it must reach `GOOD`; otherwise it must stay below `POOR`."""
     max_updates: int = 48
 
 
 CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}
-"""For CISPO, which lets every token move the weights, for REINFORCE++, which has no baseline of its group, and for
-replay: no single step may move the weights far."""
+"""For CISPO, in which every token moves the weights, for REINFORCE++, which has no group baseline, and for replay:
+these settings limit the change of the weights in a single step."""
 
 RECIPES = {
     "grpo": Recipe(settings={}),

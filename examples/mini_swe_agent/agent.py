@@ -1,4 +1,4 @@
-"""mini-swe-agent as it is, called for one task: its agent, its shell and its model class.
+"""mini-swe-agent without changes, called for one task: its agent, its shell and its model class.
 
 turnwise run --tasks tasks.jsonl --call examples.mini_swe_agent.agent:play
 """
@@ -28,7 +28,7 @@ litellm.suppress_debug_info = True
 
 
 def drop_privileges() -> None:
-    """Run as an unprivileged user from here on, where this process may change its user."""
+    """Switch to an unprivileged user, if this process may change its user."""
     if os.geteuid() != 0:
         return
     user = pwd.getpwnam(UNPRIVILEGED_USER)
@@ -44,7 +44,7 @@ def drop_privileges() -> None:
 
 
 def make_path() -> str:
-    """Return a directory that holds the commands that the task needs, and nothing else."""
+    """Return a directory with only the commands that the task needs."""
     path = Path(SCRATCH) / "bin"
     path.mkdir()
     for name in COMMANDS:
@@ -59,13 +59,13 @@ SCRATCH = tempfile.mkdtemp(prefix="mini-swe-agent-")
 Path(SCRATCH).chmod(0o777)
 PATH = make_path()
 drop_privileges()
-# Sampled commands inherit the environment: what this process no longer needs goes, keys included.
+# Sampled commands inherit the environment, so variables that are no longer needed are removed, including keys.
 os.environ.clear()
 os.environ.update(PATH=PATH, HOME=SCRATCH, LC_ALL="C")
 
 
 def play(task: dict, run: Any) -> float:
-    """Play one task in a directory of its own; return 1 for the right answer, else 0."""
+    """Play one task in its own directory; return 1 for the right answer, otherwise 0."""
     with tempfile.TemporaryDirectory(dir=SCRATCH) as directory:
         for name, content in task["files"].items():
             Path(directory, name).write_text(content)

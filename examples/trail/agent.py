@@ -37,7 +37,7 @@ def lookup(records: dict, arguments: str) -> str:
 
 
 async def play(client: AsyncOpenAI, task: dict, model: str) -> str:
-    """Return the model's answer, or "" if it is still looking people up when its lookups are spent."""
+    """Return the model's answer, or "" if it has not answered after its last lookup."""
     messages = [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": task["question"]},
