@@ -36,7 +36,7 @@ def resident_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"process {pid} is gone")
+    raise RuntimeError(f"process {pid} does not exist")
 
 
 class Grown(NamedTuple):

@@ -51,10 +51,10 @@ async def _next_part(receive: Receive, timeout_seconds: float) -> Message:
             message = await receive()
     except TimeoutError as error:
         raise InvalidRequest(
-            f"the request body did not come whole within {timeout_seconds:g} s; send it again"
+            f"the request body was not complete within {timeout_seconds:g} s; send it again"
         ) from error
     if message["type"] == "http.disconnect":
-        raise InvalidRequest("the client left before its request was whole")
+        raise InvalidRequest("the client disconnected before its request was complete")
     return message
 
 

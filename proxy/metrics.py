@@ -46,35 +46,40 @@ class Metrics:
         )
         self.commit_seconds = Histogram(
             "turnwise_commit_seconds",
-            "A turn's wait for its commit, with queueing",
+            "Time that a turn waits for its commit, including queueing",
             buckets=SECONDS,
             registry=r,
         )
         self.commit_batch = Histogram(
             "turnwise_commit_batch_turns",
-            "Turns that shared one transaction",
+            "Turns per transaction",
             buckets=(1, 2, 4, 8, 16, 32, 64, 128),
             registry=r,
         )
         self.rewards = Counter("turnwise_rewards", "Rewards written", ["target"], registry=r)
-        self.sessions = Counter("turnwise_sessions", "Sessions by how they began or ended", ["event"], registry=r)
+        self.sessions = Counter(
+            "turnwise_sessions", "Sessions by the event that started or ended them", ["event"], registry=r
+        )
         self.breaks = Counter(
             "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"], registry=r
         )
         self.dropped_tools = Counter(
             "turnwise_dropped_tools",
-            "Tools that only a hosted service could run, removed from a request",
+            "Removed tools that only a hosted service can run",
             ["tool"],
             registry=r,
         )
         self.dropped_fields = Counter(
             "turnwise_dropped_fields",
-            "Request fields that would steer the engine itself, removed from a request",
+            "Removed request fields that control the engine itself",
             ["field"],
             registry=r,
         )
         self.groups = Gauge(
-            "turnwise_groups", "Groups that are not finished, by state; read from the store", ["status"], registry=r
+            "turnwise_groups",
+            "Groups that are open, ready or claimed, by state; read from the store",
+            ["status"],
+            registry=r,
         )
         self.last_update = Gauge("turnwise_last_update", "The trainer's last update, by its number", registry=r)
         self.last_update_timestamp = Gauge(
@@ -83,7 +88,9 @@ class Metrics:
         self.last_update_reward = Gauge(
             "turnwise_last_update_reward_mean", "Mean session reward in the trainer's last update", registry=r
         )
-        self.refused = Counter("turnwise_refused", "Requests answered with an error of the proxy", ["code"], registry=r)
+        self.refused = Counter(
+            "turnwise_refused", "Requests that the proxy answered with its own error", ["code"], registry=r
+        )
         self.retries = Counter("turnwise_retries", "Retried operations", ["what"], registry=r)
         self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)
         self.in_flight = Gauge("turnwise_calls_in_flight", "Calls that wait for an engine or run on one", registry=r)
@@ -101,14 +108,14 @@ class Metrics:
         ProcessCollector(registry=r)
         PlatformCollector(registry=r)
         GCCollector(registry=r)
-        self.policy_version = Gauge("turnwise_policy_version", "Policy version that is served", registry=r)
+        self.policy_version = Gauge("turnwise_policy_version", "Served policy version", registry=r)
         self.reloads = Counter("turnwise_reloads", "Weight reloads by result", ["result"], registry=r)
         self.reload_seconds = Histogram(
-            "turnwise_reload_pause_seconds", "How long engines were paused by a reload", buckets=SECONDS, registry=r
+            "turnwise_reload_pause_seconds", "Time that a reload paused the engines", buckets=SECONDS, registry=r
         )
         self.canary_calls = Counter("turnwise_canary_calls", "Calls during a canary by arm", ["arm"], registry=r)
         self.canaries = Counter("turnwise_canaries", "Canaries by result", ["result"], registry=r)
         self.engine_up = Gauge("turnwise_engine_up", "1 while calls are routed to the engine", ["engine"], registry=r)
         self.background_errors = Counter(
-            "turnwise_background_errors", "Failures of background tasks that no client saw", ["task"], registry=r
+            "turnwise_background_errors", "Failures of background tasks, which clients do not see", ["task"], registry=r
         )

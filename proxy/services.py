@@ -230,5 +230,5 @@ async def _sweep(services: Services) -> None:
             await _prune(services)
         except TurnwiseError as error:
             services.metrics.background_errors.labels("sweep").inc()
-            log.warning("idle and old sessions could not be swept: %s", error)
+            log.warning("expiring idle sessions or deleting old data failed and is retried: %s", error)
         await asyncio.sleep(SWEEP_SECONDS)

@@ -178,7 +178,7 @@ def _explain(
         origin = origins.get(head, "default")
         if problem["type"] == "extra_forbidden":
             close = difflib.get_close_matches(head, model_cls.model_fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see --help for the names there are"
+            hint = f"did you mean {close[0]!r}?" if close else "see --help for all names"
             lines.append(f"[{section}] has no setting {name!r} (from {origin}); {hint}")
         elif problem["type"] == "missing":
             lines.append(

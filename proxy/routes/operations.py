@@ -27,7 +27,7 @@ router = APIRouter(tags=["operations"])
 log = logging.getLogger(__name__)
 
 control = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["operations"])
-HIDDEN_ERROR = "the last reload failed; present a key to read why"
+HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
 
 Caller = Annotated[Principal, Depends(caller)]
 

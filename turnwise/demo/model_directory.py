@@ -30,4 +30,4 @@ def fill(directory: Path) -> bool:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    sys.stdout.write(f"built the demo's model in {target}\n" if fill(target) else f"{target} has a model already\n")
+    sys.stdout.write(f"built the demo's model in {target}\n" if fill(target) else f"{target} already has a model\n")

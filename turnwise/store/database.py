@@ -152,11 +152,9 @@ class Database:
         """Return the reason why the tables do not fit this release, and what to do."""
         name = self._engine.url.set(drivername=self.dialect).render_as_string(hide_password=True)
         if found is None and not self._is_empty():
-            return f"{name} has tables, but none of Turnwise: name another database with --database"
+            return f"{name} has tables, but not Turnwise's: name another database with --database"
         if found is None:
-            return (
-                f"{name} has no Turnwise tables; run `turnwise db upgrade`, or is another database the one you meant?"
-            )
+            return f"{name} has no Turnwise tables; run `turnwise db upgrade`, or name another database with --database"
         if found not in _known_revisions():
             return (
                 f"{name} has the tables of a newer release (schema revision {found!r}, this release knows "
@@ -245,7 +243,9 @@ def attributed() -> Iterator[None]:
     try:
         yield
     except sa.exc.TimeoutError as error:
-        raise StoreUnavailable(f"no database connection came free: {error}; raise the pool size") from error
+        raise StoreUnavailable(
+            f"no database connection became free in time: {error}; increase the pool size"
+        ) from error
     except sa.exc.DBAPIError as error:
         said = f"{type(error.orig).__name__}: {error.orig}".strip()
         if any(mark in said for mark in _UNKNOWN_TABLE):
@@ -268,14 +268,14 @@ def _parsed(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
-        raise SettingsError(f"{url!r} is no database URL; write sqlite:///FILE or postgresql://…") from error
+        raise SettingsError(f"{url!r} is not a database URL; write sqlite:///FILE or postgresql://…") from error
     match parsed.get_backend_name():
         case "postgresql" | "postgres":
             return parsed.set(drivername="postgresql+psycopg")
         case "sqlite" if parsed.database and parsed.database != ":memory:":
             return parsed.set(drivername="sqlite+pysqlite")
         case "sqlite":
-            raise SettingsError(f"{url!r} is in memory, which processes cannot share; write sqlite:///FILE")
+            raise SettingsError(f"{url!r} is an in-memory database, which processes cannot share; write sqlite:///FILE")
     raise SettingsError(f"database {parsed.get_backend_name()!r} is not supported; use sqlite or postgresql")
 
 

@@ -59,7 +59,7 @@ def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed
     if stored.group_id is not None and changed.group_id != stored.group_id:
         _reject_changes({"group_id"}, stored, f"it is in group {stored.group_id!r}")
     if changed.group_size is not None and changed.group_id is None:
-        _reject_changes({"group_size"}, stored, "it has no group_id to say which group")
+        _reject_changes({"group_size"}, stored, "it has no group_id")
     if changed.split is Split.EVAL:
         return None
     if group_pk is None or changed.group_id != stored.group_id:
@@ -70,7 +70,7 @@ def _regroup(conn: sa.Connection, group_pk: int | None, stored: Session, changed
 
 
 def _reject_changes(fields: Collection[str], session: Session, reason: str) -> None:
-    """Raise a conflict that names the fields, if there are any."""
+    """Raise a conflict that names the fields; do nothing without fields."""
     if fields:
         names = ", ".join(f"`{name}`" for name in sorted(fields))
         raise Conflict(
