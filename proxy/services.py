@@ -230,5 +230,5 @@ async def _sweep(services: Services) -> None:
             await _prune(services)
         except TurnwiseError as error:
             services.metrics.background_errors.labels("sweep").inc()
-            log.warning("expiring idle sessions or deleting old data failed and is retried: %s", error)
+            log.warning("could not expire idle sessions and delete old data, will retry: %s", error)
         await asyncio.sleep(SWEEP_SECONDS)

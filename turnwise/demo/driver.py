@@ -266,7 +266,7 @@ def conclude(report: Report, settings: DemoSettings, say: Any) -> int:
     say("demo", f"numbers: {out / 'report.json'}   curve: {out / 'learning.png'}   logs: {out / 'logs'}")
     say("demo", f"look inside: turnwise sessions --database sqlite:///{out / 'turnwise.db'}")
     if report.reward_after < settings.enough_reward or report.failed_requests:
-        say("demo", f"target missed: it is a held-out reward of {settings.enough_reward} and no failed request")
+        say("demo", f"target missed: at least {settings.enough_reward} held-out reward and no failed request")
         return 1
     return 0
 

@@ -152,7 +152,7 @@ class Database:
         """Return the reason why the tables do not fit this release, and what to do."""
         name = self._engine.url.set(drivername=self.dialect).render_as_string(hide_password=True)
         if found is None and not self._is_empty():
-            return f"{name} has tables, but not Turnwise's: name another database with --database"
+            return f"{name} has tables, but none of Turnwise's: name another database with --database"
         if found is None:
             return f"{name} has no Turnwise tables; run `turnwise db upgrade`, or name another database with --database"
         if found not in _known_revisions():
@@ -243,9 +243,7 @@ def attributed() -> Iterator[None]:
     try:
         yield
     except sa.exc.TimeoutError as error:
-        raise StoreUnavailable(
-            f"no database connection became free in time: {error}; increase the pool size"
-        ) from error
+        raise StoreUnavailable(f"no database connection became free in time: {error}; raise the pool size") from error
     except sa.exc.DBAPIError as error:
         said = f"{type(error.orig).__name__}: {error.orig}".strip()
         if any(mark in said for mark in _UNKNOWN_TABLE):

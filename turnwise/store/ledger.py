@@ -39,7 +39,7 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
     """
     if session.group_size is not None and session.group_id is None:
         raise InvalidRequest(
-            f"group_size {session.group_size!r} needs a group_id; give both or neither", param="group_id"
+            f"group_size {session.group_size!r} needs a group_id; add one, or leave group_size out", param="group_id"
         )
     known = _session_row(conn, session.tenant, session.session_id)
     if known is None:
