@@ -1,4 +1,4 @@
-"""Databases for every test: each law of the store is checked on SQLite and on a real PostgreSQL."""
+"""Databases for every test: each test of the store runs on SQLite and on a real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def empty_database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: P
 
 @pytest.fixture
 def database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database with this release's tables and nothing in them."""
+    """A database with this release's tables, without rows."""
     if dialect == "sqlite":
         path = tmp_path / "turnwise.db"
         shutil.copy(request.getfixturevalue("sqlite_template"), path)
@@ -95,7 +95,7 @@ def database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    """The same, opened."""
+    """An open database with this release's tables, without rows."""
     database = Database(database_url, lock_timeout_seconds=10)
     yield database
     database.close()

@@ -1,4 +1,4 @@
-"""What other people's clients need: a proxy and a fake engine per module, and a count at the end of each test."""
+"""Fixtures for third-party clients: a proxy and a fake engine per module, and a check of the store after it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
 
 @pytest.fixture
 def fake_engine(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
-    """The module's fake engine; rules that a test gives it are gone after the test."""
+    """The module's fake engine; the rules of a test are removed after the test."""
     yield shared_proxy.engine
     shared_proxy.engine.state.script.rules.clear()
 
 
 @pytest.fixture(scope="module")
 async def async_http() -> AsyncIterator[httpx2.AsyncClient]:
-    """Connections for asynchronous clients, closed at the end: frameworks keep their own for ever."""
+    """Connections for asynchronous clients, closed at the end: frameworks never close their own."""
     async with openai.DefaultAsyncHttpxClient() as http:
         yield http
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx2.Client]:
-    """The same for the others."""
+    """Connections for synchronous clients, closed at the end."""
     with openai.DefaultHttpxClient() as http:
         yield http
 
 
 @pytest.fixture(scope="module", autouse=True)
 def everything_served_is_stored(shared_proxy: ProxyAndEngine) -> Iterator[None]:
-    """After a module: turns in the database are the calls that the engine saw, token for token."""
+    """After a module, the stored turns equal the engine's calls, token for token."""
     yield
     assert_served_is_stored(shared_proxy.proxy, shared_proxy.engine)

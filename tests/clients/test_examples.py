@@ -1,4 +1,4 @@
-"""Each example as a program of its own, on a proxy in front of a fake engine: a tool call first, then an answer.
+"""Each example as a separate program, on a proxy in front of a fake engine: a tool call first, then an answer.
 
 One decision: what each README says is what runs. Its diff is taken from it, so that the test runs the agent with that
 line, and the agent without it, as its framework's documentation would have it, with the address in the environment.
@@ -30,12 +30,12 @@ ANSWER = "Yes, take one: it rains in Oslo."
 
 GROWING = ["openai", "openai_agents", "langgraph", "pydantic_ai"]
 EDITING = ["smolagents"]
-"""Frameworks that tell the model its own tool calls again in words of their own."""
+"""Frameworks that rewrite the model's tool calls in the history."""
 
 
 @pytest.fixture(scope="module")
 def shared_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyAndEngine]:
-    """A proxy in front of an engine that serves its model under the name that the agents ask for."""
+    """A proxy in front of an engine whose model has the name that the agents request."""
     directory = tmp_path_factory.mktemp("proxy")
     with (
         running_fake_engine(Script(model=MODEL)) as engine,
@@ -65,7 +65,7 @@ def source(name: str, file: str, proxy: RunningProxy, *, way: str) -> str:
 
 
 def answer_as_scripted(engine: RunningFakeEngine, name: str) -> None:
-    """Call the tool at the question, and answer when it has said its piece."""
+    """Call the tool for the question, and answer after the tool's result."""
     final = Reply(text=ANSWER)
     if name == "smolagents":
         final = Reply(tool_calls=[ToolCall(name="final_answer", arguments={"answer": ANSWER})])
@@ -89,7 +89,7 @@ WAYS = pytest.mark.parametrize("way", ["line", "environment"])
 
 
 class Played:
-    """What a run of an example left behind."""
+    """The output and the stored turns of a run of an example."""
 
     def __init__(self, proxy: RunningProxy, engine: RunningFakeEngine) -> None:
         self._proxy = proxy
@@ -128,10 +128,10 @@ def test_an_example_runs_and_is_one_exact_chain(
 
 @WAYS
 @pytest.mark.parametrize("name", EDITING)
-def test_an_example_that_edits_its_history_runs_and_says_so(
+def test_an_example_that_edits_its_history_runs_and_its_turns_have_the_reason(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path, name: str, way: str
 ) -> None:
-    """Each turn has a chain of its own, its prompt tokenised anew; the session's name in the URL joins them."""
+    """Each turn has its own chain and a newly tokenised prompt; the session's name in the URL joins them."""
     played = Played(proxy, fake_engine)
     answer_as_scripted(fake_engine, name)
     (tmp_path / "agent.py").write_text(source(name, "agent.py", proxy, way=way))
@@ -143,7 +143,7 @@ def test_an_example_that_edits_its_history_runs_and_says_so(
 def test_the_node_example_runs_and_is_one_exact_chain(
     proxy: RunningProxy, fake_engine: RunningFakeEngine, node_project: Path, way: str
 ) -> None:
-    """The same in JavaScript."""
+    """The same holds in JavaScript."""
     played = Played(proxy, fake_engine)
     answer_as_scripted(fake_engine, "openai_node")
     program = node_project / f"agent-{os.getpid()}.mjs"
@@ -153,8 +153,8 @@ def test_the_node_example_runs_and_is_one_exact_chain(
 
 
 @pytest.mark.parametrize("program", sorted(EXAMPLES.glob("*/*.py")), ids=lambda path: path.parent.name)
-def test_an_example_imports_nothing_of_ours(program: Path) -> None:
-    """An agent knows its framework and nothing else."""
+def test_an_example_does_not_import_turnwise(program: Path) -> None:
+    """An agent imports its framework and the standard library."""
     nodes = list(ast.walk(ast.parse(program.read_text())))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]

@@ -86,7 +86,7 @@ def test_a_chat_with_tools_and_thinking_is_one_exact_chain(
     assert fake_engine.calls[-1].body["tools"][0]["function"]["parameters"]["properties"] == {"key": {"type": "string"}}
 
 
-def test_the_sdk_calls_python_functions_by_itself(
+def test_the_sdk_calls_python_functions_automatically(
     client: genai.Client, proxy: RunningProxy, fake_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """Automatic function calling sends the function's result back until the reply is text."""
@@ -108,7 +108,7 @@ def test_the_sdk_calls_python_functions_by_itself(
     assert_one_exact_chain(proxy, session_id, 2)
 
 
-def test_generation_config_becomes_the_engine_s_sampling_parameters(
+def test_the_generation_config_becomes_the_engines_sampling_parameters(
     client: genai.Client, fake_engine: RunningFakeEngine
 ) -> None:
     config = types.GenerateContentConfig(
@@ -167,7 +167,7 @@ def test_counting_models_and_errors(client: genai.Client) -> None:
 
 
 def test_google_s_header_and_query_parameter_carry_the_api_key(proxy: RunningProxy, session_id: str) -> None:
-    """A session key names its session, so the turns show which key was read."""
+    """A session key names its session, so the turns show which key the proxy read."""
     key = httpx2.post(f"{proxy.v1}/sessions", json={"session_id": session_id}).json()["api_key"]
     asked = {"contents": [{"parts": [{"text": "Hi."}]}]}
     url = f"{proxy.url}/v1beta/models/fake:generateContent"

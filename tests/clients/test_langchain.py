@@ -14,7 +14,7 @@ from support.proxies import ProxyAndEngine
 
 from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
-# What the suite and its plugins warn of is theirs to mend.
+# The suite and its plugins emit warnings of their own.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -37,7 +37,7 @@ class Standard(ChatModelIntegrationTests):
         http: httpx2.Client,
         async_http: httpx2.AsyncClient,
     ) -> None:
-        """Point the model at the proxy, and let the fake engine know what the suite expects of a clever model."""
+        """Point the model at the proxy, and script the fake engine with the replies that the suite expects."""
         self.reached_by = {
             "base_url": shared_proxy.proxy.v1,
             "http_client": http,

@@ -13,7 +13,7 @@ SUITE = Path(__file__).with_name("node_suite.mjs")
 RUN_SECONDS = 60
 
 
-def test_openai_node_does_all_of_it(proxy: RunningProxy, node_project: Path) -> None:
+def test_openai_node_passes_every_check(proxy: RunningProxy, node_project: Path) -> None:
     """Every check of the suite beside this file passes."""
     suite = shutil.copy(SUITE, node_project)
     done = subprocess.run(

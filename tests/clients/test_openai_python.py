@@ -114,7 +114,7 @@ def test_responses_create_stream_and_parse(client: openai.OpenAI) -> None:
     assert raw.parse().output_text == "Hello there"
 
 
-def test_responses_go_on_from_a_previous_one_with_a_tool(client: openai.OpenAI, fake_engine: RunningFakeEngine) -> None:
+def test_a_response_continues_a_previous_one_with_a_tool(client: openai.OpenAI, fake_engine: RunningFakeEngine) -> None:
     fake_engine.answer(Rule(reply=Reply(tool_calls=[ToolCall(name="weather", arguments={"city": "Oslo"})]), count=1))
     tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
     first = client.responses.create(model="fake", input="Weather?", tools=[tool])
@@ -127,7 +127,7 @@ def test_responses_go_on_from_a_previous_one_with_a_tool(client: openai.OpenAI, 
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
 
 
-def test_errors_are_the_client_s_own_classes(client: openai.OpenAI) -> None:
+def test_errors_have_the_clients_own_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="policy-v0", messages=[USER])
     with pytest.raises(openai.BadRequestError):
@@ -136,7 +136,7 @@ def test_errors_are_the_client_s_own_classes(client: openai.OpenAI) -> None:
         client.responses.create(model="policy-v0", input="x")
 
 
-def test_a_retry_after_an_error_is_a_turn_of_its_own_beside_the_failed_one(
+def test_a_retry_after_an_error_is_a_separate_turn_beside_the_failed_one(
     proxy: RunningProxy, fake_engine: RunningFakeEngine
 ) -> None:
     fake_engine.fail_next(Fault(kind=FaultKind.STATUS, status=503))
@@ -145,7 +145,7 @@ def test_a_retry_after_an_error_is_a_turn_of_its_own_beside_the_failed_one(
     assert [view.turn.outcome for view in proxy.turns("retried")] == ["error", "exact"]
 
 
-def test_the_async_client_does_all_of_it_at_once(proxy: RunningProxy) -> None:
+def test_the_async_client_makes_all_calls_concurrently(proxy: RunningProxy) -> None:
     async def all_at_once() -> list[str]:
         async with openai.AsyncOpenAI(base_url=proxy.v1, api_key="any", max_retries=0) as client:
 

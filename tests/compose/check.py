@@ -90,7 +90,7 @@ def _check_podman_can_run(*, install: bool) -> None:
 
 
 def _build_model(engine: ContainerEngine, model: Path) -> None:
-    """Build the small model with our own image, so that this script needs no torch; keep an existing one."""
+    """Build the small model with Turnwise's image, so that this script needs no torch; keep an existing one."""
     owner = f"{os.getuid()}:{os.getgid()}"
     options = [
         "--rm",
@@ -111,7 +111,7 @@ def _build_model(engine: ContainerEngine, model: Path) -> None:
 
 
 def _checked(engine: ContainerEngine) -> int:
-    """Bring the stack up, play, take it down whatever happened; return the exit status."""
+    """Bring the stack up, play, and always take it down; return the exit status."""
     try:
         _clear(engine)
         played = _play(engine)
@@ -138,7 +138,7 @@ def _clear(engine: ContainerEngine) -> None:
 
 
 def _play(engine: ContainerEngine) -> Played:
-    """Start the services, play, and return what came of it."""
+    """Start the services, play, and return the results."""
     engine.start(list(engine.services))
     print("all services are up", flush=True)
     key = engine.read_file("migrate", ADMIN_KEY_FILE)
@@ -160,7 +160,7 @@ def _volumes_alone_are_left(engine: ContainerEngine) -> list[str]:
 
 
 def _explain(engine: ContainerEngine, failure: CheckError) -> None:
-    """Say what failed, in which state the containers are, and what the one in question had to say."""
+    """Print the failure, the states of the containers, and the log of the failed one."""
     for service in engine.services:
         print(f"{service}: {engine.state(service) or 'not made'}", file=sys.stderr)
     if failure.service is not None:

@@ -34,7 +34,7 @@ def services(profile: str, variables: Mapping[str, str]) -> dict[str, Service]:
 
 
 def variables() -> dict[str, str | None]:
-    """Return the variables that the file reads, each with its default; None where it insists on a value."""
+    """Return the variables that the file reads, each with its default; None where a value is required."""
     found: dict[str, str | None] = {}
     for match in _VARIABLE.finditer(COMPOSE_FILE.read_text(encoding="utf-8")):
         default = match["rest"] if match["kind"] == "-" else None

@@ -22,11 +22,11 @@ from compose.compose_file import COMPOSE_FILE, ROOT, Service
 from compose.deadline import CheckError, wait_until
 
 PROJECT = "turnwise-check"
-"""Never the name that the file gives itself: a stack that runs on this machine is left alone."""
+"""Not the name in the file: a stack that runs on this machine must not be touched."""
 START_SECONDS = 300.0
 COMMAND_SECONDS = 180.0
 MOST_RESTARTS = 3
-"""A service that the engine had to start again so often while it was awaited will not come."""
+"""The check fails after this number of restarts of a service."""
 LABEL = f"label=com.docker.compose.project={PROJECT}"
 
 STRICT_PODMAN = """\
@@ -35,7 +35,7 @@ STRICT_PODMAN = """\
 case "$1" in create | run) command="$1" && shift && set -- "$command" --read-only-tmpfs=false "$@" ;; esac
 exec podman "$@"
 """
-"""What podman-compose runs in podman's place."""
+"""The program that podman-compose runs in place of podman."""
 
 PODMAN_PROGRAMS = {
     "podman": "podman",
@@ -53,7 +53,7 @@ PROGRAM_PLACES = os.pathsep.join(
 
 @dataclass(frozen=True)
 class State:
-    """What an engine says about one container."""
+    """The state of one container."""
 
     status: str
     """`running`, `exited` and so on."""
@@ -61,7 +61,7 @@ class State:
     health: str
     """`healthy`, `unhealthy`, `starting`; empty without a health check."""
     num_restarts: int
-    """How often the engine had to start it again."""
+    """Number of restarts by the engine."""
 
     def __str__(self) -> str:
         detail = self.health or (f"exit status {self.exit_code}" if self.status == "exited" else "")
@@ -70,7 +70,7 @@ class State:
 
 
 class ContainerEngine(abc.ABC):
-    """What the check asks of Docker and podman alike."""
+    """The operations that the check needs from Docker and podman."""
 
     program: str
 
@@ -82,7 +82,7 @@ class ContainerEngine(abc.ABC):
 
     @abc.abstractmethod
     def start(self, names: list[str]) -> None:
-        """Bring services up in the file's order, each when its dependencies are as the file wants them."""
+        """Bring services up in the file's order, each when its dependencies are ready."""
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every command."""
@@ -126,15 +126,15 @@ class ContainerEngine(abc.ABC):
         )
 
     def wait_for(self, service: str, condition: str) -> None:
-        """Wait until a service is as another one's `depends_on` wants it.
+        """Wait until a service has the condition of another one's `depends_on`.
 
         Raises:
-            CheckError: it is not in time, or cannot be any more.
+            CheckError: it is not in time, or can no longer be.
         """
         wait_until(f"{condition} of {service}", START_SECONDS, lambda: self._is(service, condition), service=service)
 
     def check_running(self) -> None:
-        """See that whatever is to run has run all the time.
+        """Check that every long-running container has run without interruption.
 
         Raises:
             CheckError: a container ended, whether or not it was started again.
@@ -146,7 +146,7 @@ class ContainerEngine(abc.ABC):
                 raise CheckError(f"{service} did not stay up: {state}", service)
 
     def published_port(self) -> int:
-        """Return the port of this machine that leads to the proxy."""
+        """Return the published port of the proxy."""
         published: str = self.services["proxy"]["ports"][0]
         return int(published.split(":")[1])
 
@@ -173,7 +173,7 @@ class ContainerEngine(abc.ABC):
         self.compose("down", seconds=START_SECONDS)
 
     def leftovers(self) -> dict[str, list[str]]:
-        """Return what of the stack is still there, by kind; volumes included."""
+        """Return the remaining parts of the stack by kind, volumes included."""
         return {
             "containers": self.run("ps", "--all", "--filter", LABEL, "--format", "{{.Names}}").split(),
             "networks": self.run("network", "ls", "--filter", LABEL, "--format", "{{.Name}}").split(),
@@ -181,7 +181,7 @@ class ContainerEngine(abc.ABC):
         }
 
     def remove_volumes(self) -> None:
-        """Remove the volumes of this check, so that the next one starts from nothing."""
+        """Remove the volumes of this check, so that the next one starts from an empty state."""
         for name in self.leftovers()["volumes"]:
             self.run("volume", "rm", name)
 
@@ -189,7 +189,7 @@ class ContainerEngine(abc.ABC):
         """Run a program to its end.
 
         Raises:
-            CheckError: it failed, or took longer than it may.
+            CheckError: it failed or exceeded its time limit.
         """
         try:
             done = subprocess.run(
@@ -212,7 +212,7 @@ class Docker(ContainerEngine):
 
     @staticmethod
     def answers() -> bool:
-        """Tell whether an engine answers and knows compose."""
+        """Return whether an engine answers and has compose."""
         if shutil.which("docker") is None:
             return False
         questions = (["docker", "info"], ["docker", "compose", "version"])
@@ -221,13 +221,13 @@ class Docker(ContainerEngine):
         )
 
     def start(self, names: list[str]) -> None:
-        """Let compose do it, then see that what has a health check is healthy."""
+        """Start with compose, then check that every service with a health check is healthy."""
         self.compose("up", "--detach", *names, seconds=4 * START_SECONDS)
         self._wait_for_health(names)
 
 
 class Podman(ContainerEngine):
-    """Podman without systemd, with storage and settings of its own, and podman-compose in its own environment."""
+    """Podman without systemd, with separate storage and settings, and podman-compose in its own environment."""
 
     program = "podman"
 
@@ -260,7 +260,7 @@ class Podman(ContainerEngine):
         return super().environment() | {name: str(self._directory / f"{file}.conf") for name, file in names.items()}
 
     def start(self, names: list[str]) -> None:
-        """Start one after the other, as the file's `depends_on` says."""
+        """Start one service after another, in the order of the file's `depends_on`."""
         for name in names:
             for dependency, condition in self.services[name]["depends_on"].items():
                 self.wait_for(dependency, condition)
@@ -268,7 +268,7 @@ class Podman(ContainerEngine):
         self._wait_for_health(names)
 
     def state(self, service: str) -> State | None:
-        """Run the health check first, where there is one: nothing else does."""
+        """Run the health check first, if there is one: podman without systemd does not."""
         name = self.container(service)
         if name is not None and "healthcheck" in self.services[service]:
             self.run("healthcheck", "run", name, check=False)
@@ -294,7 +294,7 @@ class Podman(ContainerEngine):
 
 
 def _shown(command: list[str]) -> str:
-    """Return a command without its options, which fill the screen."""
+    """Return a command without its long options."""
     return " ".join([Path(command[0]).name, *(word for word in command[1:] if word[:1] not in "-/")])
 
 

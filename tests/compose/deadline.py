@@ -1,4 +1,4 @@
-"""Waiting with an end: every wait of the check names what it waits for and how long it may take."""
+"""Waits with a deadline: every wait of the check names its condition and its time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Found = TypeVar("Found")
 
 
 class CheckError(Exception):
-    """The stack did not do what it must; `service` names the container whose log tells why, where one does."""
+    """A check of the stack failed; `service` names the container whose log has the cause, if there is one."""
 
     def __init__(self, message: str, service: str | None = None) -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
 """Act as agents: sessions, completions and rewards, over plain HTTP as in any language.
 
-Nothing of ours is imported: the check covers what the containers serve to any client.
+Turnwise is not imported: the check covers what the containers serve to any client.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NUM_TURNS = 2
 CALL_SECONDS = 120.0
 UPDATE_SECONDS = 300.0
 
-# The proxy is on loopback, whatever HTTP proxy the environment names.
+# The proxy is on loopback, so an HTTP proxy of the environment is ignored.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
 class Played:
-    """What came of it."""
+    """The results."""
 
     rewards: list[float] = field(default_factory=list)
     version_before: int = 0
@@ -61,7 +61,7 @@ def ask(url: str, key: str, body: dict[str, Any] | None = None) -> Any:
     """Send one request.
 
     Raises:
-        CheckError: it was not answered with success.
+        CheckError: the answer is not a success.
     """
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -76,11 +76,11 @@ def ask(url: str, key: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def play(proxy: Proxy, check_running: Callable[[], None]) -> Played:
-    """Go from the first completion over rewards and an update to a completion under the new version.
+    """Play from the first completion through rewards and an update to a completion with the new version.
 
     Args:
-        proxy: What is played against.
-        check_running: Called while an update is awaited; raises if that is in vain.
+        proxy: the proxy to play against.
+        check_running: called during the wait for an update; raises if a container has ended.
     """
 
     def newer_version() -> int | None:
@@ -105,7 +105,7 @@ def play(proxy: Proxy, check_running: Callable[[], None]) -> Played:
 
 
 def _play_session(proxy: Proxy, model: str, task: int, run: int, group_id: str) -> float:
-    """Play one session of a group; return its reward, the share of letters in what the policy said."""
+    """Play one session of a group; return its reward, the share of letters in the policy's replies."""
     opened = proxy.ask(
         "/v1/sessions", {"task_id": f"check-{task}", "group_id": group_id, "group_size": GROUP_SIZE, "run": run}
     )

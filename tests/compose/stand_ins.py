@@ -1,8 +1,8 @@
-"""Build base images where none can be pulled, and our own image on top, with podman.
+"""Build base images where none can be pulled, and Turnwise's image on top, with podman.
 
-A stand-in replaces an image through the compose file's own variable, under a name that says what it is, so the file
-runs unchanged and nobody takes a stand-in for the image. Its tag is a digest of its recipe: an unchanged recipe is
-not built again.
+A stand-in replaces an image through the compose file's own variable, under a name that identifies it as one, so the
+file runs unchanged and a stand-in is not mistaken for the image. Its tag is a digest of its recipe: an unchanged recipe
+is not built again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREFIX = "localhost/turnwise-stand-in"
 
 
 def build_images(podman: Podman, directory: Path, ours: str) -> dict[str, str]:
-    """Build what is missing, and our own image as `ours`; return the compose file's variables that name the others."""
+    """Build missing images, and Turnwise's image as `ours`; return the compose file's variables for the others."""
     _remove_aborted_builds(podman)
     python = _python(podman, directory)
     images = {
@@ -36,7 +36,7 @@ def build_images(podman: Podman, directory: Path, ours: str) -> dict[str, str]:
         "POSTGRES_IMAGE": _stand_in(podman, directory, "postgres", python),
         "VLLM_CPU_IMAGE": _stand_in(podman, directory, "engine", python),
     }
-    # The first stage is named, so that what it installed outlives the pruning and the next build begins there.
+    # The first stage is named, so that pruning keeps its layers and the next build starts from them.
     argument = f"PYTHON_IMAGE={python}"
     _build(podman, directory, f"{ours}-build", ROOT / "Dockerfile", ROOT, argument, "--target", "build")
     _build(podman, directory, ours, ROOT / "Dockerfile", ROOT, argument)
@@ -46,7 +46,7 @@ def build_images(podman: Podman, directory: Path, ours: str) -> dict[str, str]:
 
 
 def _remove_aborted_builds(podman: Podman) -> None:
-    """Remove what a build that was interrupted left lying: gigabytes, in a storage that is this check's alone."""
+    """Remove the files of interrupted builds: gigabytes, in a storage that only this check uses."""
     listed = podman.run("ps", "--all", "--external", "--format", "{{.ID}} {{.Status}}")
     for line in listed.splitlines():
         container, _, status = line.partition(" ")
@@ -55,7 +55,7 @@ def _remove_aborted_builds(podman: Podman) -> None:
 
 
 def _python(podman: Podman, directory: Path) -> str:
-    """Make the base of all others: a minimal Debian with Python, from its packages."""
+    """Build the base of the other images: a minimal Debian with Python, from its packages."""
     name = f"{PREFIX}/python:{_digest(PACKAGES.encode(), RELEASE.encode())}"
     if _exists(podman, name):
         return name
@@ -91,9 +91,9 @@ def _build(podman: Podman, directory: Path, name: str, recipe: Path, context: Pa
 
 
 def _host_pip_mounts(directory: Path) -> Iterator[str]:
-    """Let pip in a build do as pip on this machine does: the same settings, and the files that they name.
+    """Give pip in a build the settings of pip on this machine, and the files that they name.
 
-    They are mounted, not copied, so that neither a private index nor what is in its address gets into an image.
+    They are mounted, not copied, so that neither a private index nor credentials in its address get into an image.
     """
     listed = subprocess.run(["pip", "config", "list"], capture_output=True, text=True, timeout=60, check=True).stdout
     settings = dict(_setting(line) for line in listed.splitlines() if "=" in line)
@@ -104,7 +104,7 @@ def _host_pip_mounts(directory: Path) -> Iterator[str]:
     for word in " ".join(settings.values()).split():
         path = Path(word.removeprefix("file://"))
         if path.is_absolute() and path.exists():
-            # An index's files lie beside its pages.
+            # The files of an index are under its own address.
             shared = str(path.parent if path.name == "simple" else path)
             mounts[shared] = shared
     for source, target in mounts.items():
@@ -112,7 +112,7 @@ def _host_pip_mounts(directory: Path) -> Iterator[str]:
 
 
 def _setting(line: str) -> tuple[str, str]:
-    """Take `section.name='value'` apart; the environment's come first there, and a file's own section wins less."""
+    """Parse `section.name='value'`; settings of the environment take precedence over a file's."""
     name, _, value = line.partition("=")
     return name.rpartition(".")[2], str(ast.literal_eval(value))
 
@@ -132,7 +132,7 @@ def _run(command: list[str]) -> None:
 
 
 class _Timed:
-    """Says what is being built and how long it took; the first time that is minutes."""
+    """Prints the name and the duration of a build; a first build takes minutes."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Runs an original class and ours on the same scripted model, and prints what each made, as one line of JSON.
+"""Run an original class and Turnwise's on the same scripted model, and print the results as one line of JSON.
 
 This runs in the environment of `setup.sh`, never in the project's: `originals.py versions | trinity CASES | verl`.
 """
@@ -23,8 +23,8 @@ from turnwise.workflows import trinity as ours  # noqa: E402
 Json = dict[str, Any]
 
 
-def without_what_text_needs_not() -> None:
-    """Stand in for a multi-modal module that needs a vLLM of Trinity's, and for a log writer: no text touches them."""
+def without_multi_modal_modules() -> None:
+    """Replace a multi-modal module that needs Trinity's vLLM, and a log writer: text does not use them."""
     images = types.ModuleType("trinity.common.models.mm_utils")
     images.should_use_processor = lambda _: False
     images.combine_output_token_ids = lambda _, inputs: inputs
@@ -117,7 +117,7 @@ def plain(exp: Any) -> Json:
 
 
 def compare_trinity(name: str, plan: Json) -> Json:
-    """Run one plan by the original class and by ours."""
+    """Run one plan with the original class and with Turnwise's."""
     from trinity.common.workflows import step_wise_workflow as originals
     from trinity.common.workflows.workflow import Task as OriginalTask
 
@@ -130,12 +130,12 @@ def compare_trinity(name: str, plan: Json) -> Json:
 
 def trinity_pairs(cases: str) -> list[Json]:
     """Run all cases in this one process: importing the original takes longer than running it."""
-    without_what_text_needs_not()
+    without_multi_modal_modules()
     return [compare_trinity(name, plan) for name, plan in json.loads(cases)]
 
 
 def versions() -> Json:
-    without_what_text_needs_not()
+    without_multi_modal_modules()
     for name in ("trinity.common.models.model", "verl"):
         importlib.import_module(name)
     return {name: importlib.metadata.version(name) for name in ("trinity-rft", "verl")}

@@ -1,4 +1,4 @@
-"""The original classes of Trinity-RFT 0.6.0 and verl 0.9.1 beside ours, in an environment of their own.
+"""The original classes of Trinity-RFT 0.6.0 and verl 0.9.1 beside Turnwise's, in a separate environment.
 
 `tests/conformance/setup.sh` makes that environment; without it these tests are skipped.
 """
@@ -38,7 +38,7 @@ BREAKING = {"calls": [1, 2, 1], "break": 1}
 
 @pytest.fixture(scope="module")
 def pairs():
-    """What the original and ours made, by class and plan."""
+    """The results of the original and of Turnwise, by class and plan."""
     cases = [(kind, plan) for kind in KINDS for plan in [*PLANS.values(), BREAKING]]
     cases += [(kind, STREAMING) for kind in SYNC]
     made = run("trinity", json.dumps(cases))
@@ -47,7 +47,7 @@ def pairs():
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_original_and_ours_make_the_same_experiences(pairs, kind, plan):
+def test_the_original_and_turnwise_give_the_same_experiences(pairs, kind, plan):
     """Same agent, same model: tokens, logprobs, masks, dtypes, rewards, ids, metrics and order are equal."""
     made = pairs[kind, json.dumps(plan)]
     assert made["original"] == made["ours"]
@@ -57,15 +57,15 @@ def test_the_original_and_ours_make_the_same_experiences(pairs, kind, plan):
 
 @pytest.mark.parametrize("kind", SYNC)
 def test_streams_are_recorded_by_both(pairs, kind):
-    """The original's recording stream and our ledger hold the same tokens."""
+    """The original's recording stream and the ledger hold the same tokens."""
     made = pairs[kind, json.dumps(STREAMING)]
     assert made["original"] == made["ours"]
     assert len(made["ours"]["experiences"]) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_ends_both_and_ours_keeps_what_was_sampled(pairs, kind):
-    """Both raise the agent's own error; the original keeps nothing of the run, our ledger all three of its turns."""
+def test_an_exception_ends_both_and_turnwise_keeps_the_sampled_turns(pairs, kind):
+    """Both raise the agent's own error; the original keeps no turn of the run, the ledger all three."""
     made = pairs[kind, json.dumps(BREAKING)]
     assert made["original"] == made["ours"] == {"failure": "the tool crashed", "experiences": []}
     assert [step for session, step in made["ledger"] if session != "original"] == [0, 1, 1]
@@ -81,7 +81,7 @@ REAL = "torch.float32"
 
 
 def test_a_row_for_each_trajectory_is_made_of_captured_tokens(verl):
-    """Steps that extend one another are one row; a prompt loses its start, a response its end; lost episodes go.
+    """Steps that extend one another are one row; prompts are cut at the start, responses at the end.
 
     First row: prompt 1 2, sampled 3, tool's 4 5, sampled 6 7. Second: prompt 1..5 of which 4 fit, 6..12 of which 6 fit.
     """
@@ -126,7 +126,7 @@ def test_a_row_for_each_step_has_its_own_reward(verl):
 
 
 def test_verls_own_functions_take_the_batch(verl):
-    """Repeat counts pair rows with what was asked, padding and chunks divide, GRPO centres the rollouts of a task.
+    """Repeat counts pair rows with requests, padding and chunks divide, GRPO centres the rollouts of a task.
 
     Rewards 2.5 and 1: the first is above their mean on its sampled tokens, the second below.
     """
@@ -136,7 +136,7 @@ def test_verls_own_functions_take_the_batch(verl):
     assert own["advantage_signs"] == [[1, 0, 0, 1, 1, 0], [-1] * 6]
 
 
-def test_a_verl_batch_goes_in_and_comes_out_in_its_order(verl):
+def test_the_rows_of_a_verl_batch_keep_its_order(verl):
     """Ids a b a: each row is its own task's, where rLLM pairs the second with a's; validation runs are evaluations."""
     batch = verl["executed"]
     assert [episode_id.split(":")[0] for episode_id in batch["others"]["episode_ids"]] == ["a", "b", "a"]

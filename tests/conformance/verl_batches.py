@@ -1,4 +1,4 @@
-"""Our batches as real `verl.DataProto`: what is in them, and what verl's own functions make of them."""
+"""Turnwise's batches as real `verl.DataProto`: their content, and the results of verl's own functions."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def batches() -> Json:
         engine.shutdown()
     return {
         **{mode: plain(batch) for mode, batch in by_mode.items()},
-        "verl": verls_own(by_mode["trajectory"]),
+        "verl": apply_verls_functions(by_mode["trajectory"]),
         "executed": executed(),
     }
 
 
-def verls_own(batch: DataProto) -> Json:
-    """What verl does with a batch on its way to the loss."""
+def apply_verls_functions(batch: DataProto) -> Json:
+    """Apply the functions that verl applies to a batch before the loss."""
     asked = DataProto.from_dict(tensors={"dummy": torch.arange(4)[:, None]})
     repeated = asked.sample_level_repeat(batch.meta_info["repeat_counts"])
     joined = repeated.union(batch)
@@ -110,7 +110,7 @@ def verls_own(batch: DataProto) -> Json:
 
 
 class Asking(Workflow):
-    """One call for each run; the reward is what the task says."""
+    """One call for each run; the task sets the reward."""
 
     async def run(self, task: Json, uid: str, **_: Any) -> None:
         self.reset(task, uid)
@@ -122,7 +122,7 @@ class Asking(Workflow):
 
 
 def executed() -> Json:
-    """A real verl batch in, a real verl batch out; the tasks of one id do not stand together."""
+    """Execute a real verl batch into a real verl batch; tasks with equal ids are not adjacent."""
     tasks = [{"q": "x", "reward": 1.0}, {"q": "y", "reward": 2.0}, {"q": "x", "reward": 1.0}]
     asked = DataProto.from_dict(
         tensors={"dummy": torch.zeros(3, 1)},

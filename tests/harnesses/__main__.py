@@ -18,7 +18,7 @@ from support.proxies import running_proxy
 from turnwise.fake_engine import Script, running_fake_engine
 
 MODEL = "gpt-4.1-mini"
-"""What the examples ask for."""
+"""Model name that the examples request."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The agents of docs/agents.md: what is installed, how each is started headless, and what the engine makes it do."""
+"""The agents of docs/agents.md: packages, headless commands, and the scripted replies of the engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Literal
 from turnwise.fake_engine import Reply, ToolCall
 
 PROMPT = "Run the check and report."
-"""What every agent is asked."""
+"""The prompt for every agent."""
 COMMAND = "echo checked-$((6*7))"
-"""What the engine makes agents with a shell run; its output is not in its text."""
+"""The command for agents with a shell; its output differs from its text."""
 OUTPUT = "checked-42"
 ANSWER = "FINISHED-WELL"
 
@@ -32,7 +32,7 @@ class Harness:
 
     name: str
     kind: Literal["npm", "pip", "dev"]
-    """Where it comes from; `dev` is in Turnwise's development environment."""
+    """Source of the package; `dev` means Turnwise's development environment."""
     package: str
     version: str
     dialect: str
@@ -43,15 +43,15 @@ class Harness:
     agent: str = "any"
     """Its entry in the table of `turnwise run`."""
     tool: ToolCall
-    """What the engine answers first."""
+    """The engine's first answer."""
     last: Reply = dataclasses.field(default_factory=lambda: Reply(text=ANSWER))
-    """What it answers once it has seen the tool's output."""
+    """The engine's answer after the tool's output."""
     prompt: str = PROMPT
     output: str = OUTPUT
-    """What its tool prints."""
+    """Output of its tool."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     with_packages: tuple[str, ...] = ()
-    """What has to be installed besides."""
+    """Additional packages."""
     program: Path | None = None
     """An example whose address is replaced, which is then the last argument of `argv`."""
 

@@ -1,4 +1,4 @@
-"""Installs pinned agents into scratch directories; no install script runs, and nothing of the user's is touched."""
+"""Installs pinned agents into scratch directories; no install script runs, and no file of the user changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INSTALL_SECONDS = 600
 
 
 class InstallFailed(Exception):
-    """A package that cannot be had."""
+    """A package that cannot be installed."""
 
 
 def install(harness: Harness, scratch: Path) -> Path:
@@ -47,7 +47,7 @@ def install(harness: Harness, scratch: Path) -> Path:
 
 
 def version(harness: Harness) -> str:
-    """Return the version that is played."""
+    """Return the installed version."""
     return harness.version or importlib.metadata.version(harness.package)
 
 

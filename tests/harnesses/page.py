@@ -1,4 +1,4 @@
-"""docs/agents.md from what was seen."""
+"""Renders docs/agents.md from the verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays one agent through a real proxy in front of a fake engine, and looks at what was captured."""
+"""Plays one agent through a real proxy in front of a fake engine, and checks the captured turns."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from turnwise.types import Json
 
 RUN_SECONDS = 150.0
 DOCUMENTED_URL = re.compile(r"http://127\.0\.0\.1:8100[^\"]*/v1")
-"""The address in the examples, which is replaced by the run's."""
+"""Address in the examples; the run's address replaces it."""
 MAX_MODEL_LENGTH = 262_144
-"""Of the fake engine, whose tokens are characters: the first prompts of some agents have more than 100,000."""
+"""Context length of the fake engine, whose tokens are bytes: some agents' first prompts have more than 100,000."""
 
 
 @dataclasses.dataclass(slots=True)
 class Verdict:
-    """What was seen of one agent."""
+    """The observations of one agent."""
 
     cells: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -48,7 +48,7 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run and what it left."""
+    """One run and its results."""
 
     ended: Ended
     log: str
@@ -97,7 +97,7 @@ def attempt(
     base_url: str,
     fault: Fault | None = None,
 ) -> Attempt:
-    """Run the agent once against this address and read what was captured meanwhile."""
+    """Run the agent once against this address and read the turns captured during the run."""
     with Client(proxy.url) as client:
         before = {session["session_id"] for session in client.sessions()}
         engine.calls.clear()
@@ -126,7 +126,7 @@ def split(turns: list[Json]) -> tuple[list[Json], list[Json]]:
 
 
 def is_one_exact_chain(turns: list[Json]) -> bool:
-    """Tell whether turns are exact and extend each other."""
+    """Return whether turns are exact and extend each other."""
     return (
         bool(turns)
         and all(turn["outcome"] == "exact" for turn in turns)

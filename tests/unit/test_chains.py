@@ -39,10 +39,10 @@ def test_a_trunk_is_trained_in_the_first_chain_that_holds_it_and_masked_in_the_o
     assert second.tokens.tolist() == [10, 11, 12, 13, 30, 31, 32, 33]
     assert second.turn_index.tolist() == [-1, -1, -1, -1, -1, -1, 0, 0]
     assert second.logprobs.tolist() == [0, 0, 0, 0, 0, 0, -3, -3.25]
-    assert second.prompt_length == 6  # all of the trunk is context here
+    assert second.prompt_length == 6  # the whole trunk is context here
 
 
-def test_an_aborted_attempt_does_not_split_the_chain_that_its_retry_goes_on_with() -> None:
+def test_an_aborted_attempt_does_not_split_the_chain_that_its_retry_continues() -> None:
     trunk = make_turn("t1")
     aborted = make_turn("t2", trunk, outcome=Outcome.ABORTED)
     retry = make_turn("t3", trunk)
@@ -58,7 +58,7 @@ def test_a_chain_runs_through_an_untrainable_turn_with_its_tokens_masked() -> No
     assert chain.prompt_length == 6
 
 
-def test_what_lies_behind_the_last_trained_token_is_cut_off() -> None:
+def test_tokens_after_the_last_trained_token_are_cut_off() -> None:
     first = make_turn("t1")
     chain = merge_chain([first, make_turn("t2", first, outcome=Outcome.ERROR)])
     assert chain.tokens.tolist() == [10, 11, 12, 13]
@@ -92,7 +92,7 @@ def forests(draw: st.DrawFn) -> list[Turn]:
 
 @given(forests())
 def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> None:
-    """Whatever the forest, the tokens under the mask are those of the trainable turns, each once, in their context."""
+    """For any forest, the tokens under the mask are those of the trainable turns, each once, in their context."""
     chains = merge_session(turns)
     trained = sorted(token for chain in chains for token in chain.tokens[chain.loss_mask].tolist())
     assert trained == sorted(token for turn in turns if is_trainable(turn) for token in turn.token_ids.tolist())

@@ -36,13 +36,13 @@ def _run(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     "command", ["up", "proxy", "train", "engine", "fake-engine", "db", "keys", "sessions", "doctor"]
 )
-def test_every_command_explains_itself(command):
+def test_every_command_has_help(command):
     result = _run(command, "--help")
     assert result.exit_code == 0, result.output
     assert "Usage:" in result.output
 
 
-def test_the_command_line_starts_without_what_the_extras_bring():
+def test_the_command_line_starts_without_the_packages_of_the_extras():
     """The SDK alone has a `turnwise` command; fastapi, torch and a database driver come with extras."""
     code = (
         "import sys, turnwise.commands.cli; "
@@ -54,7 +54,7 @@ def test_the_command_line_starts_without_what_the_extras_bring():
     assert loaded.stdout.strip() == ""
 
 
-def test_a_flag_wins_over_the_environment_and_that_over_the_file(monkeypatch):
+def test_a_flag_overrides_the_environment_and_the_environment_overrides_the_file(monkeypatch):
     Path("turnwise.toml").write_text('[engine]\nmodel = "from/file"\nport = 1111\nhost = "127.0.0.3"\n')
     monkeypatch.setenv("TURNWISE_ENGINE_PORT", "2222")
     monkeypatch.setenv("TURNWISE_ENGINE_HOST", "127.0.0.2")
@@ -81,7 +81,7 @@ def test_the_dry_run_of_the_stack_shows_every_process_in_its_order():
         assert dry.exit_code == 0, dry.output
 
 
-def test_a_setting_that_does_not_fit_is_one_sentence_and_status_two():
+def test_an_invalid_setting_gives_one_sentence_and_status_two():
     result = _run("engine", "--model", "owner/name", "--port", "much", "--dry-run")
     assert result.exit_code == 2
     assert result.stderr.startswith("turnwise: [engine] port='much' (from flag) does not fit")
@@ -94,7 +94,7 @@ def test_a_missing_setting_is_named_with_the_ways_to_set_it():
     assert "TURNWISE_ENGINE_MODEL" in result.stderr
 
 
-def test_an_incomplete_model_is_one_sentence_and_status_two(tmp_path):
+def test_an_incomplete_model_gives_one_sentence_and_status_two(tmp_path):
     result = _run("engine", "--model", str(tmp_path))
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
@@ -109,7 +109,7 @@ def test_a_new_sqlite_file_needs_no_second_command(tmp_path):
 
 
 @pytest.mark.parametrize("command", [["sessions"], ["keys", "list"], ["db", "upgrade"]])
-def test_tables_of_a_newer_release_are_one_sentence_and_status_two(tmp_path, database, command):
+def test_tables_of_a_newer_release_give_one_sentence_and_status_two(tmp_path, database, command):
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     result = _run(*command, "--database", database)
@@ -118,7 +118,7 @@ def test_tables_of_a_newer_release_are_one_sentence_and_status_two(tmp_path, dat
 
 
 def test_the_database_of_the_environment_is_used_and_never_shown(tmp_path, monkeypatch):
-    """A password in the URL reaches the driver and no terminal."""
+    """A password in the URL is passed to the driver and never printed."""
     monkeypatch.setenv("TURNWISE_PROXY_DATABASE", f"sqlite:///{tmp_path}/hidden.db")
     assert _run("db", "upgrade").exit_code == 0
     assert (tmp_path / "hidden.db").exists()
@@ -137,7 +137,7 @@ def test_a_key_is_shown_once_and_revoked_by_its_id(database):
     assert revoked["revoked_at"] is not None
 
 
-def test_revoking_an_unknown_key_is_the_callers_mistake(database):
+def test_revoking_an_unknown_key_is_a_usage_error(database):
     result = _run("keys", "revoke", "nothing", "--database", database)
     assert result.exit_code == 2
     assert "'nothing'" in result.stderr
@@ -172,20 +172,20 @@ def _verdicts(engine: RunningFakeEngine, database: str) -> dict[str, str]:
     return {finding["check"]: finding["verdict"] for finding in json.loads(result.output)}
 
 
-def test_the_doctor_finds_nothing_wrong_with_a_suitable_engine_and_a_ready_store(fake_engine, database):
+def test_the_doctor_reports_no_problem_for_a_suitable_engine_and_a_ready_store(fake_engine, database):
     verdicts = _verdicts(fake_engine, database)
     checks = ("engine", "token ids", "logprobs", "continuation", "database")
     assert {check: verdicts[check] for check in checks} == dict.fromkeys(checks, "ok")
 
 
-def test_the_doctor_tells_raw_logprobs_and_an_ignored_prompt(database):
+def test_the_doctor_detects_raw_logprobs_and_an_ignored_prompt(database):
     script = Script(logprobs_mode="raw_logprobs", honours_prompt_token_ids=False)
     with running_fake_engine(script) as engine:
         verdicts = _verdicts(engine, database)
     assert (verdicts["logprobs"], verdicts["continuation"]) == ("fail", "fail")
 
 
-def test_the_doctor_names_an_engine_that_is_not_there_and_exits_one(database):
+def test_the_doctor_names_an_unreachable_engine_and_exits_with_status_one(database):
     result = _run("doctor", "--engine", "http://127.0.0.1:1", "--database", database)
     assert result.exit_code == 1
     assert "turnwise engine" in result.output

@@ -33,7 +33,7 @@ def ask(openai_client, text="hi"):
     return openai_client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
 
 
-def test_a_session_hands_out_an_openai_client_that_samples_in_it(proxy, client):
+def test_a_session_gives_an_openai_client_that_samples_in_it(proxy, client):
     session = client.create_session(task_id="t", run=2)
     reply = ask(session.openai())
     assert reply.choices[0].message.content == "re:hi"
@@ -49,8 +49,8 @@ def test_a_step_given_to_the_openai_client_is_the_step_of_its_calls(client):
     assert [turn["step"] for turn in session.turns()] == [4, 4, 7]
 
 
-def test_creating_a_session_again_after_a_lost_answer_finds_the_first_one(proxy, client):
-    """A retried creation must not leave a second, empty session behind."""
+def test_creating_a_session_again_after_a_lost_answer_returns_the_first_one(proxy, client):
+    """A retried creation must not create a second, empty session."""
     proxy.lose_answers = 1
     session = client.create_session(task_id="t")
     assert list(proxy.sessions) == [session.session_id]
@@ -72,7 +72,7 @@ def test_two_equal_rewards_are_two_lines(proxy, client):
     assert len(proxy.rewards) == 2
 
 
-def test_a_reward_says_how_many_turns_it_reached(client):
+def test_a_reward_returns_the_number_of_its_turns(client):
     session = client.create_session()
     for step in (0, 0, 1):
         ask(session.openai(step=step))
@@ -86,7 +86,7 @@ def test_a_reward_without_a_target_is_refused_before_it_is_sent(proxy, client):
     assert proxy.requests == []
 
 
-def test_ending_says_why_and_may_bring_the_reward(proxy, client):
+def test_ending_a_session_sends_a_reason_and_optionally_a_reward(proxy, client):
     session = client.create_session()
     assert session.end(reason="env_done", reward=0.5)["status"] == "ended"
     assert proxy.rewards[-1]["value"] == 0.5
@@ -113,32 +113,32 @@ def test_policies_are_published_listed_and_activated(client, monkeypatch):
     assert client.activate(1)["version"] == 1
 
 
-def test_a_handle_says_what_it_stands_for(client):
+def test_the_repr_of_a_handle_names_its_object(client):
     session = client.create_session(session_id="mine")
     assert repr(session) == f"SessionHandle(session_id='mine', base_url='{client.base_url}/sessions/mine/v1')"
     assert client.session("mine")["session_id"] == "mine"
 
 
-def test_the_served_model_is_asked_for_once(proxy, client):
+def test_the_served_model_is_requested_once(proxy, client):
     assert [client.served_model() for _ in range(2)] == ["served", "served"]
     assert len(proxy.requests) == 1
 
 
-def test_a_turn_id_with_a_choice_number_survives_the_url(client):
+def test_a_turn_id_with_a_choice_number_is_escaped_in_the_url(client):
     session = client.create_session()
     session.openai().chat.completions.create(model="m", n=2, messages=[{"role": "user", "content": "x"}])
     assert client.turn("chatcmpl-0#1")["turn_id"] == "chatcmpl-0#1"
 
 
-def test_a_refusal_with_retry_after_is_waited_for(proxy, client):
-    """The server's word, in seconds, is the least that passes before the next attempt."""
+def test_a_refusal_with_retry_after_is_retried_after_that_time(proxy, client):
+    """The server's value, in seconds, is the minimum time before the next attempt."""
     proxy.refusals = [(429, {"retry-after": "0.3"})]
     began = time.monotonic()
     client.create_session()
     assert time.monotonic() - began >= 0.3
 
 
-def test_retries_end_and_the_last_refusal_is_the_error(proxy, monkeypatch):
+def test_retries_are_limited_and_the_last_refusal_is_the_error(proxy, monkeypatch):
     monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
     proxy.refusals = [(429, {"retry-after": "0"})] * 3
     with Client(proxy.base_url, max_retries=2) as client, pytest.raises(errors.Overloaded, match="too much at once"):
@@ -170,11 +170,11 @@ def test_an_answer_becomes_the_error_of_its_boundary_with_the_servers_sentence(s
     assert str(error) == "do this"
 
 
-def test_what_a_gateway_answers_in_html_is_quoted():
+def test_an_html_answer_of_a_gateway_is_quoted():
     assert "<html>" in str(wire.error_of(502, b"<html>bad gateway"))
 
 
-def test_an_unreachable_proxy_is_named_with_what_to_do(monkeypatch):
+def test_the_error_for_an_unreachable_proxy_names_its_address_and_the_remedy(monkeypatch):
     monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
     with Client("http://127.0.0.1:9", max_retries=1) as client:
         with pytest.raises(errors.ProxyUnavailable, match="turnwise up"):
@@ -183,7 +183,7 @@ def test_an_unreachable_proxy_is_named_with_what_to_do(monkeypatch):
             client.wait_until_ready(timeout_seconds=0.0)
 
 
-def test_a_ready_proxy_is_not_waited_for(client):
+def test_there_is_no_wait_for_a_ready_proxy(client):
     client.wait_until_ready(timeout_seconds=5.0)
 
 
@@ -212,7 +212,7 @@ def test_sessions_share_one_connection_pool(proxy):
 
 
 def test_an_asynchronous_client_serves_several_event_loops(proxy):
-    """A connection belongs to the loop that opened it; a client that was made outside any loop may be used in each."""
+    """A connection belongs to the loop that opened it; a client created outside any loop may be used in each."""
     with Client(proxy.base_url) as client:
         openai_client = client.create_session().openai_async()
 
@@ -224,7 +224,7 @@ def test_an_asynchronous_client_serves_several_event_loops(proxy):
         assert [asyncio.run(call()) for _ in range(2)] == ["re:hi", "re:hi"]
 
 
-def test_the_asynchronous_client_does_the_same(proxy, monkeypatch):
+def test_the_asynchronous_client_has_the_same_methods(proxy, monkeypatch):
     monkeypatch.setattr(wire, "BACKOFF_BASE_SECONDS", 0.001)
     monkeypatch.setattr(wire, "PAGE_SIZE", 2)
 
@@ -273,7 +273,7 @@ def test_a_date_in_retry_after_is_left_to_the_backoff():
 
 
 def test_the_sdk_imports_fast_and_loads_nothing_heavy():
-    """No framework, driver, torch or engine comes with the SDK, and it is there in under 0.4 s of CPU."""
+    """The SDK imports no framework, driver, torch or engine, and takes under 0.4 s of CPU."""
     code = """
 import sys, time
 began = time.process_time()

@@ -1,4 +1,4 @@
-"""docker-compose.yml is held to its rules by what it says; `make compose-check` is where it runs."""
+"""Static rules of docker-compose.yml; `make compose-check` runs it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_profile_starts_its_services_one_after_the_other(profile: str, orde
 
 
 @each_profile
-def test_what_is_waited_for_is_healthy_or_has_completed(profile: str) -> None:
+def test_every_dependency_is_healthy_or_has_completed(profile: str) -> None:
     """A container that merely runs is not ready; only a one-shot may be waited for without a health check."""
     services = compose_file.services(profile, FILLED_IN)
     for service in services.values():
@@ -61,7 +61,7 @@ def test_what_is_waited_for_is_healthy_or_has_completed(profile: str) -> None:
 
 @each_profile
 def test_only_the_proxy_is_published_and_on_loopback_alone(profile: str) -> None:
-    """Everything else is out of reach, because the engine's control routes know no key."""
+    """Everything else is unreachable, because the engine's control routes have no authentication."""
     services = compose_file.services(profile, FILLED_IN)
     assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
         "proxy": ["127.0.0.1:8100:8100"]
@@ -69,8 +69,8 @@ def test_only_the_proxy_is_published_and_on_loopback_alone(profile: str) -> None
 
 
 @each_service
-def test_only_the_proxy_is_on_a_network_with_a_way_out(profile: str, name: str) -> None:
-    """Who can be reached by nobody and can reach nobody leaks nothing."""
+def test_only_the_proxy_is_on_a_network_with_external_access(profile: str, name: str) -> None:
+    """A container without external access cannot leak data."""
     open_networks = {name for name, network in DOCUMENT["networks"].items() if not network.get("internal")}
     assert open_networks == {"edge"}
     assert ("edge" in networks_of(service_of(profile, name))) == (name == "proxy")
@@ -92,7 +92,7 @@ def test_every_container_is_locked_down(profile: str, name: str) -> None:
 
 @each_service
 def test_images_have_a_name_and_a_tag_behind_a_variable_and_no_registry(profile: str, name: str) -> None:
-    """A registry of one's own is the variable's business; a tag that moves is nobody's."""
+    """A private registry is set by the variable; a moving tag is never used."""
     image = DOCUMENT["services"][name]["image"]
     default = re.fullmatch(r"\$\{[A-Z_]+_IMAGE:-(?P<path>[a-z0-9/-]+):(?P<tag>[\w.-]+)\}", image)
     assert default is not None, image
@@ -107,7 +107,7 @@ def test_the_engines_are_vllms_own_images_of_one_release() -> None:
 
 
 def test_our_image_is_tagged_with_the_release() -> None:
-    """A tag that says another version than the code inside would be believed."""
+    """Operators trust the tag, so it must equal the version of the code inside."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert service_of("cpu", "proxy")["image"] == f"{project['name']}:{project['version']}"
 
@@ -126,7 +126,7 @@ def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
 
 
 @each_profile
-def test_the_engine_answers_to_one_name_in_both_profiles(profile: str) -> None:
+def test_the_engine_has_the_same_host_name_in_both_profiles(profile: str) -> None:
     """The proxy's command has the same URL whatever runs the model."""
     name = "engine" if profile == "gpu" else "engine-cpu"
     assert "--engine http://engine:8000" in service_of(profile, "proxy")["command"]
@@ -158,7 +158,7 @@ def test_policies_are_written_by_the_trainer_and_read_by_the_others_under_one_ui
 
 @each_profile
 def test_the_model_is_mounted_read_only_at_one_place_everywhere(profile: str) -> None:
-    """Version 0 is recorded as a path, and whoever loads it must find it there."""
+    """Version 0 is stored as a path, so every service must have the model at this path."""
     services = compose_file.services(profile, FILLED_IN)
     assert [
         name for name, service in services.items() if "/srv/model:/models/policy:ro" in service.get("volumes", [])
@@ -167,8 +167,8 @@ def test_the_model_is_mounted_read_only_at_one_place_everywhere(profile: str) ->
 
 
 @each_profile
-def test_nothing_has_to_be_filled_in(profile: str) -> None:
-    """A fresh clone comes up: every variable has a default, and the model's is the volume of the demo's model."""
+def test_every_variable_has_a_default(profile: str) -> None:
+    """A fresh clone starts without settings; the model's default is the volume of the demo's model."""
     assert None not in compose_file.variables().values()
     services = compose_file.services(profile, {})
     assert "demo-model:/models/policy" in services["model"]["volumes"]
@@ -191,24 +191,24 @@ def test_the_databases_password_is_in_files_that_few_services_mount(profile: str
     assert [name for name, s in services.items() if any("operator:" in v for v in s.get("volumes", []))] == ["migrate"]
 
 
-def test_data_outlives_the_containers_in_named_volumes() -> None:
+def test_data_is_kept_in_named_volumes() -> None:
     """The database, its password, the first admin key, the policies, and the demo's model; nothing else is kept."""
     assert set(DOCUMENT["volumes"]) == {"database", "demo-model", "operator", "policies", "secrets"}
 
 
-def test_no_secret_is_a_variable_of_the_file() -> None:
+def test_no_variable_of_the_file_is_a_secret() -> None:
     """A variable would be on a command line, in an environment, or in a file of the clone."""
     assert not [name for name in compose_file.variables() if "PASSWORD" in name or "KEY" in name]
 
 
-def test_no_variable_of_the_file_is_taken_for_a_setting() -> None:
+def test_no_variable_of_the_file_has_the_name_of_a_setting() -> None:
     """An exported variable called like a setting would make every `turnwise` command on the machine refuse to start."""
     prefixes = tuple(f"{ENVIRONMENT_PREFIX}{section}_".upper() for section in SECTIONS)
     assert not [name for name in compose_file.variables() if name.startswith(prefixes)]
 
 
 def test_the_environment_file_names_every_variable_with_its_default() -> None:
-    """What can be set is found in one place, and what it says about defaults is true."""
+    """The file lists every variable, and its defaults are the real ones."""
     text = (ROOT / ".env").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^#? ?([A-Z0-9_]+)=(.*)$", text, flags=re.MULTILINE))
     shown.pop("COMPOSE_PROFILES")
@@ -232,8 +232,8 @@ def test_the_commands_are_commands_of_this_release(profile: str, name: str, monk
     assert result.exit_code == 0, result.output
 
 
-def test_nothing_that_is_shipped_names_a_registry() -> None:
-    """Where images and packages come from is the operator's choice."""
+def test_no_shipped_file_names_a_registry() -> None:
+    """The operator chooses the source of images and packages."""
     shipped = [
         COMPOSE_FILE,
         ROOT / "Dockerfile",
@@ -247,7 +247,7 @@ def test_nothing_that_is_shipped_names_a_registry() -> None:
 
 
 def test_the_build_context_is_an_allow_list() -> None:
-    """A secret that lies in a checkout stays out of the image."""
+    """A secret in a checkout does not get into the image."""
     lines = [
         line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] not in {"", "#"}
     ]

@@ -1,4 +1,4 @@
-"""What the one-shot services of docker-compose.yml leave behind: a password, a key and a model, each made once."""
+"""The results of the one-shot services of docker-compose.yml: a password, a key and a model, each created once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _mode(file: Path) -> int:
     return file.stat().st_mode & 0o777
 
 
-def test_the_databases_password_is_made_once_for_server_and_clients(tmp_path: Path) -> None:
+def test_the_databases_password_is_created_once_for_server_and_clients(tmp_path: Path) -> None:
     assert _run("db", "make-password", str(tmp_path)).exit_code == 0
     password = (tmp_path / "database-password").read_text()
     assert len(password) == 64
@@ -32,13 +32,13 @@ def test_the_databases_password_is_made_once_for_server_and_clients(tmp_path: Pa
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_start_that_was_killed_between_the_two_files_is_finished_by_the_next(tmp_path: Path) -> None:
+def test_a_start_that_was_killed_between_the_two_files_is_completed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "database-password").write_text("kept")
     _run("db", "make-password", str(tmp_path), "--host", "db", "--user", "me", "--name", "mine", "--port", "1")
     assert (tmp_path / "pgpass").read_text() == "db:1:mine:me:kept\n"
 
 
-def test_the_first_admin_key_is_made_once_printed_once_and_kept_for_its_owner(tmp_path: Path) -> None:
+def test_the_first_admin_key_is_created_once_printed_once_and_stored_for_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "admin-key"
     upgrade = ["db", "upgrade", "--database", f"sqlite:///{tmp_path}/x.db", "--admin-key-file", str(file)]
     first = _run(*upgrade)
@@ -58,7 +58,7 @@ def test_the_key_file_of_a_removed_database_is_replaced(tmp_path: Path) -> None:
     assert file.read_text() != "tw-of-an-earlier-database"
 
 
-def test_a_directory_with_a_model_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_with_a_model_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Path] = []
 
     def build(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Reward lines into rewards and returns."""
+"""Computes rewards and returns from reward lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def steps(*of_turn: int) -> list[Turn]:
     return [make_turn(f"t{number}", step=step, seq=number - 1) for number, step in enumerate(of_turn, 1)]
 
 
-def test_bonus_is_for_getting_better_than_the_raw_reward_of_the_step_before() -> None:
+def test_the_bonus_is_for_an_increase_over_the_raw_reward_of_the_step_before() -> None:
     """[1, 2, 4] with c = 0.5: 1, 2 + 0.5·(2-1), 4 + 0.5·(4-2)."""
     assert shape_returns([1, 2, 4], gamma=0, reward_bonus_coeff=0.5) == [1, 2.5, 5]
 
@@ -45,7 +45,7 @@ def test_returns_satisfy_their_recursion(raw: list[float], gamma: float, bonus: 
         assert returns[t] - later == pytest.approx(value + improved, abs=1e-9)
 
 
-def test_the_latest_line_of_a_target_and_name_is_in_force() -> None:
+def test_the_latest_line_of_a_target_and_name_replaces_earlier_ones() -> None:
     lines = [line(1), line(2, "style"), line(5), line(7, step=0)]
     assert [one.value for one in latest_lines(lines)] == [5, 2, 7]
     assert [one.value for one in latest_lines(lines, names={"style"})] == [2]
@@ -57,12 +57,12 @@ def test_names_on_one_target_add_up() -> None:
 
 
 def test_a_session_without_a_line_has_no_reward() -> None:
-    """None, not 0: nobody has judged it."""
+    """None, not 0: there is no judgement yet."""
     assert session_reward([], Credit.PROPAGATE) is None
     assert session_reward([line(1)], Credit.PROPAGATE, names={"style"}) is None
 
 
-def test_propagated_the_sessions_own_line_overrules_those_of_steps_and_turns() -> None:
+def test_propagated_the_sessions_own_line_overrides_those_of_steps_and_turns() -> None:
     lines = [line(1, step=0), line(2, turn="t2")]
     assert session_reward(lines, Credit.PROPAGATE) == 3
     assert session_reward([*lines, line(10)], Credit.PROPAGATE) == 10
@@ -82,7 +82,7 @@ def test_step_wise_every_turn_of_a_step_gets_the_steps_reward_and_its_return() -
     assert credit.reward == 3
 
 
-def test_step_wise_a_turns_own_line_is_its_own_and_counts_once_in_its_steps_return() -> None:
+def test_step_wise_a_turns_own_line_applies_to_it_and_counts_once_in_its_steps_return() -> None:
     """Step 0: 1 for the step, 4 more for t2, so 5 in all; step 1: 2; γ = 0.5.
 
     The step returns are 5 + 0.5·2 = 6 and 2. t2's reward 5 is the step's: return 6. t1's is 4 less: 2.
@@ -95,7 +95,7 @@ def test_step_wise_a_turns_own_line_is_its_own_and_counts_once_in_its_steps_retu
 
 
 def test_step_wise_the_sessions_line_goes_to_its_last_step_that_can_be_trained() -> None:
-    """An aborted last call must not swallow the reward."""
+    """An aborted last call must not take the reward."""
     turns = [*steps(0, 1, 1), make_turn("t4", step=2, seq=3, outcome=Outcome.ABORTED)]
     credit = assign_credit(turns, [line(8)], Credit.STEP_WISE)
     assert credit.turn_rewards == {"t1": 0, "t2": 8, "t3": 8, "t4": 0}
@@ -112,7 +112,7 @@ def test_a_session_without_turns_still_has_a_reward() -> None:
     assert assign_credit([], [line(3)], Credit.STEP_WISE).reward == 3
 
 
-def test_a_turn_that_was_never_stored_has_its_order_for_a_step() -> None:
+def test_a_turn_that_was_never_stored_has_its_order_as_its_step() -> None:
     """The store gives every turn a step; before that, each turn is its own."""
     turns = [make_turn("t1", seq=0), make_turn("t2", seq=1)]
     assert assign_credit(turns, [line(1, step=1)], Credit.STEP_WISE).turn_rewards == {"t1": 0, "t2": 1}
