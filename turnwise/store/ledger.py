@@ -38,9 +38,7 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
         Conflict: its group is complete, has another size, or is the group of a single session.
     """
     if session.group_size is not None and session.group_id is None:
-        raise InvalidRequest(
-            f"group_size {session.group_size!r} needs a group_id; add one, or leave group_size out", param="group_id"
-        )
+        raise InvalidRequest(f"group_size {session.group_size!r} needs a group_id; give one", param="group_id")
     known = _session_row(conn, session.tenant, session.session_id)
     if known is None:
         group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
@@ -114,9 +112,7 @@ def end_session(
     if row is None:
         raise _no_session(session_id)
     if row.status == SessionStatus.EXPIRED:
-        raise Conflict(
-            f"session {session_id!r} expired after a time without activity; create a new one", code="session_expired"
-        )
+        raise Conflict(f"session {session_id!r} has expired; create a new one", code="session_expired")
     if row.status == SessionStatus.OPEN:
         instant = to_micros(now or utc_now())
         conn.execute(
