@@ -1,4 +1,4 @@
-"""The engine's command line, and the sentences of its refusals."""
+"""The engine's command line and its error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_without_a_gpu_the_engine_runs_on_one_core_without_the_executor_that_spi
     }
 
 
-def test_with_a_gpu_it_is_the_official_command_and_nothing_of_the_cpu_recipe():
+def test_with_a_gpu_it_is_the_official_command_without_the_cpu_flags():
     command = build_command(EngineSettings(model="Qwen/Qwen3-0.6B"), gpu=True)
     assert Path(command.argv[0]).name == "vllm"
     assert command.argv[1:3] == ("serve", "Qwen/Qwen3-0.6B")
@@ -51,7 +51,7 @@ def test_with_a_gpu_it_is_the_official_command_and_nothing_of_the_cpu_recipe():
     assert command.environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def test_what_capture_needs_is_the_default_on_any_device():
+def test_the_flags_that_capture_needs_are_the_default_on_any_device():
     for gpu in (False, True):
         argv = build_command(EngineSettings(model="owner/name"), gpu=gpu).argv
         assert _flag(argv, "--logprobs-mode") == "processed_logprobs"
@@ -60,36 +60,36 @@ def test_what_capture_needs_is_the_default_on_any_device():
         assert _flag(argv, "--served-model-name") == "name"
 
 
-def test_flags_of_vllm_itself_come_last_so_that_they_win(model_dir):
+def test_flags_for_vllm_come_last_so_that_they_take_precedence(model_dir):
     argv = build_command(EngineSettings(model=str(model_dir)), ("--seed", "3"), gpu=False).argv
     assert argv[-2:] == ("--seed", "3")
 
 
-def test_an_empty_tool_parser_turns_tool_parsing_off(model_dir):
+def test_an_empty_tool_parser_disables_tool_parsing(model_dir):
     argv = build_command(EngineSettings(model=str(model_dir), tool_call_parser=""), gpu=False).argv
     assert not {"--enable-auto-tool-choice", "--tool-call-parser"} & set(argv)
 
 
-def test_lora_opens_vllms_adapter_routes(model_dir):
+def test_lora_enables_vllms_adapter_routes(model_dir):
     command = build_command(EngineSettings(model=str(model_dir), lora=True), gpu=False)
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     assert "--enable-lora" in command.argv
 
 
-def test_the_shell_line_quotes_what_a_shell_would_take_apart(tmp_path):
+def test_the_shell_line_quotes_special_characters(tmp_path):
     line = build_command(EngineSettings(model=str(tmp_path / "my model")), gpu=False).shell()
     assert f"'{tmp_path}/my model'" in line
     assert line.startswith("VLLM_SERVER_DEV_MODE=1 ")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", "engine.example"])
-def test_an_address_that_others_reach_needs_the_explicit_flag(model_dir, host):
+def test_a_non_loopback_address_needs_the_explicit_flag(model_dir, host):
     with pytest.raises(SettingsError, match="--allow-remote"):
         check_startable(EngineSettings(model=str(model_dir), host=host))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
-def test_loopback_is_nobody_elses(host):
+def test_loopback_needs_no_explicit_flag(host):
     assert engine_command.is_loopback(host)
 
 
@@ -103,7 +103,7 @@ def test_a_taken_port_is_named(model_dir, monkeypatch):
             check_startable(EngineSettings(model=str(model_dir), port=port))
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path):
+def test_a_missing_directory_is_named(tmp_path):
     with pytest.raises(BadCheckpoint, match="there is no model directory"):
         check_model_directory(tmp_path / "nothing")
 
@@ -123,7 +123,7 @@ def test_a_missing_shard_is_named_from_the_index(model_dir):
 
 
 def test_packages_built_for_another_torch_are_named_with_the_command_that_removes_them(monkeypatch):
-    """`import vllm` dies with a riddle about torchvision's operators when the two builds differ."""
+    """When the two builds differ, `import vllm` fails with an unclear error about torchvision's operators."""
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu", "torchcodec": None}
     monkeypatch.setattr(engine_command, "installed_version", versions.get)
     problem = engine_command.packages_problem()
@@ -131,19 +131,19 @@ def test_packages_built_for_another_torch_are_named_with_the_command_that_remove
     assert "pip uninstall -y torchvision (" in problem
 
 
-def test_packages_of_the_same_build_are_no_problem(monkeypatch):
+def test_packages_of_the_same_build_are_accepted(monkeypatch):
     versions = {"torch": "2.13.0+cu130", "torchvision": "0.28.0+cu130"}
     monkeypatch.setattr(engine_command, "installed_version", versions.get)
     assert engine_command.packages_problem() is None
 
 
-def test_a_missing_vllm_is_said_with_the_command_that_installs_it(model_dir, monkeypatch):
+def test_a_missing_vllm_is_reported_with_the_command_that_installs_it(model_dir, monkeypatch):
     monkeypatch.setattr(engine_command.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(EngineError, match=r"turnwise\[engine-cpu\]"):
         check_startable(EngineSettings(model=str(model_dir)))
 
 
-def test_a_gpu_that_is_not_there_is_refused(model_dir, monkeypatch):
+def test_a_missing_gpu_is_refused(model_dir, monkeypatch):
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
     with pytest.raises(EngineError, match="--device cpu"):
         check_startable(EngineSettings(model=str(model_dir), device="gpu"), gpu=False)

@@ -1,4 +1,4 @@
-"""The scan of a JSON text before it is decoded, against what the decoded value holds."""
+"""The scan of a JSON text before decoding, compared with the decoded value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measure(value: Any) -> tuple[int, int]:
 
 
 @given(value=VALUES, window=st.integers(1, 40))
-def test_the_limits_are_exact_whatever_the_strings_hold_and_wherever_a_window_ends(value: Any, window: int):
+def test_the_limits_are_exact_for_any_strings_and_any_window_boundary(value: Any, window: int):
     depth, count = measure(value)
     raw = orjson.dumps(value)
     before, json_scan.WINDOW_BYTES = json_scan.WINDOW_BYTES, window

@@ -10,7 +10,7 @@ from turnwise.settings import Settings, describe, load_settings
 
 
 class Shop(Settings):
-    """What a process might declare."""
+    """Settings of an example process."""
 
     port: int = 8000
     host: str = "127.0.0.1"
@@ -20,7 +20,7 @@ class Shop(Settings):
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Run in an empty directory without any of our variables."""
+    """Run in an empty directory without any Turnwise variables."""
     monkeypatch.chdir(tmp_path)
     for name in ("PORT", "HOST", "ENGINES", "TOKEN", "PROT"):
         monkeypatch.delenv(f"TURNWISE_PROXY_{name}", raising=False)
@@ -30,7 +30,7 @@ def load(config=None, **overrides):
     return load_settings(Shop, config=config, section="proxy", overrides=overrides)
 
 
-def test_each_source_outranks_the_one_before_it(tmp_path, monkeypatch):
+def test_each_source_overrides_the_one_before_it(tmp_path, monkeypatch):
     """Defaults < file < environment < flags."""
     assert load().port == 8000
     (tmp_path / "turnwise.toml").write_text("[proxy]\nport = 1\nhost = 'a'\n")
@@ -41,13 +41,13 @@ def test_each_source_outranks_the_one_before_it(tmp_path, monkeypatch):
     assert load(port=3, host=None).host == "a"
 
 
-def test_a_file_without_sections_belongs_to_the_process_it_is_given_to(tmp_path):
+def test_a_file_without_sections_applies_to_the_process_that_reads_it(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("port = 7\n")
     assert load(path).port == 7
 
 
-def test_other_sections_are_not_this_process_concern(tmp_path):
+def test_a_process_ignores_the_sections_of_others(tmp_path):
     path = tmp_path / "all.toml"
     path.write_text("[trainer]\nlr = 1.0\n[proxy]\nport = 7\n")
     assert load(path).port == 7
@@ -80,13 +80,13 @@ def test_a_key_outside_of_the_sections_is_an_error(tmp_path):
         load(path)
 
 
-def test_a_value_that_does_not_fit_is_shown_with_its_source(monkeypatch):
+def test_an_invalid_value_is_shown_with_its_source(monkeypatch):
     monkeypatch.setenv("TURNWISE_PROXY_PORT", "many")
     with pytest.raises(SettingsError, match=r"port='many' \(from environment\) does not fit: .*integer"):
         load()
 
 
-def test_a_missing_value_says_where_to_set_it():
+def test_the_error_for_a_missing_value_names_the_ways_to_set_it():
     class Needy(Settings):
         database: str
 

@@ -33,7 +33,7 @@ def _with_all_defaults_set(text: str) -> str:
     return "\n".join(lines)
 
 
-def test_as_it_is_written_it_changes_nothing(text):
+def test_the_unedited_file_changes_no_setting(text):
     assert tomllib.loads(text) == {section: {} for section in MODELS}
 
 
@@ -55,7 +55,7 @@ def test_every_setting_is_in_the_file_with_its_description(text, section):
             assert field.description.split()[0] in table
 
 
-def test_the_lora_example_at_its_head_is_a_settings_file():
+def test_the_lora_example_at_its_head_is_a_valid_settings_file():
     example = "\n".join(line.removeprefix("#   ") for line in HEAD.splitlines() if line.startswith("#   "))
     Path("lora.toml").write_text(example)
     shown = CliRunner().invoke(main, ["up", "--dry-run", "--json", "--config", "lora.toml"])

@@ -1,4 +1,4 @@
-"""A turn on its way between two processes."""
+"""Serialisation of a turn between two processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WHOLE = Turn(
 
 
 @pytest.mark.parametrize("turn", [WHOLE, Turn(turn_id="t", session_id="s", chain_id="c")], ids=["whole", "bare"])
-def test_a_turn_arrives_as_it_was_sent(turn):
+def test_a_turn_is_deserialised_unchanged(turn):
     arrived = pickle.loads(pickle.dumps(turn))
     for field in dataclasses.fields(Turn):
         sent, got = getattr(turn, field.name), getattr(arrived, field.name)
@@ -61,7 +61,7 @@ def test_a_turn_arrives_as_it_was_sent(turn):
             assert got == sent
 
 
-def test_the_sample_says_something_of_every_field():
+def test_the_sample_sets_every_field():
     bare = Turn(turn_id="", session_id="", chain_id="")
     for field in dataclasses.fields(Turn):
         assert not np.array_equal(getattr(WHOLE, field.name), getattr(bare, field.name)), field.name

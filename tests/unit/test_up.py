@@ -1,4 +1,4 @@
-"""`turnwise up`: what it refuses before anything starts, what it starts, and how other commands find it."""
+"""`turnwise up`: its checks before any start, the processes that it starts, and how other commands find it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _run(*arguments: str) -> Result:
 
 
 def _refused(*arguments: str) -> str:
-    """Return the sentence of a start that is refused before any process runs."""
+    """Return the error of a start that is refused before any process runs."""
     result = _run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1, result.stderr
@@ -78,11 +78,11 @@ def test_a_missing_package_of_the_trainer_is_found_before_anything_starts(model,
     assert "pip install tensorboard" in _refused("up", "--model", model)
 
 
-def test_an_address_that_others_reach_needs_a_key(model):
+def test_a_non_loopback_address_needs_a_key(model):
     assert "turnwise keys create" in _refused("up", "--model", model, "--host", "0.0.0.0", "--port", "8199")
 
 
-def test_a_gpu_that_is_not_there_is_found_before_anything_starts(model):
+def test_a_missing_gpu_is_found_before_anything_starts(model):
     assert "there is no GPU 7" in _refused("up", "--model", model, "--engine-gpus", "7")
 
 
@@ -93,7 +93,7 @@ def test_the_databases_password_is_on_no_command_line_and_in_no_dry_run():
     assert "swordfish" not in _run("up", "--dry-run", "--model", "owner/name", "--database", PASSWORD_URL).output
 
 
-def test_a_lora_trainer_opens_the_engine_for_its_adapters():
+def test_a_lora_trainer_enables_adapters_in_the_engine():
     Path("turnwise.toml").write_text('[trainer]\nkind = "lora"\nlora_rank = 32\n')
     commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
     assert commands["engine"][-3:] == ["--lora", "--max-lora-rank", "32"]
@@ -110,7 +110,7 @@ def test_all_parts_read_the_settings_file_that_up_was_given(tmp_path):
     assert all(argv[argv.index("--config") + 1] == "all.toml" for argv in shown["commands"].values())
 
 
-def test_eight_gpus_become_four_engines_and_a_trainer_of_four_processes(monkeypatch):
+def test_eight_gpus_are_used_by_four_engines_and_a_trainer_of_four_processes(monkeypatch):
     monkeypatch.setattr(engine_command, "num_gpus", lambda: 8)
     commands = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name").output)["commands"]
     assert list(commands) == ["engine-0", "engine-1", "engine-2", "engine-3", "proxy", "trainer"]
@@ -169,14 +169,14 @@ def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_
     assert location.database_url(None) == "sqlite:///turnwise.db"
 
 
-def test_a_flag_and_a_setting_of_the_proxy_outrank_the_running_up(monkeypatch):
+def test_a_flag_and_a_setting_of_the_proxy_override_the_running_up(monkeypatch):
     with announced(RUNNING):
         assert location.database_url("sqlite:///flag.db") == "sqlite:///flag.db"
         monkeypatch.setenv("TURNWISE_PROXY_DATABASE", "sqlite:///mine.db")
         assert location.database_url(None) == "sqlite:///mine.db"
 
 
-def test_the_database_of_the_settings_file_is_found_while_nothing_runs():
+def test_the_database_of_the_settings_file_is_used_while_nothing_runs():
     Path("turnwise.toml").write_text('[up]\ndatabase = "sqlite:///configured.db"\n')
     assert location.database_url(None) == "sqlite:///configured.db"
 

@@ -1,4 +1,4 @@
-"""`turnwise policies` and `turnwise updates`: what is served, what was trained, and what can still be served."""
+"""`turnwise policies` and `turnwise updates`: served versions, updates, and versions that can still be served."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_versions_are_listed_with_reward_pin_and_files(url):
     ]
 
 
-def test_a_version_is_pinned_and_the_newest_followed_again(url):
+def test_a_version_is_pinned_and_unpinned(url):
     assert "Version 0 is pinned" in _run("policies", "activate", "0", "--database", url).output
     assert [each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output)] == [
         False,
@@ -57,14 +57,14 @@ def test_a_version_is_pinned_and_the_newest_followed_again(url):
     assert not any(each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output))
 
 
-def test_a_version_without_files_is_refused_with_those_that_have_some(url):
+def test_a_version_without_files_is_refused_with_a_list_of_those_with_files(url):
     result = _run("policies", "activate", "1", "--database", url)
     assert result.exit_code == 2
     assert "Version 1's files no longer exist. Choose one of: 0, 2." in result.stderr
     assert not any(each["pinned"] for each in json.loads(_run("policies", "--database", url, "--json").output))
 
 
-def test_an_unknown_version_is_the_callers_mistake(url):
+def test_an_unknown_version_is_a_usage_error(url):
     result = _run("policies", "activate", "9", "--database", url)
     assert (result.exit_code, "no policy version 9" in result.stderr) == (2, True)
 

@@ -35,7 +35,7 @@ def test_each_estimator_gives_the_numbers_worked_by_hand(chosen, expected):
     np.testing.assert_allclose(estimate(REWARDS, ONE_GROUP, chosen), expected, atol=1e-6)
 
 
-def test_groups_are_centred_apart_but_whitened_together():
+def test_groups_are_centred_separately_but_whitened_together():
     """REINFORCE++ with a baseline subtracts each group's mean, then divides by one deviation for the whole batch."""
     values, groups = np.array([0.0, 2.0, 10.0, 14.0]), ["a", "a", "b", "b"]
     np.testing.assert_allclose(estimate(values, groups, rule("dr_grpo")), [-1, 1, -2, 2])
@@ -51,7 +51,7 @@ def test_a_group_of_one_follows_the_explicit_rule():
         assert estimate(values, ["a"], rule(estimator, singleton="raw")).tolist() == [5.0]
 
 
-def test_equal_rewards_give_exactly_nothing_whatever_their_rounding():
+def test_equal_rewards_give_advantages_of_exactly_zero_despite_rounding():
     """0.1 eight times has a mean that is not 0.1; divided by epsilon, that error would become a gradient."""
     values = np.full(8, 0.1)
     for estimator in ("rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):

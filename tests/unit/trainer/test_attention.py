@@ -1,4 +1,4 @@
-"""The forest's rule of attention, in the forms that kernels take, over real architectures."""
+"""The forest's attention mask, in the forms that kernels accept, over real architectures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def grown_forest(seed, num_sequences=12, length=60):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_blocks_cover_what_the_rule_lets_be_seen_and_whole_blocks_are_seen_whole(seed):
+def test_the_blocks_cover_every_visible_pair_and_full_blocks_contain_only_visible_pairs(seed):
     """Against the dense mask, cut into blocks: each visible pair is covered, each invisible one is checked by token."""
     layout = grown_forest(seed)[0].lay_out()
     length = len(layout.tokens)
@@ -82,7 +82,7 @@ def test_flex_attention_with_the_block_mask_equals_sdpa_with_the_dense_one():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_packed_row_gives_each_sequence_the_logprobs_that_it_has_alone(tmp_path, name):
+def test_a_packed_row_gives_each_sequence_the_same_logprobs_as_a_row_of_its_own(tmp_path, name):
     """Over real architectures with random weights."""
     import transformers
 

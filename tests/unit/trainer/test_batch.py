@@ -26,7 +26,7 @@ def ids(*tokens):
     return np.array(tokens, np.int32)
 
 
-def test_what_sequences_begin_with_is_laid_out_once():
+def test_a_common_prefix_of_sequences_is_laid_out_once():
     """1 2 3 4, 1 2 5 and 6 make the segments 1 2 | 3 4 | 5 | 6: six tokens instead of eight."""
     forest = Forest()
     for tokens in (ids(1, 2, 3, 4), ids(1, 2, 5), ids(6)):
@@ -48,8 +48,8 @@ def test_what_sequences_begin_with_is_laid_out_once():
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8))
-def test_every_sequence_sees_exactly_itself(sequences):
-    """For any sequences: its places spell it, at their depths, and each token attends to its own prefix alone."""
+def test_every_sequence_attends_to_exactly_its_own_tokens(sequences):
+    """For any sequences: its positions hold its tokens at their depths, and each token attends to its prefix."""
     forest = Forest()
     for tokens in sequences:
         expected = forest.num_tokens + forest.num_new_tokens(ids(*tokens))
@@ -82,18 +82,18 @@ def test_weights_by_hand():
     np.testing.assert_allclose(batch.weights([2], "session_mean", 8), [0] * 4 + [1 / 2] * 2)
 
 
-def test_advantages_reach_the_tokens_of_their_own_turn():
+def test_advantages_apply_to_the_tokens_of_their_own_turn():
     batch = build([experience(turns=2)], [np.array([1.0, -2.0])], policy_version=0)
     assert batch.table.advantages.tolist() == [1.0, 1.0, -2.0, -2.0]
     assert batch.table.place.tolist() == [1, 2, 4, 5]
 
 
-def test_a_turn_under_a_sampler_mask_keeps_its_place_and_loses_its_loss():
+def test_a_turn_under_a_sampler_mask_keeps_its_position_and_has_no_loss():
     batch = build([experience(turns=2, sampling=[{"top_k": 5}, {}])], [np.ones(2)], policy_version=0)
     assert batch.table.place.tolist() == [4, 5]
 
 
-def test_minibatches_part_the_batch_and_never_cut_a_session():
+def test_minibatches_partition_the_batch_and_never_split_a_session():
     members = [experience(session_id=f"s{i // 2}", group_id=f"g{i // 6}") for i in range(24)]
     batch = build(members, [np.ones(1)] * 24, policy_version=0)
     parts = list(minibatches(batch, 4, np.random.default_rng(0)))
@@ -106,7 +106,7 @@ def test_minibatches_part_the_batch_and_never_cut_a_session():
     assert again == parts != other
 
 
-def test_rows_hold_to_the_budget_without_padding():
+def test_rows_stay_within_the_token_budget_without_padding():
     members = [experience(session_id=f"s{i}", tokens=[i, 50 + i, 60 + i]) for i in range(10)]
     batch = build(members, [np.ones(1)] * 10, policy_version=0)
     rows = pack(batch, range(10), row_tokens=7, packing="forest")
@@ -189,7 +189,7 @@ def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorith
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce", "cispo", "masked_is"])
 @pytest.mark.parametrize("row_tokens", [16, 30, 1000])
 def test_packed_and_merged_training_equals_one_row_per_turn(policy, algorithm, row_tokens):
-    """The law of the batch: merging, branching and packing change what is computed, never the loss or the gradient."""
+    """Merging, branching and packing change the computation, never the loss or the gradient."""
     turns = branching_session()
     credit = {"t0": 1.0, "t1": -0.5, "b1": 2.0, "t2": 0.7}
     merged = as_experiences(merge_session(turns))
@@ -202,8 +202,8 @@ def test_packed_and_merged_training_equals_one_row_per_turn(policy, algorithm, r
     assert actual[2] < expected[2]
 
 
-def test_experiences_of_a_real_ledger_pack_to_the_same_logprobs(tmp_path, policy):
-    """What rollouts captured, the packed forward gives back: every chain sees its own prefix alone."""
+def test_packed_experiences_of_a_real_ledger_have_the_captured_logprobs(tmp_path, policy):
+    """The packed forward gives the logprobs of the rollouts: every chain attends only to its own prefix."""
     db = new_ledger(tmp_path / "ledger.db")
     model = load_model(policy.spec.model)
     Rollouts(db, model, num_turns=3).play("a", num_groups=2)

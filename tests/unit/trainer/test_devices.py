@@ -1,4 +1,4 @@
-"""Where the model goes and what is written of it: devices of `torchrun`, memory that is too small, tied weights."""
+"""Devices of `torchrun`, rows that do not fit into memory, and the published weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkey
 
 
 def small_memory(monkeypatch, most_tokens):
-    """Let rows of more tokens run out of memory, as a device would."""
+    """Raise an out-of-memory error for rows of more tokens, as a device does."""
     real = Policy.logprobs
 
     def logprobs(self, row, *rest):
@@ -86,7 +86,7 @@ def small_memory(monkeypatch, most_tokens):
 
 
 @pytest.mark.parametrize("proximal", [False, True])
-def test_rows_that_do_not_fit_into_memory_are_cut_and_the_weights_are_the_same(
+def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same(
     tmp_path, model, ledger, monkeypatch, caplog, proximal
 ):
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
@@ -109,10 +109,10 @@ def test_rows_that_do_not_fit_into_memory_are_cut_and_the_weights_are_the_same(
         torch.testing.assert_close(cut[name], value, atol=1e-5, rtol=0)
 
 
-def test_a_group_that_does_not_fit_into_memory_is_refused_and_training_goes_on(
+def test_a_group_that_does_not_fit_into_memory_is_refused_and_training_continues(
     tmp_path, model, ledger, monkeypatch, caplog
 ):
-    """Two groups are trained; the one with longer sessions is dropped with its reason, and the trainer lives."""
+    """Two groups are trained; the one with longer sessions is dropped with its reason, and the trainer continues."""
     caplog.set_level(logging.WARNING)
     Rollouts(ledger, load_model(model)).play("short", num_groups=2)
     Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)

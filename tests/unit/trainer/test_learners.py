@@ -108,14 +108,14 @@ LEARNERS = [
 
 @pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: "-".join(map(str, learner.values())))
 def test_one_batch_moves_probability_to_the_better_sessions(tmp_path, model, played, learner):
-    """Whatever the loss and the estimator, the sign is right."""
+    """The sign is right for every loss and estimator."""
     state = train(tmp_path, model, played, **learner)
     assert state.progress.num_optimizer_steps == 2
     assert preference(tmp_path, load_model(model), load_model(tmp_path / "policies" / "v000001")) > 0.5
 
 
-def test_lora_publishes_an_adapter_and_leaves_the_base_alone(tmp_path, model, played):
-    """The adapter on the base gives the logprobs that the probe says, and resumes from its state."""
+def test_lora_publishes_an_adapter_and_does_not_change_the_base(tmp_path, model, played):
+    """The adapter on the base gives the logprobs of the probe, and training resumes from its state."""
     from peft import PeftModel
 
     train(tmp_path, model, played, kind="lora", lora_rank=4, kl_coef=0.01)
@@ -135,7 +135,7 @@ def test_lora_publishes_an_adapter_and_leaves_the_base_alone(tmp_path, model, pl
 
 
 def test_an_optimizer_instance_gives_its_class_and_defaults(tmp_path, model):
-    """The constructor takes a torch optimizer; `setup` loads the weights afresh and binds one like it to them."""
+    """The constructor takes a torch optimizer; `setup` loads the weights again and creates an equal one for them."""
     settings = settings_for(tmp_path, model)
     new_ledger(tmp_path / "ledger.db").close()
     built = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
@@ -177,8 +177,8 @@ def test_a_schedule_that_ends_needs_an_end():
         make_scheduler(optimizer, settings)
 
 
-def test_a_setting_is_declared_by_one_class_and_every_rule_is_part_of_the_settings():
-    """The settings of a part are declared in its rule alone, so the two cannot disagree."""
+def test_each_setting_is_declared_by_one_class_and_the_settings_contain_every_rule():
+    """The settings of a part are declared only in its rule, so the two cannot disagree."""
     declared = [name for rule in TrainerSettings.__mro__ for name in vars(rule).get("__annotations__", {})]
     fields = [name for name in declared if name in TrainerSettings.model_fields]
     assert sorted(fields) == sorted(TrainerSettings.model_fields)

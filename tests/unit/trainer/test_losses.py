@@ -52,13 +52,13 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient_by_hand():
     close(logprobs.grad, [-1.28])
 
 
-def test_masked_importance_sampling_leaves_tokens_out_of_bounds_out_by_hand():
+def test_masked_importance_sampling_excludes_tokens_out_of_bounds_by_hand():
     """Ratios 2 and 0.5 are outside of [0.8, 1.28]; ratio 1.1 gives -1.1 * 2 * -1 = 2.2."""
     loss = losses.masked_importance(tensor([-1.0] * 3), tensor([2.0, 0.5, 1.1]), tensor([1.0, 1.0, 2.0]), 0.2, 0.28)
     close(loss, [0.0, 0.0, 2.2])
 
 
-def test_dppo_masks_by_the_probability_that_moved_by_hand():
+def test_dppo_masks_by_the_change_of_probability_by_hand():
     """From 0.01 to 0.04 the ratio is 4 and only 0.03 of probability moved: kept. From 0.4 to 0.8, 0.4 moved: masked."""
     new, old = tensor([0.04, 0.8, 0.8]).log(), tensor([0.01, 0.4, 0.4]).log()
     close(losses.dppo(new, old, tensor([1.0, 1.0, -1.0]), 0.2, 0.2), [-4.0, 0.0, 2.0])
@@ -114,7 +114,7 @@ def test_a_sequences_correction_is_the_product_over_its_chain_by_hand():
     close(corrections.correction(tokens, LossRule(mis_cap=3.0, importance_level="sequence")), [0.0, 0.0, 2.0])
 
 
-def test_the_off_policy_mask_leaves_bad_old_chains_out_by_hand():
+def test_the_off_policy_mask_excludes_bad_old_chains_by_hand():
     """Both chains became ln 2 nats less probable; that of negative advantage is left out over a bound of 0.5."""
     tokens = of_chains(behaviour=tensor([-1.0 + LN2] * 3), advantages=tensor([-1.0, -1.0, 1.0]))
     close(corrections.importance_gate(tokens, LossRule(off_policy_mask=0.5)), [0.0, 0.0, 1.0])
@@ -151,7 +151,7 @@ def test_topr_keeps_good_samples_whole_and_tapers_bad_ones_by_hand():
     close(losses.topr(logprobs, log_ratio, tensor([1.0, -1.0, -1.0])), [2.0, -0.5, -2.0])
 
 
-def test_the_gradient_of_k1_knows_the_reference():
+def test_the_gradient_of_k1_depends_on_the_reference():
     """Its expectation over p is the KL's gradient: for p = (0.7, 0.3), q = (0.5, 0.5), d KL / d logit_0 by autograd."""
     logits, q = tensor([0.8473, 0.0], requires_grad=True), tensor([0.5, 0.5])
     exact = (logits.softmax(-1) * (logits.log_softmax(-1) - q.log())).sum()
@@ -162,8 +162,8 @@ def test_the_gradient_of_k1_knows_the_reference():
     assert abs(float(expected[0])) > 0.1
 
 
-def test_the_kl_in_the_reward_makes_each_token_answer_for_the_rest_of_its_chain_by_hand():
-    """Divergences 1, 2 and 4: chain 0 answers for 3 and 2, chain 1 for 4; coefficient 0.5."""
+def test_the_kl_in_the_reward_is_summed_over_the_rest_of_the_chain_by_hand():
+    """Divergences 1, 2 and 4: the sums are 3 and 2 in chain 0, and 4 in chain 1; coefficient 0.5."""
     tokens = of_chains(reference=tensor([-2.0, -3.0, -5.0]))
     close(losses.kl_in_advantages(tokens, 0.5), [1 - 1.5, 1 - 1.0, 1 - 2.0])
 
@@ -172,7 +172,7 @@ def test_sums_to_go_follow_the_order_within_each_chain():
     close(to_go(tensor([1.0, 2.0, 3.0, 4.0]), tensor([0, 1, 0, 1])), [4.0, 6.0, 3.0, 4.0])
 
 
-def test_what_counts_as_clipped_depends_on_the_algorithm():
+def test_the_fraction_of_clipped_tokens_depends_on_the_algorithm():
     """Ratios 2 with A > 0: PPO cuts it off; GSPO's sequence ratio does too; reinforce has no bound."""
     tokens = of_chains(behaviour=tensor([-1.0 - LN2] * 3))
     found = {name: int(clipped(tokens, LossRule(algorithm=name)).sum()) for name in ("ppo", "gspo", "reinforce")}
@@ -192,7 +192,7 @@ def double(tokens, rule):
     return -2 * tokens.advantages * tokens.logprobs
 
 
-def test_a_custom_loss_takes_the_algorithms_place():
+def test_a_custom_loss_replaces_the_algorithms_loss():
     """-2 * 1 * -1 = 2 a token."""
     rule = LossRule(algorithm="custom", custom_loss="a:b")
     assert float(loss_of(of_chains(), rule, double)) == pytest.approx(2.0)
@@ -223,7 +223,7 @@ def random_tokens(seed=0, count=40):
 
 
 def numpy_loss(rule, c, sequence):
-    """The same losses written once more, in float64 and with loops, straight from the papers."""
+    """An independent implementation of the losses in float64 with loops, from the papers."""
     total = 0.0
     for i in range(len(sequence)):
         lp, old, a = c["logprobs"][i], c["behaviour"][i], c["advantages"][i]
@@ -266,7 +266,7 @@ def test_each_loss_equals_an_independent_float64_version(algorithm, extra):
     assert float(actual) == pytest.approx(numpy_loss(rule, columns, sequence), abs=1e-6)
 
 
-def test_ratios_are_taken_to_the_proximal_weights_where_there_are_some():
+def test_ratios_are_relative_to_the_proximal_weights_where_they_exist():
     columns, sequence = random_tokens()
     tensors = {name: torch.tensor(values) for name, values in columns.items()}
     rule = LossRule(algorithm="ppo")

@@ -38,7 +38,7 @@ def workflow_for(tmp_path, model, **changes):
     return OffPolicyWorkflow.build_from_config(TrainerSettings(**(values | changes)), enable_jit=False)
 
 
-def test_the_buffer_warms_up_then_learns_and_lets_the_oldest_go(tmp_path, model, ledger):
+def test_the_buffer_warms_up_then_trains_and_evicts_the_oldest(tmp_path, model, ledger):
     """Capacity 4, batches of 2: two arrive (warm-up), two more (first update), two more push the first two out."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=6)
     workflow = workflow_for(tmp_path, model)
@@ -89,8 +89,8 @@ def draws(ledger, sampling, priorities, num_draws=400):
     return np.bincount(drawn, minlength=len(priorities))
 
 
-def test_sampling_favours_what_it_says(ledger):
-    """Uniform: all alike. Recency: at a half-life of a quarter, the newest of 4 comes 8 times as often as the oldest.
+def test_each_sampling_mode_has_its_documented_distribution(ledger):
+    """Uniform: equal. Recency: at a half-life of a quarter, the newest of 4 is 8 times as frequent.
 
     Of 400 draws, recency expects 400 * (1, 2, 4, 8) / 15 = 27, 53, 107, 213; three standard deviations are at most 30.
     """

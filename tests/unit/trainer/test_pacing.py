@@ -1,4 +1,4 @@
-"""What holds the trainer back, and that nothing is dropped without a log line meanwhile."""
+"""The bounds that make the trainer wait; no group is dropped without a log line during a wait."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(olde
 
 
 def test_a_strict_staleness_bound_tightens_the_pace():
-    """With max_staleness 1 a group of version 6 may be trained at version 7, one of version 5 no more."""
+    """With max_staleness 1 a group of version 6 may be trained at version 7, one of version 5 may not."""
     rule = PacingRule(max_staleness=1)
     assert why_held(Look(num_ready=1, oldest_in_flight=6), AT_7, rule) is None
     assert why_held(Look(num_ready=1, oldest_in_flight=5), AT_7, rule) is not None
@@ -48,7 +48,7 @@ def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
     assert isinstance(why_held(look, rewound, back), str)
 
 
-def test_versions_are_counted_along_the_way_that_the_weights_came():
+def test_versions_are_counted_along_the_ancestry_of_the_weights():
     """After going back from 7 to 3, version 8 is one version ahead of 3, and so is the next one of 8."""
     assert Position(recent_versions=(2, 3, 8)).lead_over(3) == 2
     assert Position(recent_versions=(2, 3, 8)).lead_over(8) == 1
@@ -104,7 +104,7 @@ def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database,
     assert "version 0 is pinned and the trainer is at version 7: training waits" in caplog.text
 
 
-def test_the_first_batch_waits_for_a_shorter_time(database):
+def test_the_wait_for_the_first_batch_is_shorter(database):
     add_session(database, "s", group_id="g", group_size=1)
     finish(database, "s")
     patient = {"wait_seconds": 3600.0, "first_wait_seconds": 0.0}
@@ -113,7 +113,7 @@ def test_the_first_batch_waits_for_a_shorter_time(database):
 
 
 def test_dropped_groups_are_named_in_the_log_when_nothing_else_is_ready(database, caplog):
-    """The claim comes back empty then, and the drop must not go unseen."""
+    """The claim is empty then, and the drop must still be logged."""
     add_session(database, "s", group_id="g", group_size=1)
     finish(database, "s")
     assert claims.claim(database, "t", max_groups=1, lease_seconds=1.0, min_policy_version=1) is None
@@ -129,7 +129,7 @@ def start_old_session(database):
 def test_a_slow_session_holds_the_trainer_and_is_trained_when_it_ends(database, bound):
     """At version 2 the next version would be 3 ahead of the session's: nothing is claimed before it ended.
 
-    Without a bound the quick group is claimed at once, and the slow one grows older and older.
+    Without a bound the quick group is claimed at once, and the slow one becomes ever more stale.
     """
     start_old_session(database)
     add_session(database, "quick", group_id="quick", group_size=1)

@@ -1,4 +1,4 @@
-"""The same loss and gradient however the policy computes them: compiled, checkpointed, in bfloat16."""
+"""The loss and gradient are the same in each mode of the policy: compiled, checkpointed, in bfloat16."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from turnwise.store import experiences
 from turnwise.types import PolicyKind
 
 TORCHS_OWN = "ignore:.*torch.jit:DeprecationWarning"
-"""The compiler's modules warn of each other."""
+"""The compiler's modules emit deprecation warnings."""
 ROW_TOKENS = 40
-"""Makes rows of one sequence, without a mask, and of several, with one."""
+"""Gives rows of one sequence without a mask, and rows of several sequences with a mask."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def count_passes(policy) -> list[None]:
 
 @pytest.mark.parametrize("kind", list(PolicyKind))
 def test_gradient_checkpointing_changes_no_number(model, batch, kind):
-    """It computes the layers again on the way back; for LoRA too, whose inputs carry no gradient by themselves."""
+    """The backward pass computes the layers again; also with LoRA, whose inputs need no gradient otherwise."""
     plain = policy_for(model, kind=kind, lora_rank=4)
     checkpointed = policy_for(model, kind=kind, lora_rank=4, gradient_checkpointing=True)
     passes = {policy: count_passes(policy) for policy in (plain, checkpointed)}
@@ -111,7 +111,7 @@ def test_a_compiled_policy_computes_the_same_loss_and_gradient(model, batch, mon
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(TORCHS_OWN)
-def test_a_workflow_that_is_built_with_jit_comes_to_the_same_weights(tmp_path, model):
+def test_a_workflow_with_jit_gives_the_same_weights(tmp_path, model):
     """The whole step, from claim to published version, with and without `enable_jit`."""
     found = {}
     for enable_jit in (False, True):

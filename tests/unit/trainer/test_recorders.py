@@ -42,7 +42,7 @@ def test_tensorboard_keeps_optimizer_steps_apart_from_batches(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_weights_and_biases_runs_offline_and_loses_no_line(tmp_path, monkeypatch):
+def test_weights_and_biases_runs_offline_and_records_every_line(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -70,7 +70,7 @@ def test_weights_and_biases_runs_offline_and_loses_no_line(tmp_path, monkeypatch
         ("wandb", lambda _: WeightsAndBiases("project", {})),
     ],
 )
-def test_a_recorder_whose_package_is_missing_says_what_to_install(tmp_path, monkeypatch, package, make):
+def test_the_error_for_a_recorder_without_its_package_names_the_package(tmp_path, monkeypatch, package, make):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(SettingsError, match=f"pip install {package}"):

@@ -1,4 +1,4 @@
-"""Rewards as they are trained: weighed by name, normalised apart, shaped by length, or by a function of the user's."""
+"""Rewards for training: weighted by name, normalised separately, shaped by length, or by the user's function."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def named(session_id, rewards, **fields):
     return dataclasses.replace(made, info=made.info | {"rewards": rewards, "metadata": {"bonus": 2.0}})
 
 
-def test_named_rewards_are_weighed_by_hand():
-    """3 * 1 + 1 * 2 = 5: names that are not listed weigh 1. All turns of a propagated session get it."""
+def test_named_rewards_are_weighted_by_hand():
+    """3 * 1 + 1 * 2 = 5: names without a weight have weight 1. All turns of a propagated session get it."""
     (shaped,) = shape_rewards(
         [named("s", {"correct": 1.0, "style": 2.0}, turns=2)], RewardRule(reward_weights={"correct": 3})
     )
     assert (shaped.reward, shaped.turn_returns.tolist()) == (5.0, [5.0, 5.0])
 
 
-def test_a_function_of_the_users_own_makes_the_reward(tmp_path, monkeypatch):
+def test_the_users_function_computes_the_reward(tmp_path, monkeypatch):
     """0.5 * 1 + 2 = 2.5."""
     (tmp_path / "my_rewards.py").write_text(
         "def combine(rewards, metadata):\n    return 0.5 * rewards['correct'] + metadata['bonus']\n"
@@ -37,7 +37,7 @@ def test_a_function_of_the_users_own_makes_the_reward(tmp_path, monkeypatch):
     assert shaped.reward == 2.5
 
 
-def test_a_function_that_is_not_there_is_named_with_its_setting():
+def test_a_missing_function_is_named_with_its_setting():
     with pytest.raises(SettingsError, match="custom_reward='nowhere:f' cannot be imported"):
         shape_rewards([named("s", {"a": 1.0})], RewardRule(custom_reward="nowhere:f"))
 
@@ -48,7 +48,7 @@ def test_the_overlong_penalty_by_hand(num_tokens, penalty):
     assert overlong_penalty(num_tokens, RewardRule(overlong_tokens=100, overlong_buffer=40)) == penalty
 
 
-def test_rewards_are_normalised_apart_by_hand():
+def test_rewards_are_normalised_separately_by_hand():
     """GDPO: the large reward a and the small reward b count alike.
 
     Of (a, b): (0, 0), (100, 0), (0, 1), (100, 1). Each is normalised in its group to ± 0.866025 (ddof 1): sums -1.732,

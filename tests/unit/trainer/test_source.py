@@ -1,4 +1,4 @@
-"""The ledger as the trainer's source: what it hands out, and what it does with groups that never come whole."""
+"""The ledger as the trainer's source: claimed batches, and incomplete groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def source_for(database: Database, **changes) -> LedgerSource:
 
 
 def play_incomplete_group(database: Database) -> None:
-    """Write a group of three: one session with a reward, one without, one that never began."""
+    """Write a group of three: one session with a reward, one without, one that was never created."""
     for session_id in ("finished", "unfinished"):
         add_session(database, session_id, group_id="g", group_size=3)
     finish(database, "finished")
@@ -46,7 +46,7 @@ def groups(database: Database) -> dict[str, int]:
         return queries.counts(connection).groups
 
 
-def test_a_stalled_group_is_trained_on_what_is_finished(database):
+def test_a_stalled_group_is_trained_on_its_finished_sessions(database):
     play_incomplete_group(database)
     source = source_for(database, stalled_policy="train")
     started = time.monotonic()
@@ -56,7 +56,7 @@ def test_a_stalled_group_is_trained_on_what_is_finished(database):
     assert [experience.session_id for experience in batch.experiences] == ["finished"]
 
 
-def test_a_stalled_group_is_dropped_where_that_is_the_policy(database):
+def test_a_stalled_group_is_dropped_with_that_setting(database):
     play_incomplete_group(database)
     source = source_for(database, stalled_policy="drop")
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -66,7 +66,7 @@ def test_a_stalled_group_is_dropped_where_that_is_the_policy(database):
 
 
 @pytest.mark.parametrize("rule", [{"stalled_seconds": None}, {"stalled_seconds": 3600.0}])
-def test_an_incomplete_group_is_waited_for_by_default_and_until_it_is_stalled(database, rule):
+def test_the_trainer_waits_for_an_incomplete_group_by_default_and_until_it_is_stalled(database, rule):
     play_incomplete_group(database)
     assert source_for(database, **rule)._look(Position()).num_ready == 0
     assert groups(database) == {"open": 1}
@@ -77,7 +77,7 @@ def test_an_incomplete_group_is_waited_for_by_default_and_until_it_is_stalled(da
     assert source_for(database, **rule)._look(Position()).num_ready == 1
 
 
-def test_groups_of_two_tenants_with_equal_names_are_centred_apart(database):
+def test_groups_of_two_tenants_with_equal_names_are_centred_separately(database):
     """Acme's rewards 1 and 0 have mean 0.5, zeta's 5 and 3 mean 4, although their groups and sessions share names."""
     for tenant, rewards in (("acme", (1, 0)), ("zeta", (5, 3))):
         for run, reward in enumerate(rewards):
@@ -97,10 +97,10 @@ def test_groups_of_two_tenants_with_equal_names_are_centred_apart(database):
         ("zeta", "kim-1"): -1.0,
     }
     built = build(chosen.experiences, chosen.advantages, policy_version=0)
-    assert len(set(built.table.session)) == 4  # the loss weighs four sessions, not two
+    assert len(set(built.table.session)) == 4  # the loss has four sessions, not two
 
 
-def test_a_refusal_drops_the_group_of_the_named_tenant_alone(database):
+def test_a_refusal_drops_only_the_group_of_the_named_tenant(database):
     for tenant in ("acme", "zeta"):
         add_session(database, "kim", tenant=tenant)
         finish(database, "kim", 1, tenant)
@@ -113,8 +113,8 @@ def test_a_refusal_drops_the_group_of_the_named_tenant_alone(database):
         assert queries.counts(connection, "zeta").groups == {"dropped": 1}
 
 
-def test_what_the_trainer_waits_for_can_be_read_from_the_store(database):
-    """One group of four is ready: the report says so, and when the batch starts in any case."""
+def test_the_reason_of_the_trainers_wait_is_stored(database):
+    """One group of four is ready: the report has this number and the time at which the batch starts in any case."""
     add_session(database, "s")
     finish(database, "s")
     source = source_for(database, groups_per_batch=4, wait_seconds=60.0)

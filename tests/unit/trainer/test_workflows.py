@@ -26,7 +26,7 @@ from turnwise.version_directory import check_digests, read_manifest
 
 
 class Killed(BaseException):
-    """Raised where a process would have died; nothing may catch it."""
+    """Raised where a process would be killed; no code may catch it."""
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     assert sum(sum(session.advantages.values()) for session in newest.sessions) == pytest.approx(0.0)
 
 
-def test_the_engines_directory_holds_model_files_and_a_manifest_alone(tmp_path, model, ledger):
+def test_the_engines_directory_holds_only_model_files_and_a_manifest(tmp_path, model, ledger):
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     train(settings_for(tmp_path, model, total_batches=1))
     directory = tmp_path / "policies" / "v000001"
@@ -123,7 +123,7 @@ def test_the_engines_directory_holds_model_files_and_a_manifest_alone(tmp_path, 
     assert (tmp_path / "policies" / "latest").read_text() == "v000001\n"
 
 
-def test_a_changed_weight_file_is_told_by_its_digest(tmp_path, model, ledger):
+def test_a_changed_weight_file_is_detected_by_its_digest(tmp_path, model, ledger):
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     train(settings_for(tmp_path, model, total_batches=1))
     directory = tmp_path / "policies" / "v000001"
@@ -144,7 +144,7 @@ KILLS = [
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, model):
-    """Return the directory of a run that nothing interrupted, for a workflow; each is made once."""
+    """Return the directory of an uninterrupted run of a workflow; each is played once."""
 
     @functools.cache
     def made(workflow):
@@ -195,7 +195,7 @@ def test_a_batch_from_a_mismatched_engine_is_refused_before_any_weight_moves(tmp
     assert all(torch.equal(base[name], value) for name, value in state.policy.model.state_dict().items())
 
 
-def test_a_run_goes_on_after_a_refused_batch_and_a_restart(tmp_path, model, ledger):
+def test_a_run_continues_after_a_refused_batch_and_a_restart(tmp_path, model, ledger):
     """A refused batch leaves no checkpoint, and its number is not used again."""
     policy = load_model(model)
     Rollouts(ledger, policy, gap=0.5).play("a", num_groups=3)
@@ -215,7 +215,7 @@ def test_uniform_groups_are_skipped_and_counted(tmp_path, model, ledger):
 
 
 def test_behaviour_at_another_temperature_is_reproduced(tmp_path, model, ledger):
-    """On-policy tokens sampled at temperature 0.7 show no gap, because the trainer scales its logits alike."""
+    """On-policy tokens sampled at temperature 0.7 have no gap, because the trainer scales its logits equally."""
     Rollouts(ledger, load_model(model), sampling={"temperature": 0.7}).play("a", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=1))
     assert state.metrics["logprob_gap_max"] < 1e-5
@@ -229,7 +229,7 @@ def test_turns_under_a_sampler_mask_carry_no_loss(tmp_path, model, ledger):
 
 
 def test_groups_that_are_too_old_are_dropped(tmp_path, model, ledger):
-    """With max_staleness 0, nothing sampled by version 0 is trained once version 1 is there."""
+    """With max_staleness 0, no token of version 0 is trained after version 1 is published."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=4)
     settings = settings_for(tmp_path, model, max_staleness=0, total_batches=1)
     train(settings)
@@ -244,7 +244,7 @@ def test_groups_that_are_too_old_are_dropped(tmp_path, model, ledger):
     assert groups_by_status(ledger) == {"trained": 3, "dropped": 1}
 
 
-def test_a_signal_ends_the_run_and_gives_the_ledger_back_clean(tmp_path, model, ledger):
+def test_a_signal_ends_the_run_and_leaves_no_claimed_group(tmp_path, model, ledger):
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     assert run(settings_for(tmp_path, model)) == 0
     assert groups_by_status(ledger) == {}
@@ -259,7 +259,7 @@ def test_a_missing_trainer_state_is_refused_with_a_sentence(tmp_path, model, led
         train(settings)
 
 
-def test_old_versions_go_but_never_one_in_use(tmp_path, model, ledger):
+def test_old_versions_are_deleted_but_never_one_in_use(tmp_path, model, ledger):
     """Version 4 is the newest, and engines may still be on its parent 3."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=4)
     train(settings_for(tmp_path, model, groups_per_batch=1, total_batches=4, keep_versions=1))
@@ -277,8 +277,8 @@ def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger)
     assert expected <= set(lines[-1])
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_counted_and_written_down(tmp_path, model, ledger, monkeypatch):
-    """The weights stay as they are and the run goes on; JSON knows no NaN, so the line says null."""
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_logged(tmp_path, model, ledger, monkeypatch):
+    """The weights stay unchanged and the run continues; JSON has no NaN, so the line has null."""
     losses = iter([1.0, float("nan")])
     monkeypatch.setattr(agent, "loss_of", lambda tokens, rule, _: loss_of(tokens, rule) * next(losses))
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
@@ -313,7 +313,7 @@ def test_an_evaluation_follows_every_so_many_batches_and_is_recorded(tmp_path, m
 
 
 def test_a_changed_learning_rate_takes_effect_after_a_restart_and_is_logged(tmp_path, model, ledger, caplog):
-    """The saved optimizer state brings back the moments alone; rates and betas are those of the settings."""
+    """The saved optimizer state restores only the moments; rates and betas come from the settings."""
     caplog.set_level("INFO")
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     train(settings_for(tmp_path, model, total_batches=1))
@@ -338,8 +338,8 @@ def test_a_setting_that_the_weights_depend_on_cannot_change_within_a_run(tmp_pat
     workflow.close()
 
 
-def test_training_goes_back_to_a_pinned_version_where_that_is_the_setting(tmp_path, model, ledger):
-    """Version 3 is trained from the weights of the pinned version 1, and survives a restart."""
+def test_training_returns_to_a_pinned_version_with_that_setting(tmp_path, model, ledger):
+    """Version 3 is trained from the weights of the pinned version 1, also after a restart."""
     policy = load_model(model)
     Rollouts(ledger, policy).play("a", num_groups=6)
     changes = {"max_versions_in_flight": 1, "max_staleness": None, "when_pinned": "train_pinned", "keep_versions": 9}

@@ -1,4 +1,4 @@
-"""`turnwise verify` on a sound database and on one with each fault: every fault is named with its place."""
+"""`turnwise verify` on a sound database and on one with each fault: every fault is named with its location."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_filter_narrows_what_is_checked(database: Database, tmp_path: Path) ->
     assert verify(tmp_path, "--session-id", "other")[0] == 1
 
 
-def test_an_engine_that_is_not_there_is_one_sentence(database: Database, tmp_path: Path) -> None:
+def test_an_unreachable_engine_is_reported_in_one_sentence(database: Database, tmp_path: Path) -> None:
     command = ["verify", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--engine", "http://127.0.0.1:1"]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 1

@@ -42,7 +42,7 @@ def proxy(served, monkeypatch):
 
 
 class Chat(Workflow):
-    """Asks as many times as the task says; each reply is a step worth what the task says."""
+    """Makes the task's number of calls; each reply is a step with the task's reward."""
 
     attempts: ClassVar[dict[str, int]] = {}
     lock = threading.Lock()
@@ -102,7 +102,7 @@ def test_defaults_are_those_of_the_original():
 
 
 def test_the_pool_holds_one_workflow_object_for_each_parallel_run_and_is_made_once():
-    """All objects share the engine and one executor of as many threads; a second call changes nothing."""
+    """All objects share the engine and one executor with the same number of threads; a second call changes nothing."""
 
     async def go():
         engine = AgentWorkflowEngine(Chat, {"gamma": 0.5}, RolloutEngine(), n_parallel_tasks=3)
@@ -121,7 +121,7 @@ def test_the_pool_holds_one_workflow_object_for_each_parallel_run_and_is_made_on
 
 
 def test_a_workflow_that_is_not_multithread_safe_is_refused():
-    """An environment that says so cannot live in a pool."""
+    """An environment that is not thread-safe cannot be used in a pool."""
 
     class Unsafe(BaseEnv):
         def reset(self, task=None):
@@ -162,7 +162,7 @@ def test_without_ids_each_task_is_its_own(proxy):
     assert len({episode.id.rpartition(":")[0] for episode in episodes}) == 2
 
 
-def test_tasks_and_ids_must_be_as_many(proxy):
+def test_tasks_and_ids_must_have_the_same_length(proxy):
     """A list that is too short is an error, not a truncated batch."""
     with pytest.raises(ValueError, match="zip"):
         execute(proxy, [{"q": 1}], ["a", "b"])
@@ -186,7 +186,7 @@ def test_an_error_is_retried_up_to_the_limit_under_the_same_id(proxy):
     ],
 )
 def test_any_other_reason_is_final(proxy, reason):
-    """Only an error is tried again."""
+    """Only an error is retried."""
     (episode,) = execute(proxy, [{"q": 1, "reason": reason}], ["a"])
     assert episode.termination_reason is reason
     assert Chat.attempts == {"a:0": 1}
@@ -198,7 +198,7 @@ def test_a_run_that_fails_on_every_attempt_ends_the_batch(proxy):
         execute(proxy, [{"q": 1, "crashes": 9}], ["a"])
 
 
-def test_or_its_last_error_is_returned_and_the_others_are_intact(proxy):
+def test_without_raise_on_error_the_last_error_is_returned_and_other_episodes_are_intact(proxy):
     """Without `raise_on_error` the failed episode stands among the good ones."""
     tasks = [{"q": 1}, {"q": 2, "crashes": 9}, {"q": 3}]
     episodes = execute(proxy, tasks, ["a", "b", "c"], engine_args={"raise_on_error": False})
@@ -233,7 +233,7 @@ def test_the_engine_leaves_reset_to_the_workflow(proxy):
 
 
 def test_each_run_is_a_session_and_equal_ids_are_a_group(proxy):
-    """The ledger knows task, run, group and size, and ends each session with the episode's reason and reward."""
+    """The ledger stores task, run, group and size, and ends each session with the episode's reason and reward."""
     execute(proxy, [{"q": 1}, {"q": 1}, {"q": 2}], ["a", "a", "b"])
     sessions = sorted(proxy.sessions.values(), key=lambda session: (session["task_id"], session["run"]))
     assert [(s["task_id"], s["run"], s["group_size"], s["split"]) for s in sessions] == [
@@ -249,7 +249,7 @@ def test_each_run_is_a_session_and_equal_ids_are_a_group(proxy):
 
 
 def test_the_ledger_holds_exactly_the_turns_of_the_episodes(proxy):
-    """What an episode's steps hold is what was captured, token by token, with the version that sampled it."""
+    """An episode's steps hold the captured tokens and the version that sampled them."""
     episodes = execute(proxy, [{"q": k, "rewards": [0.0, 1.0]} for k in range(6)])
     outputs = [step.model_output for episode in episodes for t in episode.trajectories for step in t.steps]
     captured = {turn["turn_id"]: turn for turn in proxy.turns}
@@ -289,15 +289,15 @@ def test_validation_runs_are_never_trained_on(proxy):
     assert [session["split"] for session in proxy.sessions.values()] == ["eval"]
 
 
-def test_refusals_of_a_busy_proxy_are_outwaited(proxy):
-    """Twenty 429s among thirty runs: every episode comes back whole."""
+def test_refusals_of_a_busy_proxy_are_retried(proxy):
+    """Twenty 429s among thirty runs: every episode is complete."""
     proxy.refusals += [(429, {"retry-after": "0"})] * 20
     episodes = execute(proxy, [{"q": k} for k in range(30)], engine_args={"n_parallel_tasks": 8})
     assert {episode.termination_reason for episode in episodes} == {TerminationReason.ENV_DONE}
 
 
-def test_a_batch_that_fails_leaves_nothing_running(proxy):
-    """rLLM lets the other runs go on unseen; here they are over before the caller hears of it."""
+def test_a_failed_batch_leaves_no_run_active(proxy):
+    """rLLM leaves the other runs active; here they have ended before the error reaches the caller."""
 
     class Slow(Chat):
         running = 0
@@ -323,7 +323,7 @@ def test_a_batch_that_fails_leaves_nothing_running(proxy):
 
 
 def test_a_reply_is_stamped_with_the_version_before_the_await():
-    """Weights that change while a reply is sampled do not make the reply theirs."""
+    """A change of weights while a reply is sampled does not change its version."""
 
     class Reloading(RolloutEngine):
         weight_version = 4
@@ -352,7 +352,7 @@ def test_sampling_outside_a_run_needs_a_name_for_its_session(proxy):
 
 
 def test_a_prompt_over_the_models_length_ends_the_episode_by_name(proxy, monkeypatch):
-    """The engine's refusal becomes the termination reason that rLLM has for it, and is not tried again."""
+    """The engine's refusal becomes rLLM's termination reason for it, and is not retried."""
 
     class Long(Chat):
         async def run(self, task, uid, **kwargs):
@@ -373,7 +373,7 @@ def test_a_prompt_over_the_models_length_ends_the_episode_by_name(proxy, monkeyp
     assert episode.termination_reason is TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED
 
 
-def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(monkeypatch, capsys):
+def test_progress_is_one_line_on_a_terminal_and_absent_elsewhere(monkeypatch, capsys):
     """Counts and failures, written over one another; a log file is not filled with them."""
     silent = Progress(2)
     silent.advance(failed=False)
@@ -406,13 +406,13 @@ def test_a_single_run_may_be_processed_by_itself(proxy):
     assert (session["run"], "group_id" in session) == (3, False)
 
 
-def test_an_engine_that_defines_nothing_says_what_to_define():
+def test_the_error_of_an_abstract_engine_names_the_missing_method():
     with pytest.raises(NotImplementedError, match="RolloutEngine must define get_model_response"):
         asyncio.run(RolloutEngine().get_model_response([]))
 
 
 class Memory(RolloutEngine):
-    """Notes whether it is awake."""
+    """Records whether it is awake."""
 
     def __init__(self):
         self.seen = []
@@ -432,7 +432,7 @@ def verl_batch(*, validate=False):
 
 
 def test_the_engine_sleeps_again_also_after_a_failed_batch():
-    """rLLM leaves it awake, and in validation, when a task raises; the next batch here finds it as it should be."""
+    """When a task raises, rLLM leaves it awake and in validation mode; here its state is restored."""
 
     class Crash(Chat):
         async def run(self, task, uid, **kwargs):

@@ -1,4 +1,4 @@
-"""Episodes as rows of tokens: what verl trains on, without verl."""
+"""Episodes as rows of tokens in verl's format, without verl."""
 
 import pytest
 
@@ -48,28 +48,28 @@ def test_a_trajectory_that_is_not_cumulative_keeps_its_last_conversation(caplog)
     assert "not cumulative" in caplog.text
 
 
-def test_steps_without_captured_tokens_are_left_out_aloud(caplog):
+def test_steps_without_captured_tokens_are_skipped_with_a_warning(caplog):
     """Text is never tokenised again: a step that no model sampled has no tokens to train."""
     rows = rows_of(episode(None, GROWING[0], rewards=[0.0, 1.0]), "t", stepwise=True)
     assert [row.step_id for row in rows] == ["t_solver_step1"]
     assert "no captured tokens" in caplog.text
 
 
-def test_no_episode_and_no_step_make_no_row():
+def test_a_missing_episode_and_an_empty_trajectory_give_no_row():
     """A lost episode, and one whose trajectories are empty, are dropped."""
     assert rows_of(None, "t", stepwise=False) == []
     assert rows_of(Episode(trajectories=[Trajectory(), Trajectory()]), "t", stepwise=True) == []
 
 
 def test_an_empty_trajectory_beside_a_full_one_is_skipped():
-    """The others of the episode still make their rows."""
+    """The other trajectories of the episode still give their rows."""
     full = episode(GROWING[0])
     full.trajectories.insert(0, Trajectory(name="judge"))
     assert [row.trajectory_id for row in rows_of(full, "t", stepwise=False)] == ["t_solver"]
 
 
 @pytest.mark.parametrize("reason", list(TerminationReason))
-def test_compact_filtering_takes_out_the_reasons_it_names(reason):
+def test_compact_filtering_masks_the_configured_reasons(reason):
     """A flag for each reason, and one for all of it; the row itself stays in the batch."""
     ended = episode(GROWING[0])
     ended.termination_reason = reason
@@ -80,12 +80,12 @@ def test_compact_filtering_takes_out_the_reasons_it_names(reason):
 
 
 def test_an_episode_belongs_to_the_task_in_its_id():
-    """rLLM goes by position, which is another task's when equal ids do not stand together; so do foreign ids here."""
+    """rLLM matches by position, which fails when equal ids are not adjacent; here only unknown ids do so."""
     assert task_of(Episode(id="b:1"), 0, ["a", "b"]) == "b"
     assert task_of(Episode(id="unheard of"), 0, ["a", "b"]) == "a"
 
 
-def test_results_are_put_back_where_the_batch_had_their_tasks():
-    """Ids a b a come back as a a b; verl repeats its rows by position."""
+def test_results_are_returned_in_the_order_of_the_batch():
+    """Ids a b a are returned as a a b; verl repeats its rows by position."""
     back = in_batch_order([Episode(id="a:0"), Episode(id="a:1"), Episode(id="b:0")], ["a", "b", "a"])
     assert [one.id for one in back] == ["a:0", "b:0", "a:1"]

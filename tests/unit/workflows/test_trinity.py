@@ -50,7 +50,7 @@ def ask(client, text="x", **kwargs):
 
 @dataclasses.dataclass
 class Plan:
-    """What a run does: calls per step, its reward or rewards, when it stops, when it breaks."""
+    """The script of a run: calls per step, its reward or rewards, when it stops, when it raises."""
 
     calls: tuple[int, ...] = (1, 2, 1)
     rewards: tuple[float, ...] = (0.5, 1.0, 2.0)
@@ -157,8 +157,8 @@ def test_every_experience_of_a_step_gets_its_reward_and_number(model, kind):
 
 
 @pytest.mark.parametrize("kind", STEPPED)
-def test_step_rewards_land_in_the_ledger_as_lines_of_their_steps(proxy, model, kind):
-    """What a plain client writes with `X-Step` and `POST /v1/rewards`: the same lines, the same steps of turns."""
+def test_step_rewards_are_stored_in_the_ledger_as_lines_of_their_steps(proxy, model, kind):
+    """The lines and steps equal those of a plain client with `X-Step` and `POST /v1/rewards`."""
     run(make(kind, model))
     session = last_session(proxy)
     assert [(line["step"], line["value"]) for line in proxy.rewards] == [(0, 0.5), (1, 1.0), (2, 2.0)]
@@ -172,7 +172,7 @@ def test_step_rewards_land_in_the_ledger_as_lines_of_their_steps(proxy, model, k
 
 
 @pytest.mark.parametrize("kind", [*STEPPED, *PROPAGATED])
-def test_a_step_that_says_no_is_the_last(proxy, model, kind):
+def test_a_step_that_returns_false_is_the_last(proxy, model, kind):
     """The step itself still counts."""
     made = run(make(kind, model, stop_after=1))
     assert [exp.eid.step for exp in made] == [0, 1, 1]
@@ -180,8 +180,8 @@ def test_a_step_that_says_no_is_the_last(proxy, model, kind):
 
 
 @pytest.mark.parametrize("kind", STEPPED)
-def test_a_step_without_calls_is_judged_and_leaves_nothing(proxy, model, kind):
-    """`reward` is called with an empty list; there is no experience to put it on."""
+def test_a_step_without_calls_is_judged_and_gives_no_experience(proxy, model, kind):
+    """`reward` is called with an empty list; there is no experience for its result."""
     workflow = make(kind, model, calls=(1, 0, 1))
     assert [exp.eid.step for exp in run(workflow)] == [0, 2]
     assert workflow.seen == [1, 0, 1]
@@ -189,8 +189,8 @@ def test_a_step_without_calls_is_judged_and_leaves_nothing(proxy, model, kind):
 
 
 @pytest.mark.parametrize("kind", STEPPED)
-def test_an_exception_loses_nothing(proxy, model, kind):
-    """Trinity loses all of the run. Here turns and earlier rewards are in the ledger, and on the object."""
+def test_an_exception_loses_no_turn_and_no_earlier_reward(proxy, model, kind):
+    """Trinity loses the whole run. Here turns and earlier rewards are in the ledger and on the object."""
     workflow = make(kind, model, break_in_step=1)
     with pytest.raises(RuntimeError, match="tool crashed"):
         run(workflow)
@@ -201,8 +201,8 @@ def test_an_exception_loses_nothing(proxy, model, kind):
 
 
 @pytest.mark.parametrize("kind", STEPPED)
-def test_a_judge_that_breaks_loses_nothing_either(proxy, model, kind):
-    """The step's experiences are there without a reward, which may still be given later."""
+def test_an_exception_in_the_reward_function_loses_no_turn(proxy, model, kind):
+    """The step's experiences have no reward; it may still be given later."""
     workflow = make(kind, model, break_in_reward=1)
     with pytest.raises(RuntimeError, match="judge crashed"):
         run(workflow)
@@ -225,8 +225,8 @@ def test_a_run_has_one_reward_and_counts_its_steps(proxy, model, kind):
 
 
 @pytest.mark.parametrize("kind", PROPAGATED)
-def test_the_steps_of_a_run_are_counted_to_the_one_that_stopped(model, kind):
-    """Step 1 says no: two environment steps, whatever `max_step_num` allows."""
+def test_the_steps_of_a_run_are_counted_up_to_the_one_that_stopped(model, kind):
+    """Step 1 returns False: two environment steps, although `max_step_num` allows more."""
     made = run(make(kind, model, stop_after=1))
     assert [exp.metrics for exp in made] == [{"actual_env_steps": 2}] * 3
 
@@ -241,8 +241,8 @@ def test_a_run_without_any_call_is_judged_too(proxy, model, kind):
 
 
 @pytest.mark.parametrize("kind", PROPAGATED)
-def test_an_exception_leaves_a_run_that_a_reward_may_still_come_for(proxy, model, kind):
-    """No reward, hence never trained; all turns are there."""
+def test_after_an_exception_a_run_may_still_be_rewarded(proxy, model, kind):
+    """Without a reward it is never trained; all turns are stored."""
     with pytest.raises(RuntimeError):
         run(make(kind, model, break_in_step=1))
     assert (len(proxy.turns), proxy.rewards, last_session(proxy)["termination_reason"]) == (3, [], "error")
@@ -266,8 +266,8 @@ def test_the_client_is_synchronous_or_asynchronous_as_the_workflow_is(model):
     assert Stepped(task=task, model=model, use_openai_client=False).client is None
 
 
-def test_what_a_subclass_leaves_out_is_named(model):
-    """`step`, `reward` and `max_step_num` are the subclass's to define."""
+def test_a_missing_method_of_a_subclass_is_named(model):
+    """A subclass must define `step`, `reward` and `max_step_num`."""
     for kind in (StepWiseRewardWorkflow, RewardPropagationWorkflow):
         workflow = kind(task=Task(), model=model)
         with pytest.raises(NotImplementedError, match="must define step"):
@@ -278,8 +278,8 @@ def test_what_a_subclass_leaves_out_is_named(model):
             workflow.reward([], **({"step_num": 0} if kind is StepWiseRewardWorkflow else {}))
 
 
-def test_what_an_asynchronous_subclass_leaves_out_is_named(model):
-    """`step_async` and `reward_async` are the subclass's to define."""
+def test_a_missing_method_of_an_asynchronous_subclass_is_named(model):
+    """An asynchronous subclass must define `step_async` and `reward_async`."""
     for kind, arguments in [(AsyncStepWiseRewardWorkflow, {"step_num": 0}), (AsyncRewardPropagationWorkflow, {})]:
         workflow = kind(task=Task(), model=model)
         with pytest.raises(NotImplementedError, match="must define step_async"):
@@ -297,7 +297,7 @@ def test_flags_and_their_old_names(model):
 
 
 def test_a_second_run_of_one_object_is_a_second_session(proxy, model):
-    """The client that the agent keeps follows the run."""
+    """The agent keeps one client, which samples in the session of the current run."""
     workflow = make(Stepped, model)
     run(workflow)
     run(workflow)
@@ -305,7 +305,7 @@ def test_a_second_run_of_one_object_is_a_second_session(proxy, model):
     assert [len(proxy.turns_of(session_id)) for session_id in proxy.sessions] == [4, 4]
 
 
-def test_history_is_what_the_session_captured_whatever_call_made_it(model):
+def test_history_has_the_captured_turns_of_every_kind_of_call(model):
     """Plain, n = 2, streams, raw replies: Trinity records `create` alone, the ledger all of them."""
     client = model.get_openai_client()
     ask(client)
@@ -321,16 +321,16 @@ def test_history_is_what_the_session_captured_whatever_call_made_it(model):
     assert client.model_path == model.model_name == "served"
 
 
-def test_an_abandoned_stream_is_in_the_ledger_but_no_experience(proxy, model):
-    """Trinity never hears of it; here it is kept as aborted and left out of what is judged."""
+def test_an_abandoned_stream_is_in_the_ledger_but_is_not_an_experience(proxy, model):
+    """Trinity does not record it; here it is stored as aborted and excluded from the experiences."""
     ask(model.get_openai_client())
     proxy.turns[0]["outcome"] = "aborted"
     assert model.extract_experience_from_history() == []
     assert len(proxy.turns) == 1
 
 
-def test_extracting_clears_unless_told_not_to(model):
-    """The second extraction has what came after the first."""
+def test_extracting_clears_the_history_by_default(model):
+    """The second extraction has the turns after the first."""
     client = model.get_openai_client()
     ask(client, "1")
     assert len(model.extract_experience_from_history(clear_history=False)) == 1
@@ -340,8 +340,8 @@ def test_extracting_clears_unless_told_not_to(model):
     assert [exp.response_text for exp in model.extract_experience_from_history()] == ["re:3"]
 
 
-def test_clones_share_connections_and_not_history(model):
-    """Each clone has a session of its own, and what it samples is its own."""
+def test_clones_share_connections_but_not_history(model):
+    """Each clone has its own session and its own samples."""
     one, two = model.clone_with_isolated_history(), model.clone_with_isolated_history(run=3)
     ask(one.get_openai_client())
     assert one.client is two.client is model.client
@@ -357,7 +357,7 @@ def test_chat_returns_experiences(model):
     assert [exp.turn_id for exp in model.extract_experience_from_history()] == [exp.turn_id for exp in made]
 
 
-def test_the_asynchronous_methods_do_the_same(model):
+def test_the_asynchronous_methods_return_the_same(model):
     """Replies and history without blocking the event loop."""
 
     async def go():
@@ -370,7 +370,7 @@ def test_the_asynchronous_methods_do_the_same(model):
 
 
 def test_ids_of_an_experience():
-    """Group, run and step ids leave out what does not count for them; the suffix is six hex digits."""
+    """Group, run and step ids omit the narrower parts; the suffix is six hex digits."""
     eid = EID(batch=1, task=2, run=3, step=4, suffix="abc")
     assert (eid.uid, eid.tid, eid.rid, eid.sid, str(eid)) == ("1/2/3/4/abc", "1/2", "1/2/3", "1/2/4", "1/2/3/4/abc")
     assert len(EID().suffix) == 6
@@ -421,11 +421,11 @@ FIELDS = {
 
 @pytest.mark.parametrize("record", FIELDS)
 def test_records_have_the_fields_of_the_original(record):
-    """By the same names, so that a workflow's own code reads and writes what it always did."""
+    """The names are the same, so a workflow's code works unchanged."""
     assert set(FIELDS[record].split()) <= {field.name for field in dataclasses.fields(record)}
 
 
-def test_ids_are_empty_until_somebody_knows_them():
+def test_ids_are_empty_until_they_are_set():
     """Batch and task have no name yet; run and step are the first."""
     eid = EID()
     assert (eid.batch, eid.task, eid.run, eid.step) == ("", "", 0, 0)
@@ -472,8 +472,8 @@ def test_the_runner_leaves_a_task_that_the_workflow_set_and_means_metrics(proxy,
     assert status.metrics[0]["tries"] == 1.5
 
 
-def test_a_failed_run_is_left_out_and_the_others_are_kept(proxy, model):
-    """Two of three come back; the first traceback is the message; the ledger has the third as well."""
+def test_a_failed_run_is_excluded_and_the_others_are_kept(proxy, model):
+    """Two of three are returned; the first traceback is the message; the ledger has the third too."""
     broken = iter([False, True, False])
 
     class Fragile(Stepped):
@@ -490,19 +490,19 @@ def test_a_failed_run_is_left_out_and_the_others_are_kept(proxy, model):
 
 
 def test_without_partial_runs_the_first_failure_is_the_last_run(proxy, model):
-    """Later runs are not begun."""
+    """Later runs are not started."""
     task = task_of(Stepped, plan=Plan(break_in_step=0))
     status, _ = run_task(model, task, repeat_times=3, collect_partial_runs=False)
     assert (status.completed_runs, len(proxy.sessions)) == (0, 1)
 
 
 def test_experiences_of_an_evaluation_are_not_returned(proxy, model):
-    """The status says how it went; the sessions are evaluations."""
+    """The status has the result; the sessions are evaluations."""
     status, made = run_task(model, task_of(Stepped, is_eval=True))
     assert (status.ok, made) == (True, [])
     assert last_session(proxy)["split"] == "eval"
 
 
 def test_the_originals_names_are_in_one_module():
-    """Changing the import is the port."""
+    """A port changes only the import."""
     assert set(trinity.__all__) >= {"Workflow", "Task", "Experience", "EID", "ModelWrapper", "StepWiseRewardWorkflow"}

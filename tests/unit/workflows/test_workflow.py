@@ -1,4 +1,4 @@
-"""rLLM's `Workflow`, rule by rule. Each docstring says the rule in our words."""
+"""rLLM's `Workflow`, rule by rule. Each docstring states the rule."""
 
 import asyncio
 import dataclasses
@@ -75,7 +75,7 @@ def step(reward=0.0, said="x"):
 
 
 class Scripted(Workflow):
-    """Resets, lets its agent take steps, then does what it was made with."""
+    """Resets, makes its agent take steps, then calls the given function."""
 
     def __init__(self, *args, ending=None, rewards=(1.0,), **kwargs):
         super().__init__(*args, **kwargs)
@@ -104,7 +104,7 @@ def ending_in(error):
     return end
 
 
-def test_the_constructor_keeps_whole_seconds_and_swallows_what_it_does_not_know():
+def test_the_constructor_keeps_whole_seconds_and_ignores_unknown_keywords():
     """`timeout` becomes an int; other keywords are no error; neither uid nor task exists before `reset`."""
     made = Scripted(RolloutEngine(), None, timeout=2.9, unheard_of=1)
     assert made.timeout == 2
@@ -113,14 +113,14 @@ def test_the_constructor_keeps_whole_seconds_and_swallows_what_it_does_not_know(
     assert not hasattr(made, "uid")
 
 
-def test_run_is_the_subclasses_to_write():
-    """A workflow without `run` is no workflow."""
+def test_a_subclass_must_define_run():
+    """A workflow class without `run` cannot be instantiated."""
     with pytest.raises(TypeError, match="run"):
         Workflow(RolloutEngine(), None)
 
 
-def test_keywords_reach_run_and_the_time_limit_is_the_objects_own():
-    """`timeout` among them is the agent's own word, as in the seed: the limit is `self.timeout`."""
+def test_keywords_are_passed_to_run_and_the_time_limit_is_the_objects():
+    """A keyword `timeout` belongs to the agent, as in rLLM: the limit is `self.timeout`."""
     heard = {}
 
     class Hearing(Scripted):
@@ -135,8 +135,8 @@ def test_keywords_reach_run_and_the_time_limit_is_the_objects_own():
 
 
 @pytest.mark.parametrize("returned", [None, 3, "done", {"reward": 1.0}])
-def test_what_is_no_episode_is_not_taken_for_one(returned):
-    """A dictionary, a number or nothing: the episode is made of what the agents hold."""
+def test_a_return_value_that_is_not_an_episode_is_ignored(returned):
+    """For a dictionary, a number or None the episode is made of the agents' trajectories."""
 
     async def end():
         return returned
@@ -146,7 +146,7 @@ def test_what_is_no_episode_is_not_taken_for_one(returned):
     assert len(episode.trajectories[0].steps) == 1
 
 
-def test_reasons_have_their_wire_names():
+def test_termination_reasons_have_their_wire_names():
     """Seven reasons; an event without one means unknown."""
     assert [reason.value for reason in TerminationReason] == [
         "max_prompt_length_exceeded",
@@ -161,7 +161,7 @@ def test_reasons_have_their_wire_names():
 
 
 def test_an_episode_that_run_returns_is_not_touched():
-    """No id, reward, metric or reason is added to what the workflow made itself."""
+    """No id, reward, metric or reason is added to the workflow's own episode."""
     own = Episode(id="mine", trajectories=[Trajectory(steps=[step(5.0)])])
 
     async def end():
@@ -174,7 +174,7 @@ def test_an_episode_that_run_returns_is_not_touched():
 
 
 def test_any_other_return_value_is_post_processed_as_unknown():
-    """Returning nothing means: collect what the agents did, the reason is unknown."""
+    """For None the agents' trajectories are collected, and the reason is unknown."""
     episode = run(workflow())
     assert episode.termination_reason is TerminationReason.UNKNOWN
     assert episode.trajectories[0].reward == 1.0
@@ -190,7 +190,7 @@ def test_an_event_ends_the_episode_for_its_reason(reason):
     assert episode.info["error"] is None
 
 
-def test_running_out_of_time_keeps_the_steps():
+def test_a_timeout_keeps_the_steps():
     """`self.timeout` seconds are the limit of one run."""
 
     async def end():
@@ -204,7 +204,7 @@ def test_running_out_of_time_keeps_the_steps():
 
 
 def test_a_timeout_error_of_the_users_own_code_counts_as_timeout():
-    """The builtin `TimeoutError` is not told apart from the limit's, as in rLLM."""
+    """The builtin `TimeoutError` is not distinguished from the limit's, as in rLLM."""
     assert run(workflow(ending=ending_in(TimeoutError()))).termination_reason is TerminationReason.TIMEOUT
 
 
@@ -218,8 +218,8 @@ def test_any_other_exception_is_an_outcome_with_its_traceback():
     assert len(episode.trajectories[0].steps) == 1
 
 
-def test_cancelling_is_not_swallowed():
-    """`CancelledError` is no outcome of the run."""
+def test_a_cancellation_is_raised():
+    """`CancelledError` does not become an outcome of the run."""
 
     async def go():
         task = asyncio.ensure_future(
@@ -234,7 +234,7 @@ def test_cancelling_is_not_swallowed():
 
 
 def test_a_workflow_that_never_reset_cannot_be_post_processed():
-    """The id comes from `reset`: without it an AttributeError says so."""
+    """`reset` sets the id: without it there is an AttributeError."""
 
     class Forgetful(Workflow):
         async def run(self, task, uid, **kwargs):
@@ -245,7 +245,7 @@ def test_a_workflow_that_never_reset_cannot_be_post_processed():
 
 
 def test_commit_copies_names_and_resets():
-    """The name is set on the original, a deep copy is kept, and the agent begins anew only when told to."""
+    """The name is set on the original, a deep copy is kept, and the agent is reset only on request."""
     made = workflow()
     made.reset({}, "t:0")
     made.agent.take(1.0)
@@ -258,8 +258,8 @@ def test_commit_copies_names_and_resets():
     assert made.agent.trajectory.steps == []
 
 
-def test_commit_without_steps_keeps_nothing_and_twice_keeps_two():
-    """Empty trajectories are dropped; nothing is recognised as committed before."""
+def test_commit_without_steps_adds_nothing_and_two_commits_add_two():
+    """Empty trajectories are dropped; repeated commits are not detected."""
     made = workflow()
     made.reset({}, "t:0")
     made.commit(trajectory=Trajectory())
@@ -270,7 +270,7 @@ def test_commit_without_steps_keeps_nothing_and_twice_keeps_two():
 
 
 def test_commit_takes_exactly_one_of_agent_and_trajectory():
-    """Both or neither is a mistake of the caller."""
+    """Both or neither is an error."""
     made = workflow()
     for arguments in [{}, {"agent": made.agent, "trajectory": Trajectory()}]:
         with pytest.raises(InvalidRequest, match="exactly one"):
@@ -331,7 +331,7 @@ def test_a_single_step_is_never_discounted():
     assert episode.trajectories[0].steps[0].reward == 3.0
 
 
-def test_an_empty_episode_is_worth_nothing_and_wrong():
+def test_an_empty_episode_has_reward_zero_and_is_not_correct():
     """No steps: reward 0, not correct."""
     made = workflow()
     made.reset({}, "t:0")
@@ -341,7 +341,7 @@ def test_an_empty_episode_is_worth_nothing_and_wrong():
 
 
 def test_a_last_step_without_a_reply_is_dropped_before_rewards_are_summed():
-    """A crash between the environment's answer and the model's reply leaves a step that was never taken."""
+    """A crash between the environment's answer and the model's reply leaves an unfinished step."""
     made = workflow()
     made.reset({}, "t:0")
     trajectory = Trajectory(steps=[step(1.0), step(5.0, said="")])
@@ -349,7 +349,7 @@ def test_a_last_step_without_a_reply_is_dropped_before_rewards_are_summed():
     assert (len(trajectory.steps), trajectory.reward) == (1, 1.0)
 
 
-def test_a_reward_set_on_a_trajectory_before_is_overwritten():
+def test_an_earlier_reward_of_a_trajectory_is_overwritten():
     """The sum of steps is the only reward of a trajectory."""
     trajectory = Trajectory(steps=[step(1.0), step(2.0)], reward=99.0)
     workflow().compute_trajectory_reward(trajectory)
@@ -357,7 +357,7 @@ def test_a_reward_set_on_a_trajectory_before_is_overwritten():
 
 
 def test_an_episode_is_correct_when_its_rewards_add_up_to_more_than_zero():
-    """The sum over all trajectories counts; one that was never judged counts as 0."""
+    """The sum over all trajectories counts; one without a reward counts as 0."""
     made = workflow()
     for rewards, correct in [((1.0, -0.5), True), ((1.0, -1.0), False), ((None, 0.5), True)]:
         episode = Episode(trajectories=[Trajectory(reward=reward) for reward in rewards])
@@ -388,8 +388,8 @@ def test_post_processing_twice_shapes_twice():
     assert episode.trajectories[0].steps[0].reward == 3.0
 
 
-def test_reset_forgets_resets_agents_and_gives_environments_the_task():
-    """Committed trajectories go, public agents begin anew with the task, public environments are reset with it."""
+def test_reset_clears_commits_resets_agents_and_passes_the_task_to_environments():
+    """Committed trajectories are removed; public agents and public environments are reset with the task."""
     made = workflow()
     made.env, made._env = Env(), Env()
     made.reset({"q": 1}, "t:0")
@@ -433,7 +433,7 @@ def test_an_episode_id_splits_into_task_and_rollout():
 
 
 def test_records_have_the_defaults_of_the_original():
-    """A trajectory is called agent and worth 0 until judged; a step is worth 0 and not done."""
+    """A trajectory has the name agent and reward 0; a step has reward 0 and is not done."""
     assert (Trajectory().name, Trajectory().reward, Step().reward, Step().done, Step().mc_return) == (
         "agent",
         0.0,
@@ -456,6 +456,6 @@ FIELDS = {
 
 @pytest.mark.parametrize("record", FIELDS)
 def test_records_have_the_fields_of_the_original(record):
-    """By the same names, all of them optional."""
+    """The names are the same; all fields are optional."""
     made = record()
     assert set(FIELDS[record].split()) <= {field.name for field in dataclasses.fields(made)}
