@@ -74,7 +74,7 @@ async def test_requests_and_tokens_per_minute_are_limited_and_the_error_has_the_
     assert caught.value.retry_after_seconds == 30
 
 
-async def test_the_queue_is_fair_between_keys_whatever_number_of_calls_each_has():
+async def test_the_queue_is_fair_between_keys_for_any_number_of_calls():
     """One slot; `greedy` queues three calls before `modest` queues one, which is served second."""
     limits = make_limits(max_concurrent_calls=1, queue_seconds=20)
     held = await limits.admit(caller("first"))

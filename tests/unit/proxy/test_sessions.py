@@ -101,7 +101,7 @@ async def test_a_conversation_that_is_not_in_memory_is_read_once(sessions: Sessi
     assert database.num_reads == reads + 1
 
 
-async def test_a_call_that_names_its_session_belongs_to_it_whatever_conversation_it_repeats(sessions: Sessions):
+async def test_a_call_that_names_its_session_belongs_to_it_for_any_conversation(sessions: Sessions):
     first = call_of(HELLO)
     replied(sessions, await found(sessions, first), first)
     named = await found(sessions, call_of(HELLO, REPLY, HELLO, session_id="named"))

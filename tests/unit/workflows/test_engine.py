@@ -207,7 +207,7 @@ def test_without_raise_on_error_the_last_error_is_returned_and_other_episodes_ar
     assert Chat.attempts["b:0"] == 3
 
 
-def test_the_workflow_object_returns_to_the_pool_whatever_happens(proxy):
+def test_the_workflow_object_returns_to_the_pool_after_every_run(proxy):
     """One object serves five runs, one of which fails for good."""
     tasks = [{"q": k, "crashes": 9 if k == 2 else 0} for k in range(5)]
     episodes = execute(proxy, tasks, engine_args={"n_parallel_tasks": 1, "raise_on_error": False})
