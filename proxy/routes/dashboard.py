@@ -49,5 +49,5 @@ def _file(name: str) -> Response:
 @functools.cache
 def _files() -> dict[str, bytes]:
     """Return the page's files by name."""
-    found = importlib.resources.files("proxy.web").iterdir()
+    found = importlib.resources.files("proxy.routes.web").iterdir()
     return {file.name: file.read_bytes() for file in found if file.name.rpartition(".")[2] in MEDIA_TYPES}

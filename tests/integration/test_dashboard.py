@@ -18,9 +18,8 @@ from turnwise.store import keys
 from turnwise.store.database import Database
 
 PUBLIC = {"readyz"}
-FILES = {
-    file.name for file in importlib.resources.files("proxy.web").iterdir() if file.name[-3:] in ("tml", "css", ".js")
-}
+WEB = importlib.resources.files("proxy.routes.web")
+FILES = {file.name for file in WEB.iterdir() if file.name.endswith((".html", ".css", ".js"))}
 SCRIPTS = sorted(name for name in FILES if name.endswith(".js"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMIUM_FLAGS = [
