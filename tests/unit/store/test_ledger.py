@@ -224,7 +224,7 @@ def test_ending_twice_changes_nothing_and_an_expired_session_cannot_end(database
     add_session(database, "b")
     with database.write() as connection:
         assert ledger.expire_idle_sessions(connection, utc_now() + HOUR) == [("default", "b")]
-    with pytest.raises(Conflict, match="'b' expired"), database.write() as connection:
+    with pytest.raises(Conflict, match="'b' has expired"), database.write() as connection:
         ledger.end_session(connection, "default", "b")
     with pytest.raises(NotFound, match="'c'"), database.write() as connection:
         ledger.end_session(connection, "default", "c")
