@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
-from turnwise.types import Json
+from turnwise.errors import BadCheckpoint
 from turnwise.verify.report import Report
-
-MANIFEST = "turnwise.json"
+from turnwise.version_directory import MANIFEST, file_digest, read_json
 
 
 def check_weights(version: int, directory: Path, report: Report) -> None:
@@ -22,9 +19,9 @@ def check_weights(version: int, directory: Path, report: Report) -> None:
         report.not_checked["policy versions without a manifest"] += 1
         return
     try:
-        document: Json = json.loads(manifest.read_text(encoding="utf-8"))
+        document = read_json(manifest)
         digests: dict[str, str] = document["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (BadCheckpoint, KeyError) as error:
         report.add("weights", str(manifest), f"is no manifest: {type(error).__name__} {error}")
         return
     if document.get("version") != version:
@@ -38,7 +35,6 @@ def _check_file(path: Path, digest: str, report: Report) -> None:
     if not path.is_file():
         report.add("weights", str(path), "is missing")
         return
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = file_digest(path)
     if found != digest:
         report.add("weights", str(path), f"has SHA-256 {found[:12]}…, its manifest says {digest[:12]}…")
