@@ -122,7 +122,7 @@ def test_a_reply_that_was_cut_off_ends_the_run():
 
 
 def test_a_growing_conversation_has_one_limit_after_its_first_prompt():
-    """Limit 10: prompts of 5, 9 and 14 tokens with replies of 3. Used before the calls: 0, 3, 7 and then 12, over 10."""
+    """Limit 10: prompts of 5, 9 and 14 tokens with replies of 3. Used: 0, 3, 7, and then 12, over 10."""
 
     class Engine:
         max_response_length = 10
