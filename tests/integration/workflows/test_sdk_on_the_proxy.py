@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import httpx2
 import pytest
+from support.engines import RunningEngine
 from support.proxies import assert_served_is_stored
 
 from turnwise import errors
@@ -163,7 +164,7 @@ def test_sixty_four_tasks_by_four_rollouts_are_all_in_the_ledger(client, proxy, 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_the_same_on_a_real_engine(engine, start_proxy):
+def test_the_same_on_a_real_engine(engine: RunningEngine, start_proxy):
     """256 runs on vLLM with the small model."""
     proxy = start_proxy(engine.url)
     ids = [f"task-{index // 4}" for index in range(256)]
