@@ -16,6 +16,7 @@ from trainer.learning.optimizer import OptimizerRule
 from trainer.learning.selection import SelectionRule
 from trainer.policy.agent import AgentRule
 from trainer.policy.model import PolicySpec
+from trainer.publish.weight_server import WeightRule
 from trainer.source import SourceRule
 from turnwise.types import PolicyKind
 
@@ -23,7 +24,7 @@ LORA_LEARNING_RATE = 1e-5
 """Default of `learning_rate` for adapters."""
 
 
-class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, PolicySpec):
+class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, PolicySpec, WeightRule):
     """The settings of one trainer process."""
 
     database: SecretStr = SecretStr("sqlite:///turnwise.db")

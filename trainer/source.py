@@ -18,7 +18,7 @@ from pydantic import Field
 
 from trainer.pacing import Look, PacingRule, Position, Rewind, WaitingLog, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
-from turnwise.store import claims, experiences, groups, policies, queries
+from turnwise.store import claims, experiences, groups, policies, queries, weight_servers
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.store.trained import Advantages
@@ -95,6 +95,9 @@ class Source(Protocol):
 
     def versions_in_use(self) -> set[int]:
         """Return the versions that may be asked for: active, pinned, newest good."""
+
+    def announce_weights(self, url: str | None) -> None:
+        """Tell the proxy where the weights in memory are handed out; None: nowhere."""
 
     def stop(self) -> None:
         """Let `next_batch` return None; safe in a signal handler."""
@@ -198,6 +201,17 @@ class LedgerSource:
             found = [policies.active_policy(conn), policies.newest_policy(conn)]
             pinned = policies.pinned_version(conn)
         return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
+
+    def announce_weights(self, url: str | None) -> None:
+        """Store where the weights in memory are handed out; None removes the address.
+
+        Engines read directories while the address is not known, so training does not depend on it.
+        """
+        try:
+            with self._db.write() as conn:
+                weight_servers.announce_weights(conn, self._rule.trainer_id, url, from_micros(clock(conn)))
+        except StoreUnavailable as error:
+            log.warning("the address of the weights was not stored, engines read directories: %s", error)
 
     def stop(self) -> None:
         """Let `next_batch` return None; a batch in progress can still be acked."""

@@ -257,6 +257,46 @@ class Engine:
                 f"the engine at {self.url} did not load {path!r}: {refused}", is_transient=is_transient(refused.status)
             ) from refused
 
+    async def num_workers(self) -> int:
+        """Return how many processes hold a part of its model.
+
+        Raises:
+            EngineRefused: it is a stand-in without that route.
+        """
+        return int((await self.ask("GET", "/get_world_size"))["world_size"])
+
+    async def receive_weights(self, init_info: Json) -> None:
+        """Start to receive a version from a trainer, beside the running calls.
+
+        Raises:
+            EngineRefused: it was not started for transfers, or cannot receive this one.
+        """
+        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    async def load_received(self, version: int, *, seconds: float) -> None:
+        """Replace the base weights with a version that it received.
+
+        Raises:
+            ReloadFailed: the engine refused it.
+        """
+        try:
+            await self._start_update(seconds)
+            await self.ask("POST", "/update_weights", {"update_info": {"version": version}}, seconds=seconds)
+            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
+        except EngineRefused as refused:
+            raise ReloadFailed(
+                f"the engine at {self.url} did not load version {version}, which it had received: {refused}",
+                is_transient=is_transient(refused.status),
+            ) from refused
+
+    async def _start_update(self, seconds: float) -> None:
+        """Start a weight update, and end the one that a process which died had started."""
+        try:
+            await self.ask("POST", "/start_weight_update", seconds=seconds)
+        except EngineRefused:
+            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
+            await self.ask("POST", "/start_weight_update", seconds=seconds)
+
     async def label_weights(self, label: int | str) -> None:
         """Write the label of the base weights into the engine."""
         await self.ask("POST", "/update_weight_version", {"new_version": str(label)})

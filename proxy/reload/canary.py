@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
-from pathlib import Path
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
@@ -32,7 +31,6 @@ from turnwise.store import policies
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, Session
-from turnwise.version_directory import read_probe
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +242,7 @@ class Canary:
 
     async def _drift_reason(self, policy: PolicyVersion) -> str | None:
         """Return why the version is too far from the served one for a trial, None if it is not."""
-        probe = read_probe(Path(policy.path))
+        probe = await self._loader.probe(policy, self._pool.serving[0])
         lanes = [engine.active_lane for engine in self._pool.serving]
         tried = [lane for lane in lanes if lane.version == policy.version]
         tried += [engine.adapters[policy.version] for engine in self._pool.serving if policy.version in engine.adapters]

@@ -2,7 +2,8 @@
 
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
-after a crash loads a version again. Adapters need no pause: each has a name of its own.
+after a crash loads a version again. Adapters need no pause: each has a name of its own. Whole weights come from the
+trainer's memory if the engine can receive them, before the pause; otherwise the engine reads the version's directory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
@@ -17,10 +19,11 @@ from proxy.engines.probe import token_logprobs
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.reload.checkpoint import check_policy, check_values
+from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
-from turnwise.errors import EngineError, EngineUnavailable, ReloadFailed
+from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, ReloadFailed
 from turnwise.types import PolicyKind, PolicyVersion
-from turnwise.version_directory import read_probe
+from turnwise.version_directory import Probe, read_probe
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +34,21 @@ NUM_PROBED = 16
 class Loader:
     """Brings engines to versions."""
 
-    def __init__(self, settings: ProxySettings, faults: FaultPoints) -> None:
+    def __init__(self, settings: ProxySettings, faults: FaultPoints, transfers: Transfers) -> None:
         self._settings = settings
         self._faults = faults
+        self._transfers = transfers
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
-        """Check a version's whole directory before any engine loads it.
+        """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.
 
         Raises:
             BadCheckpoint: naming what is wrong.
         """
-        if is_own_model(policy, engine):
-            return
+        if not is_own_model(policy, engine) and await self._transfers.offer(policy, engine) is None:
+            await self._check_directory(policy, engine)
+
+    async def _check_directory(self, policy: PolicyVersion, engine: Engine) -> None:
         await asyncio.to_thread(check_policy, policy.path, policy.kind, engine.model_path)
         await asyncio.to_thread(check_values, policy.path)
 
@@ -63,6 +69,7 @@ class Loader:
         """Make the engine serve a version; return the length of the pause, seconds.
 
         Raises:
+            BadCheckpoint: there is no directory to load it from; nothing has changed.
             EngineError: it is not known what the engine serves now.
         """
         seconds = self._settings.reload_timeout_seconds
@@ -92,36 +99,59 @@ class Loader:
         if has_loaded(engine, policy):
             engine.active_lane = engine.base_lane
             return 0.0
-        path = engine.model_path if is_own_model(policy, engine) else policy.path
-        paused = await self._replace_weights(engine, path, policy.version)
-        await self._verify(engine.base_lane, policy)
+        seconds = self._settings.reload_timeout_seconds
+        offer = None if is_own_model(policy, engine) else await self._transfers.offer(policy, engine)
+        if offer is not None and await self._transfers.send(offer, engine):
+            self._faults.point("weights_received")
+            paused = await self._replace_weights(
+                engine, lambda: engine.load_received(policy.version, seconds=seconds), policy.version
+            )
+        else:
+            if offer is not None:  # its directory is not checked yet
+                await self._check_directory(policy, engine)
+            paused = await self._read_weights(engine, policy)
+        probe = offer.probe if offer is not None else await self.probe(policy, engine)
+        await self._verify(engine.base_lane, probe)
         return paused
+
+    async def _read_weights(self, engine: Engine, policy: PolicyVersion) -> float:
+        """Load a version from its directory."""
+        path = engine.model_path if is_own_model(policy, engine) else policy.path
+        seconds = self._settings.reload_timeout_seconds
+        return await self._replace_weights(engine, lambda: engine.load_weights(path, seconds=seconds), policy.version)
 
     async def _load_base(self, engine: Engine) -> float:
         """Restore the model that the engine was started with: adapters were trained on it."""
         if engine.loaded_version in (UNLABELLED, 0):
             return 0.0
-        return await self._replace_weights(engine, engine.model_path, 0)
+        return await self._read_weights(engine, own_model(engine))
 
     async def _load_adapter(self, engine: Engine, policy: PolicyVersion) -> Lane:
         lane = await engine.load_adapter(policy.version, policy.path, seconds=self._settings.reload_timeout_seconds)
-        await self._verify(lane, policy)
+        await self._verify(lane, await self.probe(policy, engine))
         return lane
 
-    async def _replace_weights(self, engine: Engine, path: str, version: int) -> float:
+    async def _replace_weights(self, engine: Engine, load: Callable[[], Awaitable[None]], version: int) -> float:
         started = time.perf_counter()
         await engine.pause()
         await engine.label_weights(LOADING)
-        await engine.load_weights(path, seconds=self._settings.reload_timeout_seconds)
+        await load()
         self._faults.point("mid_reload")
         await engine.label_weights(version)
         engine.active_lane = engine.base_lane
         await engine.resume()
         return time.perf_counter() - started
 
-    async def _verify(self, lane: Lane, policy: PolicyVersion) -> None:
-        """Compare the engine's logprobs with the trainer's, if the checkpoint has a probe."""
-        probe = read_probe(Path(policy.path))
+    async def probe(self, policy: PolicyVersion, engine: Engine) -> Probe | None:
+        """Return a version's text with its logprobs, from its directory or from the trainer; None without one."""
+        found = await asyncio.to_thread(read_probe, Path(policy.path))
+        if found is not None:
+            return found
+        offer = await self._transfers.offer(policy, engine)
+        return None if offer is None else offer.probe
+
+    async def _verify(self, lane: Lane, probe: Probe | None) -> None:
+        """Compare the engine's logprobs with the trainer's, if the version has a probe."""
         if probe is None:
             return
         positions = probe.positions(NUM_PROBED)
@@ -143,7 +173,7 @@ class Loader:
                 await engine.ask("GET", "/health", seconds=5.0)
             await self.load(engine, last_good)
             await engine.resume()
-        except EngineError as error:
+        except (BadCheckpoint, EngineError) as error:
             self.take_out(engine, error)
 
     async def retire(self, engine: Engine, keep: set[int]) -> None:

@@ -22,6 +22,7 @@ from proxy.metrics import Metrics
 from proxy.reload.canary import Canary
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import Loader, own_model, serves
+from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, ReloadFailed, TurnwiseError
@@ -82,7 +83,8 @@ class Reloader:
         self._metrics = metrics
         self._probe = probe
         self.lease = DriverLease(database, writer)
-        self._loader = Loader(settings, faults or FaultPoints())
+        transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
+        self._loader = Loader(settings, faults or FaultPoints(), transfers)
         self._canary = Canary(database, self.lease, pool, self._loader, settings, metrics)
         self._probe_lock = asyncio.Lock()
         self._attempts = LoadAttempts(-1)
@@ -204,7 +206,7 @@ class Reloader:
             *(self._loader.exchange(engine, target, None) for engine in behind), return_exceptions=True
         )
         for engine, outcome in zip(behind, others, strict=True):
-            if isinstance(outcome, EngineError):
+            if isinstance(outcome, BadCheckpoint | EngineError):
                 self._loader.take_out(engine, outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome

@@ -24,11 +24,13 @@ from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
 from trainer.publish import directory
 from trainer.publish.checkpoint import Checkpoints
+from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
 from trainer.settings import TrainerSettings
 from trainer.source import Source
 from turnwise.errors import BadCheckpoint
-from turnwise.types import Json, UpdateRecord
+from turnwise.types import Json, PolicyKind, UpdateRecord
+from turnwise.version_directory import read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class RLWorkflow(abc.ABC):
         self.config = as_settings(config)
         self.recorder = ChainRecorder([])
         self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
+        self.weights: WeightServer | None = None
+        """Hands weights to engines; None where they read directories. In the first process alone."""
 
     @classmethod
     def name(cls) -> str:
@@ -112,11 +116,15 @@ class RLWorkflow(abc.ABC):
         state = self._state_of(last.policy_version if last else 0, seed, reports_changes=True)
         if world.is_first:
             self.env.open(directory.base_version(self.config.model))
+            self._serve_weights()
         if last is None:
             return self._post_setup(state)
         if world.is_first:
             self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version))
         log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
+        if last.policy_version:
+            place = self.checkpoints.policy_directory(last.policy_version)
+            self._hold(state, last.policy_version, read_manifest(place).get("probe"))
         if "buffer" in last.metrics:
             state = dataclasses.replace(state, buffer=last.metrics["buffer"])
         # Refused batches leave no checkpoint; the ledger's count includes them.
@@ -149,8 +157,27 @@ class RLWorkflow(abc.ABC):
 
     def close(self) -> None:
         """Release what is held, and flush."""
+        if self.weights is not None:
+            self.env.announce_weights(None)
+            self.weights.close()
         self.env.close()
         self.recorder.close()
+
+    def _serve_weights(self) -> None:
+        """Hand weights to engines from memory, and tell the proxy where."""
+        if self.weights is not None:
+            return
+        if self.config.weight_transfer and self.config.kind is PolicyKind.FULL:
+            self.weights = WeightServer(self.config)
+        self.env.announce_weights(None if self.weights is None else self.weights.url)
+
+    def _hold(self, state: State, version: int, probe: Json | None) -> None:
+        """Keep a version's weights in memory for engines; in all processes, which gather sharded weights together."""
+        if not (self.config.weight_transfer and self.config.kind is PolicyKind.FULL):
+            return
+        weights = state.policy.published_weights()
+        if self.weights is not None and not self.weights.held.hold(version, weights, probe):
+            log.error("version %d has weights that are not finite; engines will refuse its directory", version)
 
     def _new_state(self, seed: int) -> State:
         """Return the state of a new run: the base model and a fresh optimizer."""

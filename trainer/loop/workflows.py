@@ -204,6 +204,7 @@ class OnPolicyWorkflow(RLWorkflow):
         )
         saved = after.state_dict() | {"settings": saved_settings(self.config)}
         probe = directory.probe_of(state.policy, chosen.experiences)
+        self._hold(state, version, probe)
         if world.is_first:
             path = directory.write_version(
                 self.checkpoints, state.policy, saved["model"], version=version, parent=parent, probe=probe

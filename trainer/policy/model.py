@@ -201,6 +201,20 @@ class Policy:
         model.save_pretrained(directory, state_dict=self._published(state), safe_serialization=True)
         _copy_tokenizer(self.spec.model, directory)
 
+    def published_weights(self) -> dict[str, Tensor]:
+        """Return what `save` writes of a whole model, by its names in the checkpoint, on the CPU.
+
+        All processes call this in step. Sharded weights are gathered one by one, in the precision of the engines.
+        """
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+        from transformers.core_model_loading import revert_weight_conversion
+
+        gathered = {}
+        for name, value in self._published(cast("dict[str, Tensor]", get_model_state_dict(self.model))).items():
+            full = getattr(value, "full_tensor", None)
+            gathered[name] = (value if full is None else full()).detach().cpu().contiguous()
+        return cast("dict[str, Tensor]", revert_weight_conversion(_base(self.model), gathered))
+
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that engines load: in `publish_dtype`, a tied output layer left out."""
         dtypes = {"auto": self.compute_dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}

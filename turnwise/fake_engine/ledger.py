@@ -47,6 +47,12 @@ class EngineState:
         self.weight_version = "default"
         self.reloads: list[str] = []
         """Every directory that weights were loaded from, in order."""
+        self.receiver: Any = None
+        """Receives versions from a trainer's memory, from the first transfer on."""
+        self.is_updating = False
+        """Whether a weight update was started and not finished."""
+        self.received: dict[str, Any] = {}
+        """The tensors of the version that was loaded from a trainer's memory last, by name."""
         self.adapters: dict[str, str] = {}
         """LoRA adapters by name, with the directories they came from."""
         self.running = asyncio.Event()

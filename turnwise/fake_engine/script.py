@@ -114,6 +114,8 @@ class Script(_Strict):
     max_model_len: int = 32768
     lora: bool = False
     """Whether it was started with LoRA: it has the routes that load adapters, and a metric of them."""
+    weight_transfer: bool = False
+    """Take weights from a trainer's memory, as a vLLM that was started with our backend."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """`raw_logprobs` ignores the temperature, as vLLM does by default."""
     default_temperature: float = 1.0

@@ -34,6 +34,7 @@ from turnwise.fake_engine.delivery import ABORT_KEY, Delivery
 from turnwise.fake_engine.ledger import EngineState, SeenCall
 from turnwise.fake_engine.sampling import Sample, default_reply, last_text, sample, sample_text
 from turnwise.fake_engine.script import Fault, FaultKind, Reply, Script
+from turnwise.fake_engine.weights import weight_routes
 
 Json = dict[str, Any]
 
@@ -53,7 +54,10 @@ def create_app(script: Script | None = None, *, model_path: str = "fake", state:
         Route("/v1/chat/completions", bound(chat_completions, engine), methods=["POST"]),
         Route("/v1/completions", bound(completions, engine), methods=["POST"]),
     ]
-    app: ASGIApp = Starlette(routes=[*sampling, *control_routes(engine)], exception_handlers={HTTPException: no_route})
+    app: ASGIApp = Starlette(
+        routes=[*sampling, *control_routes(engine), *weight_routes(engine)],
+        exception_handlers={HTTPException: no_route},
+    )
     inner = canned.CannedChat(app, engine) if engine.script.canned_tokens else app
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:

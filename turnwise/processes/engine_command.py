@@ -20,6 +20,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes.ports import check_port_is_free
 from turnwise.settings import Settings
@@ -67,6 +68,9 @@ class EngineSettings(Settings):
     """Largest rank of an adapter."""
     max_loras: int = Field(default=2, gt=0)
     """Adapters in use at once: the served one, and its predecessor or a canary; calls for a further adapter wait."""
+    weight_transfer: bool | None = None
+    """Take new weights from the trainer's memory. By default where Turnwise is installed beside vLLM, which loads its
+    plugin then, and no adapters are served. Other engines read each version's directory."""
     kv_cache_bytes: int = Field(default=128 * 2**20, gt=0)
     """Memory for keys and values, on a CPU."""
     num_threads: int = Field(default=1, gt=0)
@@ -163,7 +167,14 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
     if settings.lora:
         flags += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
         flags += ["--max-loras", str(settings.max_loras)]
+    if settings.weight_transfer if settings.weight_transfer is not None else has_plugin() and not settings.lora:
+        flags += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     return flags + _optional("--reasoning-parser", settings.reasoning_parser)
+
+
+def has_plugin() -> bool:
+    """Return whether a vLLM of this environment loads our plugin."""
+    return any(point.name == BACKEND for point in importlib.metadata.entry_points(group=PLUGIN_GROUP))
 
 
 def _gpu_flags(settings: EngineSettings) -> list[str]:
@@ -204,6 +215,11 @@ def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> Non
         )
     if problem := packages_problem():
         raise EngineError(problem)
+    if settings.weight_transfer and not has_plugin():
+        raise SettingsError(
+            "weight_transfer=true needs Turnwise's plugin in vLLM's environment, and this one has none; install "
+            "Turnwise here with pip, or set weight_transfer=false"
+        )
     if settings.device == "gpu" and not (has_gpu() if gpu is None else gpu):
         raise EngineError("device='gpu', but this machine shows no NVIDIA GPU; pass --device cpu")
     if settings.gpus is not None and len(settings.gpus) < settings.tensor_parallel:

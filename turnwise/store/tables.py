@@ -214,6 +214,15 @@ trainer_status = sa.Table(
 )
 """The last report of each trainer: what it waits for, or what it trains on."""
 
+weight_servers = sa.Table(
+    "weight_servers",
+    metadata,
+    sa.Column("trainer_id", sa.Text, primary_key=True),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("announced_at", Instant, nullable=False),
+)
+"""Where each trainer hands out the weights that it holds in memory. The URL holds a key."""
+
 api_keys = sa.Table(
     "api_keys",
     metadata,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from turnwise.workflows.agents import BaseAgent, BaseEnv
 from turnwise.workflows.engine import AgentWorkflowEngine
-from turnwise.workflows.environment_workflows import CumulativeWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
 from turnwise.workflows.episodes import (
     Action,
     Episode,
@@ -39,16 +38,13 @@ __all__ = [
     "AsyncStepWiseRewardWorkflow",
     "BaseAgent",
     "BaseEnv",
-    "CumulativeWorkflow",
     "Episode",
     "Experience",
     "ModelOutput",
     "ModelWrapper",
-    "MultiTurnWorkflow",
     "RewardPropagationWorkflow",
     "RolloutEngine",
     "SessionRolloutEngine",
-    "SingleTurnWorkflow",
     "Step",
     "StepWiseRewardWorkflow",
     "Task",

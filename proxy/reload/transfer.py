@@ -1,0 +1,151 @@
+"""Versions from the trainer's memory: asked for at the trainer, received by an engine while calls go on.
+
+The ledger names the trainers. A version that no trainer holds, or that does not arrive, is loaded from its directory,
+so a failure here is no failure of the reload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+
+import orjson
+
+from proxy.engines.engine import Engine
+from proxy.engines.http_client import Disconnected, HttpClient
+from proxy.metrics import Metrics
+from turnwise.errors import EngineError, StoreError
+from turnwise.store import weight_servers
+from turnwise.store.database import Database
+from turnwise.types import Json, PolicyKind, PolicyVersion
+from turnwise.version_directory import SHORTEST_PROBE, Probe
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 10.0
+"""How long a trainer may take to answer, unless it is asked to wait for a transfer."""
+REFUSED_SECONDS = 60.0
+"""How long an engine that refused a transfer gets its versions from directories without being asked again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that a trainer holds in memory."""
+
+    version: int
+    url: str
+    """Address of the trainer's weights."""
+    probe: Probe | None
+
+
+class Transfers:
+    """Asks trainers for versions, and engines to receive them."""
+
+    def __init__(self, database: Database, metrics: Metrics, *, seconds: float) -> None:
+        self._database = database
+        self._metrics = metrics
+        self._seconds = seconds
+        self._refused_at: dict[str, float] = {}
+        """Engines without the backend, by URL, and when they refused."""
+        self._held: dict[str, int] = {}
+        """The version that each engine received last, by URL: what the next one may be a delta of."""
+
+    async def offer(self, policy: PolicyVersion, engine: Engine) -> Offer | None:
+        """Return where a version can be had for an engine; None if only from its directory."""
+        if policy.kind is not PolicyKind.FULL or self._has_refused(engine):
+            return None
+        for url in await self._urls():
+            found = await self._ask(url, "GET", f"/versions/{policy.version}", {}, ANSWER_SECONDS)
+            if found is not None:
+                return Offer(policy.version, url, _probe_of(found))
+        return None
+
+    async def send(self, offer: Offer, engine: Engine) -> bool:
+        """Let an engine receive a version; return whether all of it arrived. What the engine serves does not change."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                reason = await self._send(offer, engine)
+        except TimeoutError:
+            reason = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
+        except EngineError as error:
+            self._refused_at[engine.url] = time.monotonic()
+            reason = str(error)
+        self._metrics.weight_transfers.labels("sent" if reason is None else "failed").inc()
+        if reason is None:
+            self._held[engine.url] = offer.version
+            return True
+        self._held.pop(engine.url, None)
+        log.warning(
+            "version %d was not sent to the engine at %s, its directory is used: %s", offer.version, engine.url, reason
+        )
+        return False
+
+    async def _send(self, offer: Offer, engine: Engine) -> str | None:
+        """Return why the version did not arrive; None if it did.
+
+        Raises:
+            EngineError: the engine takes no transfers.
+        """
+        num_workers = await engine.num_workers()
+        base = self._held.get(engine.url)
+        if base is not None:
+            reason = await self._send_once(offer, engine, num_workers, base)
+            if reason is None:
+                return None
+            log.info("version %d is sent whole to the engine at %s: %s", offer.version, engine.url, reason)
+        return await self._send_once(offer, engine, num_workers, None)
+
+    async def _send_once(self, offer: Offer, engine: Engine, num_workers: int, base: int | None) -> str | None:
+        request: Json = {"version": offer.version, "base": base, "num_workers": num_workers}
+        started = await self._ask(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
+        if started is None:
+            return "the trainer does not hold it any more, or does not answer"
+        try:
+            await engine.receive_weights(started["init_info"])
+        except EngineError as error:
+            if base is None:
+                raise
+            return str(error)
+        ended = await self._ask(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, self._seconds)
+        return "the trainer ended" if ended is None else ended["error"]
+
+    def _has_refused(self, engine: Engine) -> bool:
+        refused_at = self._refused_at.get(engine.url)
+        return refused_at is not None and time.monotonic() - refused_at < REFUSED_SECONDS
+
+    async def _urls(self) -> list[str]:
+        def read() -> list[str]:
+            with self._database.read() as connection:
+                return weight_servers.weight_urls(connection)
+
+        try:
+            return await asyncio.to_thread(read)
+        except StoreError as error:
+            log.warning("the addresses of weights could not be read: %s", error)
+            return []
+
+    async def _ask(self, url: str, method: str, path: str, body: Json, seconds: float) -> Json | None:
+        """Return a trainer's answer; None if it has none, or does not answer."""
+        http = HttpClient(url, connect_seconds=CONNECT_SECONDS, silence_seconds=seconds)
+        data = orjson.dumps(body) if body else b""
+        try:
+            async with asyncio.timeout(seconds):
+                with await http.request(method, path, data, {"content-type": "application/json"}) as answer:
+                    raw = await answer.read()
+            found: Json = orjson.loads(raw)
+        except (Disconnected, TimeoutError, orjson.JSONDecodeError) as error:
+            log.info("a trainer that the ledger names does not hand out weights: %s", error)
+            return None
+        finally:
+            http.close()
+        return found if answer.status == 200 else None
+
+
+def _probe_of(offered: Json) -> Probe | None:
+    probe = offered.get("probe")
+    if probe is None or len(probe["token_ids"]) < SHORTEST_PROBE:
+        return None
+    return Probe(list(probe["token_ids"]), list(probe["logprobs"]))

@@ -1,0 +1,101 @@
+"""The reloader of a proxy process, step by step: over a real store and fake engines that record what they load."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from proxy.engines.engine import Engine
+from proxy.engines.pool import EnginePool
+from proxy.metrics import Metrics
+from proxy.reload.reloader import Reloader
+from proxy.settings import ProxySettings
+from proxy.writer.client import Writer
+from turnwise.errors import EngineUnsuitable
+from turnwise.fake_engine import RunningFakeEngine
+from turnwise.store import policies
+from turnwise.store.database import Database
+from turnwise.types import PolicyKind, PolicyVersion
+
+
+class Process:
+    """The reloader of a proxy process, without its timer."""
+
+    def __init__(self, database: Database, url: str, engines: list[RunningFakeEngine], **settings: object) -> None:
+        metrics = Metrics()
+        given = ProxySettings(engine=[engine.url for engine in engines], **settings)  # type: ignore[arg-type]
+        self.writer = Writer(url, metrics, timeout_seconds=5)
+        self.pool = EnginePool(given.engine, metrics, timeout_seconds=5, max_concurrent_calls=10)
+        self.unsuitable: str | None = None
+        self.reloader = Reloader(database, self.writer, self.pool, given, metrics, probe=self._probe)
+
+    async def _probe(self, engine: Engine) -> None:
+        if engine.url == self.unsuitable:
+            raise EngineUnsuitable(f"{engine.url} gives raw logprobs")
+
+    async def follow(self) -> None:
+        """Read the store once."""
+        await self.reloader._follow()
+
+    async def look(self) -> None:
+        """Check the engines once."""
+        await self.reloader._check_engines(self.pool.engines)
+
+    @property
+    def versions(self) -> list[int | None]:
+        """The version that each engine serves, None where it gets no calls."""
+        return [engine.version if engine.is_serving else None for engine in self.pool.engines]
+
+
+@dataclasses.dataclass
+class Stage:
+    """A store and two engines."""
+
+    database: Database
+    url: str
+    engines: list[RunningFakeEngine]
+    directory: Path
+
+    @contextlib.asynccontextmanager
+    async def process(self, **settings: object) -> AsyncIterator[Process]:
+        """Start a process over this store and these engines."""
+        process = Process(self.database, self.url, self.engines, **settings)
+        await process.writer.start()
+        try:
+            await process.reloader.start()
+            yield process
+        finally:
+            process.pool.close()
+            await process.writer.close()
+
+    def publish(self, version: int, kind: PolicyKind = PolicyKind.FULL, *, whole: bool = True) -> str:
+        place = self.directory / f"v{version}"
+        place.mkdir()
+        file = {PolicyKind.FULL: "model", PolicyKind.LORA: "adapter_model"}[kind]
+        tensor = {PolicyKind.FULL: "w", PolicyKind.LORA: "layer.lora_A.weight"}[kind]
+        config = {PolicyKind.FULL: "config.json", PolicyKind.LORA: "adapter_config.json"}[kind]
+        save_file({tensor: np.full((1, 1), 0.0 if whole else np.nan, np.float32)}, place / f"{file}.safetensors")
+        (place / config).write_text('{"peft_type": "LORA", "r": 1}' if kind is PolicyKind.LORA else "{}")
+        with self.database.write() as connection:
+            policies.publish_policy(connection, PolicyVersion(version=version, path=str(place), kind=kind))
+        return str(place)
+
+    def pin(self, version: int | None) -> None:
+        with self.database.write() as connection:
+            policies.pin_policy(connection, version)
+
+    def statuses(self) -> list[str]:
+        """Return the stored status of each version, oldest first."""
+        with self.database.read() as connection:
+            found, _ = policies.list_policies(connection)
+        return [policy.status.value for policy in found[::-1]]
+
+    @property
+    def loads(self) -> list[list[str]]:
+        """The names of the directories that each engine loaded."""
+        return [[Path(path).name for path in engine.state.reloads] for engine in self.engines]

@@ -1,0 +1,244 @@
+"""Weights from a trainer's memory into engines: the whole protocol over sockets; the engines keep what arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+from support import dying_weights
+from support.dying_weights import weights
+from support.reload_stage import Stage
+
+from trainer.publish.held_versions import HeldVersions
+from trainer.publish.weight_server import WeightRule, WeightServer
+from turnwise.engine_plugin import channel
+from turnwise.engine_plugin.receiver import Receiver
+from turnwise.fake_engine import Script, running_fake_engine
+from turnwise.store import policies, weight_servers
+from turnwise.store.database import Database
+from turnwise.types import PolicyVersion
+
+NO_PROBE = {"token_ids": [1], "logprobs": []}
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """Two engines that take transfers."""
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    script = Script(weight_transfer=True)
+    with running_fake_engine(script) as first, running_fake_engine(script) as second:
+        yield Stage(database, url, [first, second], tmp_path)
+    database.close()
+
+
+@pytest.fixture
+def trainer(stage: Stage) -> Iterator[WeightServer]:
+    """A trainer's weights, announced in the ledger; deltas are sent."""
+    server = WeightServer(WeightRule(weight_deltas=True, weight_seconds=10))
+    announce(stage, server.url)
+    yield server
+    server.close()
+
+
+def announce(stage: Stage, url: str | None) -> None:
+    with stage.database.write() as connection:
+        weight_servers.announce_weights(connection, "trainer", url, datetime.now(UTC))
+
+
+def publish_unwritten(stage: Stage, version: int) -> None:
+    """Publish a version whose directory does not exist."""
+    with stage.database.write() as connection:
+        policies.publish_policy(connection, PolicyVersion(version=version, path=str(stage.directory / f"v{version}")))
+
+
+@contextlib.contextmanager
+def dying_trainer(stage: Stage, moment: str) -> Iterator[subprocess.Popen[str]]:
+    """A trainer of versions 1 and 2 that kills itself at this moment of a transfer."""
+    program = [sys.executable, dying_weights.__file__, stage.url, moment]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == "ready\n"
+        yield sender
+
+
+def assert_received(stage: Stage, version: int) -> None:
+    for engine in stage.engines:
+        assert engine.state.received.keys() == weights(version).keys()
+        for name, expected in weights(version).items():
+            assert engine.state.received[name].dtype == expected.dtype
+            assert torch.equal(engine.state.received[name], expected)
+
+
+async def test_engines_get_a_version_from_memory_and_need_no_directory(stage: Stage, trainer: WeightServer):
+    async with stage.process() as process:
+        for version in (1, 2):
+            trainer.held.hold(version, weights(version), NO_PROBE)
+            publish_unwritten(stage, version)
+            await process.follow()
+            assert process.versions == [version, version]
+            assert_received(stage, version)
+        assert stage.loads == [["memory:1", "memory:2"]] * 2
+        assert stage.statuses() == ["retired", "active"]
+        assert all(engine.state.running.is_set() for engine in stage.engines)
+
+
+async def test_what_arrives_as_a_delta_equals_the_whole_bit_for_bit(stage: Stage, trainer: WeightServer, monkeypatch):
+    """The first version is sent whole; of the second only the words that changed."""
+    old = weights(1)
+    new = {name: value.clone() for name, value in old.items()}
+    new["w"][3, 5:9] += 0.25
+    whole, deltas = [], []
+    monkeypatch.setattr(Receiver, "_receive_whole", counted(Receiver._receive_whole, whole))
+    monkeypatch.setattr(Receiver, "_receive_delta", counted(Receiver._receive_delta, deltas))
+    async with stage.process() as process:
+        for version, tensors in ((1, old), (2, new)):
+            trainer.held.hold(version, tensors, NO_PROBE)
+            publish_unwritten(stage, version)
+            await process.follow()
+    assert [info.num_bytes for info in whole] == [64 * 64 * 2 + 64 * 4] * 2
+    # Words 197 to 200: two bytes each, and one for the distance from the word before.
+    assert [(info.base, info.num_words, info.num_bytes) for info in deltas] == [(1, 4, 12)] * 2
+    for engine in stage.engines:
+        assert all(torch.equal(engine.state.received[name], value) for name, value in new.items())
+
+
+def counted(function, calls: list):
+    def call(self, channel, info):
+        calls.append(info)
+        function(self, channel, info)
+
+    return call
+
+
+async def test_an_engine_that_was_restarted_gets_all_of_the_served_version(stage: Stage, trainer: WeightServer):
+    async with stage.process() as process:
+        for version in (1, 2):
+            trainer.held.hold(version, weights(version), NO_PROBE)
+        publish_unwritten(stage, 1)
+        await process.follow()
+        restarted = stage.engines[0].state
+        restarted.receiver, restarted.weight_version, restarted.received = None, "default", {}
+        await process.look()
+        await process.look()
+        assert process.versions == [1, 1]
+        assert_received(stage, 1)
+        restarted.receiver = None  # and again, unnoticed before the next version, which is offered as a delta
+        publish_unwritten(stage, 2)
+        await process.follow()
+        assert process.versions == [2, 2]
+        assert_received(stage, 2)
+
+
+async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(stage: Stage, trainer: WeightServer):
+    """As in a roll-back to an older version."""
+    async with stage.process() as process:
+        stage.publish(1)
+        for version in (2, 3):
+            trainer.held.hold(version, weights(version), NO_PROBE)
+            publish_unwritten(stage, version)
+        await process.follow()
+        stage.pin(1)
+        await process.follow()
+        assert process.versions == [1, 1]
+        assert stage.loads == [["memory:3", "v1"]] * 2
+
+
+async def test_an_engine_without_the_backend_reads_directories(stage: Stage, trainer: WeightServer):
+    trainer.held.hold(1, weights(1), NO_PROBE)
+    for engine in stage.engines:
+        engine.state.script.weight_transfer = False
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.follow()
+        assert process.versions == [1, 1]
+        assert stage.loads == [["v1"], ["v1"]]
+
+
+async def test_without_a_trainer_and_without_a_directory_the_last_good_version_stays(stage: Stage, trainer):
+    async with stage.process() as process:
+        trainer.held.hold(1, weights(1), NO_PROBE)
+        publish_unwritten(stage, 1)
+        await process.follow()
+        announce(stage, "http://127.0.0.1:9/key")  # nothing listens there
+        publish_unwritten(stage, 2)
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
+        assert_received(stage, 1)
+        assert "is not a directory" in (process.reloader.last_error or "")
+
+
+@pytest.mark.parametrize(
+    ("moment", "has_directory"), [(moment, number % 2 == 0) for number, moment in enumerate(dying_weights.STAGES)]
+)
+async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_served(
+    stage: Stage, moment: str, has_directory: bool
+):
+    """The version is read from its directory, or fails; no engine ever pauses for a version that did not arrive."""
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.follow()
+        with dying_trainer(stage, moment) as sender:
+            stage.publish(2) if has_directory else publish_unwritten(stage, 2)
+            await process.follow()
+            assert sender.wait(10) == -signal.SIGKILL
+        served = 2 if has_directory else 1
+        assert process.versions == [served, served]
+        assert [loads[-1] for loads in stage.loads] == [f"v{served}"] * 2
+        assert stage.statuses()[1] == ("active" if has_directory else "failed")
+        assert all(engine.state.running.is_set() and not engine.state.received for engine in stage.engines)
+
+
+async def test_bytes_that_change_on_the_way_are_noticed_before_the_model_is_touched(stage, trainer, monkeypatch):
+    original = channel.Channel.broadcast
+
+    def corrupt(self: channel.Channel, buffer: torch.Tensor, chunk_bytes: int) -> None:
+        original(self, buffer, chunk_bytes)
+        if buffer.data_ptr() != trainer.held.find(1).buffer.data_ptr():
+            buffer[100] ^= 1
+
+    monkeypatch.setattr(channel.Channel, "broadcast", corrupt)
+    trainer.held.hold(1, weights(1), NO_PROBE)
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.follow()
+        assert stage.loads == [["v1"], ["v1"]]
+
+
+async def test_an_update_that_a_dead_driver_left_open_is_ended_first(stage: Stage, trainer: WeightServer):
+    for engine in stage.engines:
+        engine.state.is_updating = True
+    trainer.held.hold(1, weights(1), NO_PROBE)
+    async with stage.process() as process:
+        publish_unwritten(stage, 1)
+        await process.follow()
+        assert process.versions == [1, 1]
+
+
+def test_a_version_with_a_weight_that_is_not_finite_is_not_offered():
+    held = HeldVersions(keep=2)
+    assert not held.hold(1, {"w": torch.tensor([1.0, float("nan")])}, NO_PROBE)
+    assert held.find(1) is None
+
+
+def test_memory_keeps_the_newest_versions_only():
+    held = HeldVersions(keep=2)
+    for version in (1, 2, 3):
+        assert held.hold(version, weights(version), NO_PROBE)
+    assert [version for version in (1, 2, 3) if held.find(version)] == [2, 3]
+
+
+def test_a_request_without_the_key_learns_nothing(trainer: WeightServer):
+    trainer.held.hold(1, weights(1), NO_PROBE)
+    key = trainer.url.rpartition("/")[2]
+    assert trainer.answer("GET", f"/{key}/versions/1", {})[0] == 200
+    assert trainer.answer("GET", "/guess/versions/1", {})[0] == 404
+    assert trainer.answer("POST", f"/{key}/transfers", {"version": "x"})[0] == 422

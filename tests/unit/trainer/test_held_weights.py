@@ -1,0 +1,106 @@
+"""What a trainer hands to engines from memory is what it writes into a version's directory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+
+from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.policy.model import Policy, PolicySpec
+from trainer.settings import TrainerSettings
+from turnwise.store import weight_servers
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "Qwen3": {"tie_word_embeddings": True},
+    "Llama": {"tie_word_embeddings": False},
+    "Gemma": {},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sent_weights_equal_the_directory_of_the_version_bit_for_bit(tmp_path, family, dtype):
+    """Also by name: the experts of a mixture lie in one tensor here, and in one each in a checkpoint."""
+    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    policy = Policy(PolicySpec(model=str(tmp_path / "model"), device="cpu", publish_dtype=dtype))
+    policy.load(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.01)
+    policy.save(tmp_path / "written", policy.trained_state())
+    written, sent = load_file(tmp_path / "written" / "model.safetensors"), policy.published_weights()
+    assert sent.keys() == written.keys()
+    for name, tensor in written.items():
+        assert sent[name].dtype == tensor.dtype == getattr(torch, dtype)
+        assert torch.equal(sent[name], tensor)
+
+
+def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_path):
+    model = make_model(tmp_path / "model")
+    db = new_ledger(tmp_path / "ledger.db")
+    Rollouts(db, load_model(model)).play("a", num_groups=6)
+    settings = TrainerSettings(
+        database=f"sqlite:///{tmp_path / 'ledger.db'}",
+        model=str(model),
+        policies_dir=tmp_path / "policies",
+        groups_per_batch=3,
+        total_batches=2,
+        max_staleness=10,
+        wait_seconds=0.0,
+        progress=False,
+        num_threads=1,
+    )
+
+    def announced() -> list[str]:
+        with db.read() as connection:
+            return weight_servers.weight_urls(connection)
+
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.setup(0)
+    assert announced() == [workflow.weights.url]
+    workflow.learn(state)
+    for version in (1, 2):
+        held = workflow.weights.held.find(version)
+        written = load_file(tmp_path / "policies" / f"v{version:06d}" / "model.safetensors")
+        assert all(torch.equal(tensor, written[name]) for name, tensor in held.layout.views(held.buffer))
+    workflow.close()
+    assert announced() == []
+    resumed = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    resumed.setup(0)
+    assert resumed.weights.held.find(2).checksum == held.checksum
+    assert resumed.weights.held.find(2).probe == held.probe
+    resumed.close()
+    db.close()
+
+
+@pytest.mark.parametrize("changes", [{"kind": "lora"}, {"weight_transfer": False}])
+def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, changes):
+    settings = TrainerSettings(
+        database=f"sqlite:///{tmp_path / 'ledger.db'}",
+        model=str(make_model(tmp_path / "model")),
+        policies_dir=tmp_path / "policies",
+        **changes,
+    )
+    db = new_ledger(tmp_path / "ledger.db")
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    workflow.setup(0)
+    with db.read() as connection:
+        assert weight_servers.weight_urls(connection) == []
+    workflow.close()
+    db.close()

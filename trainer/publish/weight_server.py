@@ -1,0 +1,208 @@
+"""Hands the weights of held versions to engines, at the request of the proxy process that drives a reload.
+
+The trainer only answers: it never calls an engine, and does not know how many there are. The address holds a random
+key and stands in the ledger, so who can read the ledger can ask for weights. Training does not wait for any of this.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import urllib.parse
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor
+
+from trainer.publish.held_versions import HeldVersion, HeldVersions
+from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed, Transport
+from turnwise.settings import Settings
+from turnwise.types import Json
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MAX_BODY_BYTES = 1 << 16
+MOST_TRANSFERS = 64
+"""Transfers whose result stays known."""
+
+
+class WeightRule(Settings):
+    """How engines get new weights."""
+
+    weight_transfer: bool = True
+    """Send whole weights from memory to engines that were started for it (`turnwise engine`); other engines, and
+    adapters, read the version's directory. False: all do."""
+    weight_host: str = "127.0.0.1"
+    """Address of this machine at which the proxy and the engines ask for weights; on several machines one that all of
+    them reach, on a private network."""
+    weight_transport: Transport = "gloo"
+    """`gloo` works on any device and any network. `nccl` is for engines of one GPU on other GPUs than the trainer's."""
+    weight_deltas: bool | None = None
+    """Send only the bits that changed, if an engine has the version before. By default where `weight_host` is not this
+    machine alone: on one machine sending all of it is quicker than finding the difference."""
+    weight_versions: int = Field(default=2, ge=1)
+    """Versions that stay in memory; engines get older ones from their directories."""
+    weight_seconds: float = Field(default=60.0, gt=0)
+    """Longest silence within one transfer."""
+
+    @property
+    def sends_deltas(self) -> bool:
+        """Whether deltas are sent."""
+        return self.weight_host not in LOOPBACK if self.weight_deltas is None else self.weight_deltas
+
+
+class Transfer:
+    """One version on its way to one engine."""
+
+    def __init__(self, payload: Tensor, rendezvous: Rendezvous, rule: WeightRule, num_workers: int) -> None:
+        self._payload = payload
+        self._rendezvous = rendezvous
+        self._rule = rule
+        self._num_workers = num_workers
+        self.error: str | None = None
+        """Why it failed; None while it runs and after it succeeded."""
+        self._thread = threading.Thread(target=self._send, name="weights", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+    def _send(self) -> None:
+        try:
+            channel = Channel(
+                self._rendezvous.store,
+                rank=0,
+                size=1 + self._num_workers,
+                transport=self._rule.weight_transport,
+                address=self._rendezvous.host,
+                seconds=self._rule.weight_seconds,
+            )
+            channel.broadcast(self._payload, CHUNK_BYTES)
+            if not channel.agree(is_good=True):
+                self.error = "an engine's worker did not receive it whole"
+        except TransferFailed as error:
+            self.error = str(error)
+        if self.error is not None:
+            log.warning("a transfer of weights failed: %s", self.error)
+
+
+class WeightServer:
+    """Answers on a port of its own; each request has a thread."""
+
+    def __init__(self, rule: WeightRule) -> None:
+        self._rule = rule
+        self.held = HeldVersions(rule.weight_versions)
+        self._transfers: dict[str, Transfer] = {}
+        self._key = secrets.token_urlsafe(16)
+        self._http = ThreadingHTTPServer((rule.weight_host, 0), _handler_of(self))
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, name="weight-server", daemon=True)
+        self._thread.start()
+        host = f"[{rule.weight_host}]" if ":" in rule.weight_host else rule.weight_host
+        self.url = f"http://{host}:{self._http.server_address[1]}/{self._key}"
+
+    def close(self) -> None:
+        """Stop answering; running transfers end with the process."""
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def answer(self, method: str, path: str, body: Json) -> tuple[HTTPStatus, Json]:
+        """Return status and body of the answer to a request."""
+        key, *words = urllib.parse.unquote(path).strip("/").split("/")
+        if not secrets.compare_digest(key.encode(), self._key.encode()):
+            return HTTPStatus.NOT_FOUND, {"error": "no such page"}
+        match (method, *words):
+            case ("GET", "versions", str(version)) if version.isdigit():
+                return self._describe(int(version))
+            case ("POST", "transfers"):
+                return self._start(body)
+            case ("GET", "transfers", str(transfer_id)) if transfer_id in self._transfers:
+                transfer = self._transfers[transfer_id]
+                transfer.wait()
+                return HTTPStatus.OK, {"error": transfer.error}
+        return HTTPStatus.NOT_FOUND, {"error": "no such page"}
+
+    def _describe(self, version: int) -> tuple[HTTPStatus, Json]:
+        held = self.held.find(version)
+        if held is None:
+            return _not_held(version)
+        return HTTPStatus.OK, {"version": version, "num_bytes": held.layout.num_bytes, "probe": held.probe}
+
+    def _start(self, body: Json) -> tuple[HTTPStatus, Json]:
+        """Start to send a version; the answer holds what the engine needs to receive it."""
+        version, base, num_workers = (body.get(name) for name in ("version", "base", "num_workers"))
+        if not isinstance(version, int) or not isinstance(num_workers, int) or num_workers < 1:
+            return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": f"version and num_workers must be numbers, not {body!r}"}
+        held = self.held.find(version)
+        if held is None:
+            return _not_held(version)
+        payload, info = self._payload(held, base if isinstance(base, int) else None)
+        rendezvous = Rendezvous(self._rule.weight_host, self._rule.weight_seconds)
+        transfer_id = secrets.token_hex(8)
+        for old in list(self._transfers)[:-MOST_TRANSFERS]:
+            self._transfers.pop(old, None)
+        self._transfers[transfer_id] = Transfer(payload, rendezvous, self._rule, num_workers)
+        info |= {
+            "version": version,
+            "host": self._rule.weight_host,
+            "port": rendezvous.port,
+            "world_size": 1 + num_workers,
+            "layout": held.layout.as_json(),
+            "checksum": held.checksum,
+            "transport": self._rule.weight_transport,
+            "num_bytes": len(payload),
+            "chunk_bytes": CHUNK_BYTES,
+            "seconds": self._rule.weight_seconds,
+        }
+        return HTTPStatus.OK, {"transfer_id": transfer_id, "init_info": info}
+
+    def _payload(self, held: HeldVersion, base: int | None) -> tuple[Tensor, Json]:
+        """Return the bytes to send, and what they are."""
+        delta = self.held.delta(base, held) if base is not None and self._rule.sends_deltas else None
+        if delta is None:
+            return held.buffer, {"base": None, "num_words": 0}
+        return delta.encode(), {"base": base, "num_words": len(delta.values)}
+
+
+def _not_held(version: int) -> tuple[HTTPStatus, Json]:
+    return HTTPStatus.NOT_FOUND, {"error": f"version {version} is not in memory"}
+
+
+def _handler_of(server: WeightServer) -> Callable[..., BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        """Reads and writes JSON."""
+
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._reply("GET", {})
+
+        def do_POST(self) -> None:
+            length = min(int(self.headers.get("content-length") or 0), MAX_BODY_BYTES)
+            try:
+                body = json.loads(self.rfile.read(length) or b"{}")
+            except ValueError:
+                body = None
+            self._reply("POST", body if isinstance(body, dict) else {})
+
+        def _reply(self, method: str, body: Json) -> None:
+            status, answer = server.answer(method, self.path, body)
+            encoded = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(encoded)))
+            self.end_headers()
+            self.wfile.write(encoded)
+
+        def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002  the base class's name
+            log.debug("weights: %s", format % arguments)
+
+    return Handler

@@ -1,0 +1,24 @@
+"""Weights from the trainer's memory to vLLM's, without a directory between them.
+
+vLLM loads this package in each of its processes by the entry point `vllm.general_plugins`. It registers a backend for
+vLLM's weight transfer: `weight_engine` is the part inside vLLM, `receiver` receives and checks a version, `channel`
+carries bytes over torch's process groups, `layout` and `delta` define what the bytes mean. The trainer uses the last
+three to send.
+"""
+
+from __future__ import annotations
+
+BACKEND = "turnwise"
+"""Name of the backend: `--weight-transfer-config '{"backend": "turnwise"}'`."""
+PLUGIN_GROUP = "vllm.general_plugins"
+"""vLLM's entry point group for plugins that every process loads."""
+
+
+def register() -> None:
+    """Register the backend; vLLM calls this in each of its processes, sometimes more than once."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    try:
+        WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")
+    except ValueError:  # vLLM's answer when the name is registered already
+        return
