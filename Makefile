@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 # The CPU build of vLLM brings these for another torch; serving text needs none of them, and importing them fails.
 MISMATCHED := torchvision torchaudio torchcodec
-# Two processes run the tests; each starts a real vLLM when its first test asks for one.
+# Two processes run the tests. tests/conftest.py groups them, so one process starts the shared vLLM.
 WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

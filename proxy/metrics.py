@@ -25,7 +25,13 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        r = self.registry
+        self._add_calls(self.registry)
+        self._add_store(self.registry)
+        self._add_engines(self.registry)
+        self._add_process(self.registry)
+
+    def _add_calls(self, r: CollectorRegistry) -> None:
+        """Add the metrics of calls, from the request to its outcome."""
         self.turns = Counter("turnwise_turns", "Calls by outcome and reason", ["outcome", "reason"], registry=r)
         self.turns_of = functools.cache(self.turns.labels)
         self.turns_by_role = Counter(
@@ -44,25 +50,14 @@ class Metrics:
         self.ttft_seconds = Histogram(
             "turnwise_ttft_seconds", "Time to the first token of a stream", buckets=SECONDS, registry=r
         )
-        self.commit_seconds = Histogram(
-            "turnwise_commit_seconds",
-            "Time that a turn waits for its commit, including queueing",
-            buckets=SECONDS,
-            registry=r,
+        self.in_flight = Gauge("turnwise_calls_in_flight", "Calls that wait for an engine or run on one", registry=r)
+        self.queued_calls = Gauge("turnwise_queued_calls", "Calls that wait in the queue of a limit", registry=r)
+        self.limited = Counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"], registry=r)
+        self.refused = Counter(
+            "turnwise_refused", "Requests that the proxy answered with its own error", ["code"], registry=r
         )
-        self.commit_batch = Histogram(
-            "turnwise_commit_batch_turns",
-            "Turns per transaction",
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
-            registry=r,
-        )
-        self.rewards = Counter("turnwise_rewards", "Rewards written", ["target"], registry=r)
-        self.sessions = Counter(
-            "turnwise_sessions", "Sessions by the event that started or ended them", ["event"], registry=r
-        )
-        self.breaks = Counter(
-            "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"], registry=r
-        )
+        self.retries = Counter("turnwise_retries", "Retried operations", ["what"], registry=r)
+        self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)
         self.dropped_tools = Counter(
             "turnwise_dropped_tools",
             "Removed tools that only a hosted service can run",
@@ -75,6 +70,29 @@ class Metrics:
             ["field"],
             registry=r,
         )
+        self.breaks = Counter(
+            "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"], registry=r
+        )
+
+    def _add_store(self, r: CollectorRegistry) -> None:
+        """Add the metrics of the store: sessions, rewards, commits, groups and updates."""
+        self.sessions = Counter(
+            "turnwise_sessions", "Sessions by the event that started or ended them", ["event"], registry=r
+        )
+        self.rewards = Counter("turnwise_rewards", "Rewards written", ["target"], registry=r)
+        self.commit_seconds = Histogram(
+            "turnwise_commit_seconds",
+            "Time that a turn waits for its commit, including queueing",
+            buckets=SECONDS,
+            registry=r,
+        )
+        self.commit_batch = Histogram(
+            "turnwise_commit_batch_turns",
+            "Turns per transaction",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+            registry=r,
+        )
+        self.writer_queue = Gauge("turnwise_writer_queue", "Jobs that wait for their commit", registry=r)
         self.groups = Gauge(
             "turnwise_groups",
             "Groups that are open, ready or claimed, by state; read from the store",
@@ -88,15 +106,11 @@ class Metrics:
         self.last_update_reward = Gauge(
             "turnwise_last_update_reward_mean", "Mean session reward in the trainer's last update", registry=r
         )
-        self.refused = Counter(
-            "turnwise_refused", "Requests that the proxy answered with its own error", ["code"], registry=r
-        )
-        self.retries = Counter("turnwise_retries", "Retried operations", ["what"], registry=r)
-        self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)
-        self.in_flight = Gauge("turnwise_calls_in_flight", "Calls that wait for an engine or run on one", registry=r)
-        self.queued_calls = Gauge("turnwise_queued_calls", "Calls that wait in the queue of a limit", registry=r)
-        self.limited = Counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"], registry=r)
-        self.writer_queue = Gauge("turnwise_writer_queue", "Jobs that wait for their commit", registry=r)
+
+    def _add_engines(self, r: CollectorRegistry) -> None:
+        """Add the metrics of engines and of the versions that they serve."""
+        self.engine_up = Gauge("turnwise_engine_up", "1 while calls are routed to the engine", ["engine"], registry=r)
+        self.engine_calls = Gauge("turnwise_engine_calls", "Running calls of an engine", ["engine"], registry=r)
         self.engine_seconds = Histogram(
             "turnwise_engine_head_seconds",
             "Time from a call's request to the head of the engine's answer",
@@ -104,10 +118,6 @@ class Metrics:
             buckets=SECONDS,
             registry=r,
         )
-        self.engine_calls = Gauge("turnwise_engine_calls", "Running calls of an engine", ["engine"], registry=r)
-        ProcessCollector(registry=r)
-        PlatformCollector(registry=r)
-        GCCollector(registry=r)
         self.policy_version = Gauge("turnwise_policy_version", "Served policy version", registry=r)
         self.reloads = Counter("turnwise_reloads", "Weight reloads by result", ["result"], registry=r)
         self.weight_transfers = Counter(
@@ -121,7 +131,12 @@ class Metrics:
         )
         self.canary_calls = Counter("turnwise_canary_calls", "Calls during a canary by arm", ["arm"], registry=r)
         self.canaries = Counter("turnwise_canaries", "Canaries by result", ["result"], registry=r)
-        self.engine_up = Gauge("turnwise_engine_up", "1 while calls are routed to the engine", ["engine"], registry=r)
+
+    def _add_process(self, r: CollectorRegistry) -> None:
+        """Add the metrics of the proxy's own process."""
         self.background_errors = Counter(
             "turnwise_background_errors", "Failures of background tasks, which clients do not see", ["task"], registry=r
         )
+        ProcessCollector(registry=r)
+        PlatformCollector(registry=r)
+        GCCollector(registry=r)

@@ -78,6 +78,20 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         SchemaMismatch: the store's tables are of another release.
         EngineUnsuitable: an engine lacks a feature that exact capture requires, and the check is strict.
     """
+    services = await _open_services(settings)
+    await services.reloader.start()
+    tasks = [asyncio.create_task(services.reloader.run()), asyncio.create_task(_sweep(services))]
+    try:
+        yield services
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await _close_services(services)
+
+
+async def _open_services(settings: ProxySettings) -> Services:
+    """Open the store, start the writer, and create the services on them."""
     url = settings.database.get_secret_value()
     database = Database(url, pool_size=NUM_READERS)
     exports = Database(url, pool_size=NUM_EXPORTS)
@@ -112,7 +126,7 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         probe=lambda engine: _probe_engine(engine, sessions, settings),
         faults=faults,
     )
-    services = Services(
+    return Services(
         settings=settings,
         metrics=metrics,
         database=database,
@@ -127,20 +141,16 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         limits=Limits(settings, metrics),
         replays=Replays(settings.replay_bytes),
     )
-    await reloader.start()
-    tasks = [asyncio.create_task(reloader.run()), asyncio.create_task(_sweep(services))]
-    try:
-        yield services
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
-            await asyncio.wait_for(relay.wait_idle(), settings.commit_timeout_seconds)
-        pool.close()
-        await writer.close()
-        for opened in (database, exports):
-            opened.close()
+
+
+async def _close_services(services: Services) -> None:
+    """Wait for running calls to be stored, then close engines, writer and store."""
+    with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
+        await asyncio.wait_for(services.relay.wait_idle(), services.settings.commit_timeout_seconds)
+    services.pool.close()
+    await services.writer.close()
+    for opened in (services.database, services.exports):
+        opened.close()
 
 
 def engine_access(settings: ProxySettings) -> Access:

@@ -11,21 +11,9 @@ from support.private_postgres import PrivatePostgres, binary
 
 from turnwise.store.database import Database
 
-pytest_plugins = ["support.engines", "support.node_projects", "support.proxies"]
+pytest_plugins = ["support.engines", "support.node_projects", "support.proxies", "support.workers"]
 
 DIALECTS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Divide the tests among workers: those of the real vLLM form one group, so that one worker starts it once.
-
-    Every other file is a group of its own, because its tests share servers. The engine's group comes first: it is the
-    longest, and the other worker runs the rest meanwhile.
-    """
-    for item in items:
-        uses_engine = "engine" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("engine" if uses_engine else item.nodeid.split("::")[0]))
-    items.sort(key=lambda item: "engine" not in getattr(item, "fixturenames", ()))
 
 
 def migrated(url: str) -> str:

@@ -64,6 +64,11 @@ os.environ.clear()
 os.environ.update(PATH=PATH, HOME=SCRATCH, LC_ALL="C")
 
 
+def temperature(split: str) -> float:
+    """Return the sampling temperature: 1 to explore in training, 0 to measure on held-out tasks."""
+    return 0.0 if split == "eval" else 1.0
+
+
 def play(task: dict, run: Any) -> float:
     """Play one task in its own directory; return 1 for the right answer, otherwise 0."""
     with tempfile.TemporaryDirectory(dir=SCRATCH) as directory:
@@ -71,7 +76,12 @@ def play(task: dict, run: Any) -> float:
             Path(directory, name).write_text(content)
         model = LitellmTextbasedModel(
             model_name=f"openai/{run.model}",
-            model_kwargs={"api_base": run.base_url, "api_key": run.api_key, "temperature": 1.0, "max_tokens": 128},
+            model_kwargs={
+                "api_base": run.base_url,
+                "api_key": run.api_key,
+                "temperature": temperature(run.split),
+                "max_tokens": 128,
+            },
         )
         shell = LocalEnvironment(cwd=directory, timeout=10)
         agent = DefaultAgent(

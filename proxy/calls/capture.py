@@ -92,9 +92,6 @@ def build_turns(
         choice = captured.choices.get(index) or Choice()
         prompt = as_token_ids(choice.prompt_token_ids) if choice.prompt_token_ids else echo
         outcome, reason = _outcome(prompt, choice, plan, unsampled, echoed=echoed, aborted=aborted)
-        # A retry of a call that was cut off samples again: only a complete reply is stored under the key.
-        keyed = call.idempotency_key is not None and aborted is None
-        history_digest, messages_digest, dialogue_digest = plan.history.extended(choice.message)
         own_id = turn_id if index == 0 else f"{turn_id}#{index}"
         turn = _turn(
             call,
@@ -108,14 +105,11 @@ def build_turns(
             finish_reason=choice.finish_reason,
             outcome=outcome,
             reason=reason,
-            request_key=request_key(str(call.idempotency_key), index) if keyed else None,
-            request_digest=request_digest if keyed else None,
             role=found and found.role,
             role_reason=found and found.reason,
             inferred_by=inferred_by,
-            history_digest=history_digest,
-            messages_digest=messages_digest,
-            dialogue_digest=dialogue_digest,
+            **_retry_identity(call, index, request_digest, aborted),
+            **_digests(plan, choice),
             **_place(call, plan, prompt, own_id, plan.parent if echoed else None),
         )
         turns.append(Sampled(turn, choice.logprobs))
@@ -160,6 +154,19 @@ def _place(call: Call, plan: Plan, prompt: TokenIds, turn_id: str, parent: Known
         "messages": plan.new_messages(call.messages),
         "prompt_delta": prompt[plan.parent_length :],
     }
+
+
+def _digests(plan: Plan, choice: Choice) -> dict[str, bytes]:
+    """Return the digests of the conversation with this reply, by which a later call finds the turn."""
+    history, messages, dialogue = plan.history.extended(choice.message)
+    return {"history_digest": history, "messages_digest": messages, "dialogue_digest": dialogue}
+
+
+def _retry_identity(call: Call, index: int, request_digest: bytes | None, aborted: str | None) -> dict[str, Any]:
+    """Return the fields by which a retry finds this choice; none if the reply was cut off: a retry samples again."""
+    if call.idempotency_key is None or aborted is not None:
+        return {}
+    return {"request_key": request_key(call.idempotency_key, index), "request_digest": request_digest}
 
 
 def request_key(idempotency_key: str, index: int) -> str:

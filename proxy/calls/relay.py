@@ -121,7 +121,9 @@ class Relay:
                 running.captured, reply = call.dialect.capture_reply(restore_model_name(raw, lane, call), call)
             is_stored = await self._commit(running)
         if not is_stored:
-            return rebuilt_answer(call, await self.stored_turns(running))
+            stored = await self.stored_turns(running)
+            running.version_first = stored[0].policy_version_first
+            return rebuilt_answer(call, stored)
         return call.dialect.encode_reply(reply, call)
 
     async def _read_whole(self, running: Running, lane: Lane) -> bytes:

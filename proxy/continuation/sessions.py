@@ -33,7 +33,7 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
-from turnwise.store import ledger, lineage, queries
+from turnwise.store import history, ledger, lineage, queries
 from turnwise.store.database import Database
 from turnwise.types import Outcome, Role, Session, SessionStatus, TokenIds, Turn
 
@@ -175,7 +175,7 @@ class Sessions:
         """Return the stored turns that are not in memory, and the digests of their prompts."""
         session, known = live.session, set(live.forest.by_id)
         with self._database.read() as connection:
-            index = queries.history_index(connection, session.tenant, session.session_id)
+            index = history.history_index(connection, session.tenant, session.session_id)
             if all(entry.turn_id in known or entry.outcome is Outcome.ERROR for entry in index):
                 return [], {}
             views, _ = queries.turns(connection, session.tenant, session.session_id, limit=len(index))
@@ -227,7 +227,7 @@ class Sessions:
 
     def _read_tokens(self, turn_id: str) -> TokenIds:
         with self._database.read() as connection:
-            return queries.full_tokens(connection, turn_id)
+            return history.full_tokens(connection, turn_id)
 
     async def _infer(self, call: Call, conversation: Conversation, caller: Caller) -> Placement:
         """Return the open session of this caller that contains what the call extends, or a new session."""
@@ -294,7 +294,7 @@ class Sessions:
         """
         digests, dialogues = conversation.replied_digests(), conversation.replied_dialogue_digests()
         with self._database.read() as connection:
-            find = functools.partial(queries.sessions_of_conversation, connection, *caller, limit=MAX_CANDIDATES)
+            find = functools.partial(history.sessions_of_conversation, connection, *caller, limit=MAX_CANDIDATES)
             digest, session_ids = find(digests)
             if session_ids:
                 return False, digest, session_ids

@@ -39,6 +39,8 @@ MAX_KEY_LENGTH = 256
 MAX_TOOL_NAME = 64
 SESSION = "x-session-id"
 """Reply header that names the session of the call, also where the proxy found it by itself."""
+POLICY_VERSION = "x-policy-version"
+"""Reply header of a whole reply: the policy version that sampled its first token."""
 DROPPED_TOOLS = "x-turnwise-dropped-tools"
 """Reply header that names the tools which were removed from the request."""
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
@@ -152,6 +154,7 @@ class Sample:
             await reply.end()
             return b"".join(reply.parts)
         answer = await relay.whole(running, left)
+        reply.headers[POLICY_VERSION] = str(running.version_first)
         await reply.whole(answer)
         return answer
 

@@ -115,7 +115,7 @@ class Edge:
         if origin is not None and ("*" in self._origins or origin.decode("latin-1") in self._origins):
             headers += [
                 (b"access-control-allow-origin", origin),
-                (b"access-control-expose-headers", b"x-request-id, x-session-id, retry-after"),
+                (b"access-control-expose-headers", b"x-request-id, x-session-id, x-policy-version, retry-after"),
                 (b"vary", b"origin"),
             ]
         return headers

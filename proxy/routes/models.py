@@ -120,6 +120,12 @@ def _json_type(kind: Any) -> Any:
 
 
 SessionAnswer = answer_model("SessionAnswer", Session, "One run of an agent.")
+EndedSessionAnswer = answer_model(
+    "EndedSessionAnswer",
+    Session,
+    "A session that is over.",
+    training_note=(str, Field(description="What it waits for until it is trained, or why it is not trained.")),
+)
 NewSessionAnswer = answer_model(
     "NewSessionAnswer",
     Session,

@@ -16,6 +16,7 @@ from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
 from proxy.routes.models import (
     ChainRole,
     DeletedAnswer,
+    EndedSessionAnswer,
     NewSessionAnswer,
     SessionAnswer,
     SessionPage,
@@ -27,7 +28,7 @@ from proxy.routes.models import (
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
-from turnwise.store import experiences, ledger, queries, retention, session_changes
+from turnwise.store import experiences, groups, ledger, queries, retention, session_changes
 from turnwise.store.roles import set_chain_role
 from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
 
@@ -212,9 +213,9 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
     return answer({"role": wanted.role, "turn_ids": turn_ids})
 
 
-@router.post("/sessions/{session_id}/end", responses=describe_answer(SessionAnswer))
+@router.post("/sessions/{session_id}/end", responses=describe_answer(EndedSessionAnswer))
 async def end_session(session_id: Id, services: Here, principal: Caller, ending: Ending | None = None) -> Response:
-    """End a session; a session that is over and has a reward is ready for training."""
+    """End a session; `training_note` in the answer says what it waits for until it is trained, or why it is not."""
     principal.require_session(session_id)
     said = ending or Ending()
 
@@ -226,7 +227,12 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     )
     services.sessions.forget(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
-    return answer(record_json(session))
+
+    def read() -> str:
+        with services.database.read() as connection:
+            return groups.describe_training(connection, session)
+
+    return answer({**record_json(session), "training_note": await asyncio.to_thread(read)})
 
 
 @router.delete("/sessions/{session_id}", responses=describe_answer(DeletedAnswer))

@@ -71,7 +71,8 @@ class StandIn:
 
 def create_app(state: StandIn) -> Starlette:  # noqa: C901  a table of small routes over one state
     async def create_session(request: Request) -> Json:
-        session = state.open(await request.json())
+        session = state.open(fields := await request.json())
+        session |= fields
         url = f"{state.base_url}/sessions/{session['session_id']}/v1"
         return {**session, "base_url": url, "api_key": f"key-{session['session_id']}"}
 
@@ -131,7 +132,7 @@ def create_app(state: StandIn) -> Starlette:  # noqa: C901  a table of small rou
             return problem(409, "the session has ended")
         completion = sample(state, session_id, request.headers.get("x-step"), body)
         if not body.get("stream"):
-            return JSONResponse(completion)
+            return JSONResponse(completion, headers={"x-policy-version": str(state.policy_version)})
         return StreamingResponse(chunks(completion), media_type="text/event-stream")
 
     def routed(handler: Callable[[Request], Any]) -> Callable[[Request], Any]:

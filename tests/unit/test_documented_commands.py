@@ -23,13 +23,13 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 OTHER_PROGRAMS = {
     *("apt-get", "chmod", "cp", "curl", "export", "node", "npm", "pg_dump", "printf", "python", "sqlite3", "su", "."),
 }
-"""Checked for the shell's syntax alone."""
+"""Programs of others: only the syntax of their commands is checked, not their flags."""
 
 each_block = pytest.mark.parametrize("block", SHELL, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def _files_that_commands_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _files_of_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("calls.jsonl").touch()
 
@@ -47,7 +47,7 @@ def _check_turnwise(words: list[str]) -> None:
 
 
 def _check_compose(words: list[str]) -> None:
-    """See that profile and services of a `docker compose` command are in the file."""
+    """Check that the profile and the services of a `docker compose` command are in the file."""
     known = set(COMPOSE["services"])
     profiles = {profile for service in COMPOSE["services"].values() for profile in service.get("profiles", [])}
     if "--profile" in words:
@@ -59,7 +59,7 @@ def _check_compose(words: list[str]) -> None:
 
 
 @each_block
-def test_a_shell_takes_the_block(block: Block) -> None:
+def test_a_block_is_valid_shell_syntax(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -77,7 +77,7 @@ def test_every_command_of_the_block_exists_with_its_flags(block: Block) -> None:
             case ["docker", "compose", *rest]:
                 _check_compose(rest)
             case [program, *_]:
-                assert program in OTHER_PROGRAMS, f"who checks {program!r}?"
+                assert program in OTHER_PROGRAMS, f"add {program!r} to OTHER_PROGRAMS, or a case that checks it"
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
@@ -91,8 +91,8 @@ def test_every_setting_of_a_toml_block_exists(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_sentence_tells_to_run_exists(page: Path) -> None:
-    """Inline commands: tests and benches by their path, targets of make, subcommands of turnwise."""
+def test_every_inline_command_exists(page: Path) -> None:
+    """Tests and benches by their path, targets of make, subcommands of turnwise."""
     for command in re.findall(r"`((?:pytest|python|make|turnwise) [^`]+)`", page.read_text()):
         program, first, *_ = command.split()
         if program == "pytest" or (program == "python" and first.endswith(".py") and "/" in first):

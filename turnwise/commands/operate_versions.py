@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from turnwise.commands.operate import as_json, opened
-from turnwise.errors import Conflict
-from turnwise.processes.engine_command import is_directory
 from turnwise.store import policies, queries
-from turnwise.store.database import Connection
-from turnwise.types import Json, PolicyVersion
+from turnwise.types import Json
 
 
 def list_versions(url: str, *, limit: int) -> list[Json]:
@@ -20,7 +15,7 @@ def list_versions(url: str, *, limit: int) -> list[Json]:
             {
                 **as_json(policy),
                 "pinned": policy.version == pinned,
-                "on_disk": _is_on_disk(policy),
+                "on_disk": policies.on_disk(policy),
                 "reward_mean": policy.metrics.get("reward_mean"),
             }
             for policy in policies.list_policies(conn, limit=limit)[0]
@@ -35,9 +30,6 @@ def pin_version(url: str, version: int) -> Json:
         Conflict: its files no longer exist.
     """
     with opened(url) as database, database.write() as conn:
-        policy = policies.get_policy(conn, version)
-        if not _is_on_disk(policy):
-            raise Conflict(f"Version {version}'s files no longer exist. {_choices(conn)}", param="version")
         pinned: Json = as_json(policies.choose_policy(conn, version, pin=True))
     return pinned
 
@@ -61,15 +53,3 @@ def list_updates(url: str, *, limit: int) -> list[Json]:
             }
             for update in queries.updates(conn, limit=limit)[0]
         ]
-
-
-def _choices(conn: Connection) -> str:
-    found = [policy.version for policy in policies.list_policies(conn, limit=1000)[0] if _is_on_disk(policy)]
-    if not found:
-        return "No version's files exist on this machine."
-    return f"Choose one of: {', '.join(map(str, sorted(found)))}."
-
-
-def _is_on_disk(policy: PolicyVersion) -> bool:
-    """Return whether the files of a version exist; a model's id is assumed to."""
-    return not is_directory(policy.path) or Path(policy.path).is_dir()

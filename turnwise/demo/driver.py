@@ -261,7 +261,11 @@ def conclude(report: Report, settings: DemoSettings, say: Any) -> int:
     say(
         "demo",
         f"{report.num_policy_versions} policy versions, {report.num_sessions} sessions, {report.num_turns} turns, "
-        f"{report.num_sampled_tokens} sampled tokens, {report.failed_requests} failed requests, {report.seconds:.0f} s",
+        f"{report.num_sampled_tokens} sampled tokens, {report.failed_requests} failed requests",
+    )
+    say(
+        "demo",
+        f"{report.warm_up_seconds:.0f} s to build the model, {report.seconds:.0f} s from the start of the engine on",
     )
     say("demo", f"numbers: {out / 'report.json'}   curve: {out / 'learning.png'}   logs: {out / 'logs'}")
     say("demo", f"look inside: turnwise sessions --database sqlite:///{out / 'turnwise.db'}")

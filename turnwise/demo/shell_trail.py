@@ -1,9 +1,9 @@
-"""The trail as files: one file a person in a directory, read by `cat NAME` in a real shell.
+"""The trail as files: one file per person in a directory, which the agent reads by `cat NAME` in a real shell.
 
-The task and its rewards are those of `trail`; only the agent is another one. The prompts are in the format of
-mini-swe-agent's text mode, one bash block a reply, and an episode ends when the agent prints its submission.
+The task and its rewards are those of `trail`; the agent is another one. The prompts have the format of mini-swe-agent's
+text mode, with one bash block per reply. An episode ends when the agent prints its submission.
 
-The module also writes the conversations of the warm-up, whose player knows this format but not the task.
+The module also generates the warm-up conversations. Their player knows the format but not the task.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from turnwise.demo import trail
 
 SYSTEM_PROMPT = "Reply with one block: ```mswea_bash_command, a command, ```."
-"""The format in one line. The warm-up teaches it."""
+"""The format in one line; the warm-up teaches it."""
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo "
-"""What mini-swe-agent recognises as the end; the next line of the output is the submission."""
+"""The command that ends an episode for mini-swe-agent; the next line of the output is the submission."""
 
 TOOLS: list[dict[str, Any]] | None = None
 """The format has no tools: commands are text."""
 
 COMMANDS = ("cat", "echo", "ls")
-"""What the PATH of the commands holds."""
+"""The programs in the PATH of the commands."""
 
 
 def question(task: trail.TrailTask) -> str:
-    """Return what the agent is asked."""
+    """Return the question for the agent."""
     return f"{task.question} Each person is a file. End with {SUBMIT}CITY"
 
 
 def for_agent(task: trail.TrailTask) -> dict[str, Any]:
-    """Return a task as a line of a tasks file. The agent shows the model the question alone."""
+    """Return a task as a line of a tasks file. The agent sends only the question to the model."""
     return {
         "task_id": task.task_id,
         "question": question(task),
@@ -50,13 +50,13 @@ def card(record: Mapping[str, str]) -> str:
 
 
 def write_files(files: Mapping[str, str], directory: Path) -> None:
-    """Write one file a person."""
+    """Write one file per person."""
     for name, content in files.items():
         (directory / name).write_text(content, encoding="utf-8")
 
 
 def warm_up_conversation(task: trail.TrailTask, rng: random.Random) -> list[trail.Message]:
-    """Return one conversation of a player that has the format and no idea of the task, as `trail` has it."""
+    """Return a conversation of a player that knows the format but not the task, as in `trail`."""
     messages: list[trail.Message] = [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": question(task)},
@@ -78,7 +78,7 @@ def _block(command: str) -> trail.Message:
 
 
 def _observation(task: trail.TrailTask, name: str) -> trail.Message:
-    """Return what mini-swe-agent says after `cat NAME`."""
+    """Return mini-swe-agent's message after `cat NAME`."""
     if name in task.records:
         status, output = 0, card(task.records[name])
     else:

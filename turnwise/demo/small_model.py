@@ -1,14 +1,14 @@
-"""Builds the demos' models on this machine, with no download: a Qwen3 of 0.7 M parameters in an agent's format.
+"""Build the demos' models on this machine, without a download: a Qwen3 of 0.7 M parameters.
 
-Everything but the size is what a deployment has. The directory is in the Hugging Face layout,
-the tokenizer is a byte-level BPE with ChatML and Hermes tool calls, the engine serves it with its stock parsers. The
-tokenizer is trained on the task's own text, so that what never changes merges into few tokens and each name is one:
-a tool call costs six tokens, which is what makes the demo quick. A short supervised warm-up teaches the format and
-copying, and nothing of the task.
+Except for its size, the model is like a deployed one. The directory has the Hugging Face layout, the tokenizer is a
+byte-level BPE with ChatML and Hermes tool calls, and the engine serves it with its standard parsers. The tokenizer is
+trained on the task's text: fixed phrases become few tokens and each name becomes one token. A tool call takes six
+tokens, which keeps the demo short. A short supervised warm-up teaches the format and copying, but not the task.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -27,23 +27,23 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from turnwise.demo import shell_trail, trail
 
 Progress = Callable[[int, int, float], None]
-"""Called with the steps done, the steps in all and the latest loss."""
+"""Called with the number of finished steps, the total number of steps, and the latest loss."""
 
 Batch = list[tuple[torch.Tensor, torch.Tensor]]
-"""Parts of one batch, each the token ids and the mask of what is learnt, both [B, T]."""
+"""Parts of one batch: the token ids and the mask of the tokens in the loss, both [B, T]."""
 
 WORLDS = {"trail": trail, "shell_trail": shell_trail}
-"""The modules that write the warm-up's conversations."""
+"""The modules that generate the conversations of the warm-up, by name."""
 
 SPEC_FILE = "small_model.json"
-"""Written last into the directory: the spec, and the digest of all that the model was made from."""
+"""The last file written: the spec, and the digest of the spec and of the code that built the model."""
 
 PADDING, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (PADDING, START_OF_TURN, END_OF_TURN)
-"""Never shown to a client."""
+"""Special tokens, which the engine removes from its text."""
 
 MARKUP_TOKENS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""One token each, but text: the engine's tool parser has to see them."""
+"""Each is one token but not a special token, because the engine's tool parser reads them in the text."""
 
 CHAT_TEMPLATE = """\
 {%- set has_system = messages and messages[0].role == 'system' %}
@@ -81,22 +81,22 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-"""ChatML with Hermes tool calls. No message is rendered otherwise because of what follows it, so that the prompt of a
-later turn extends the tokens of the earlier one."""
+"""ChatML with Hermes tool calls. The rendering of a message does not depend on the messages after it, so the prompt of
+a later turn extends the tokens of the earlier turn."""
 
 
 @dataclass(frozen=True)
 class SmallModelSpec:
-    """What the model is made from; the same spec gives the same bytes on the same machine."""
+    """The parameters of the model. The same spec gives the same bytes on the same machine."""
 
     world: str = "trail"
-    """Whose conversations the warm-up has, a key of `WORLDS`: the format that the agent speaks."""
+    """The conversations of the warm-up, a key of `WORLDS`; they determine the agent's format."""
 
     seed: int = 0
-    """Of the initial weights and of the warm-up's conversations."""
+    """Seed of the initial weights and of the warm-up's conversations."""
 
     vocabulary_size: int = 768
-    """At most: the 256 bytes, the added tokens and the merges."""
+    """Maximum size: the 256 bytes, the added tokens and the merges."""
 
     hidden_size: int = 128
     num_layers: int = 3
@@ -109,35 +109,50 @@ class SmallModelSpec:
     num_warm_up_steps: int = 420
     num_conversations_per_step: int = 32
     learning_rate: float = 3e-3
-    """Its peak: reached after a tenth of the steps, then falling to zero."""
+    """The peak learning rate, reached after a tenth of the steps; it then decreases to zero."""
 
     num_threads: int = 1
-    """Of torch, while it builds. More change the last bits of the weights."""
+    """Threads of torch during the build. Another number changes the last bits of the weights."""
 
     def digest(self) -> str:
-        """Return the SHA-256 of the spec and of the code of the world and of this module."""
-        made_from = [json.dumps(dataclasses.asdict(self), sort_keys=True).encode()]
-        made_from += [Path(source).read_bytes() for source in self._sources()]
-        return hashlib.sha256(b"\0".join(made_from)).hexdigest()
+        """Return the SHA-256 of the spec and of the code that builds the model, without comments and docstrings."""
+        hashed = [json.dumps(dataclasses.asdict(self), sort_keys=True)]
+        hashed += [code_of(Path(source).read_text(encoding="utf-8")) for source in self._sources()]
+        return hashlib.sha256("\0".join(hashed).encode()).hexdigest()
 
     def _sources(self) -> list[str]:
-        """Return the files of the code that makes the model."""
+        """Return the files of the code that builds the model."""
         return [__file__, *dict.fromkeys(str(module.__file__) for module in (trail, WORLDS[self.world]))]
 
 
-def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_progress: Progress | None = None) -> Path:
-    """Build the model into `directory` unless the same one already stands there; return the directory.
+def code_of(source: str) -> str:
+    """Return Python source without comments, docstrings and formatting, so that none of them changes a digest."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            # An expression that is a constant has no effect: docstrings of modules, classes, functions and fields.
+            node.body = [each for each in body if not _is_constant(each)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
 
-    The directory appears whole or not at all, and replaces a model of another spec.
+
+def _is_constant(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_progress: Progress | None = None) -> Path:
+    """Build the model into `directory`, unless the directory contains the same model; return the directory.
+
+    The directory is created completely or not at all. A model of another spec is replaced.
 
     Raises:
-        FileExistsError: `directory` holds something that this function did not build.
+        FileExistsError: `directory` contains files that this function did not write.
     """
     spec = spec or SmallModelSpec()
     if _built_digest(directory) == spec.digest():
         return directory
     if directory.exists() and _built_digest(directory) is None and any(directory.iterdir()):
-        raise FileExistsError(f"{str(directory)!r} holds no small model: name an empty or a new directory")
+        raise FileExistsError(f"{str(directory)!r} contains no small model: name an empty or a new directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
@@ -151,7 +166,7 @@ def build_small_model(directory: Path, spec: SmallModelSpec | None = None, on_pr
 def ensure_small_model(
     directory: Path, report: Callable[[str, str], None], seed: int = 0, *, world: str = "trail"
 ) -> Path:
-    """Build the model unless it is there already, and report it, because it takes a minute; return the directory."""
+    """Build the model if it does not exist, and report the build, which takes a minute; return the directory."""
     if not (directory / SPEC_FILE).is_file():
         report("model", f"building the small demo model into {directory}, about a minute, once")
     return build_small_model(directory, SmallModelSpec(seed=seed, world=world))
@@ -160,8 +175,8 @@ def ensure_small_model(
 def train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE trained on the task's conversations, with the chat template."""
     tokenizer = Tokenizer(models.BPE())
-    # A name is a token of its own wherever it stands, and so is the role that opens a message: otherwise merges would
-    # run from the prompt into the reply, and the tokens of a conversation would depend on where it was cut.
+    # Names, and the role at the start of a message, are always separate tokens. Otherwise merges could extend from the
+    # prompt into the reply, and the tokens of a conversation would depend on where the prompt ends.
     words = "|".join((*trail.NAMES, *trail.CITIES))
     alone = Regex(rf"\A(?:system|user|assistant)\n|\b(?:{words})\b")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -183,7 +198,7 @@ def train_tokenizer(spec: SmallModelSpec) -> PreTrainedTokenizerFast:
 
 
 def assistant_mask(ids: list[int], header: list[int], end: int) -> list[bool]:
-    """Mark what the assistant says: all after a header, up to and with the end of the message."""
+    """Mark the assistant's tokens: those after a header, up to and including the end of the message."""
     mask: list[bool] = []
     speaking = False
     for position, token in enumerate(ids, start=1):
@@ -206,7 +221,7 @@ def _with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _conversations(spec: SmallModelSpec, count: int) -> Iterator[list[trail.Message]]:
-    """Yield warm-up conversations over tasks that are in no split of the demo."""
+    """Yield warm-up conversations about tasks that are in no split of the demo."""
     rng = random.Random(f"warm-up/{spec.seed}")  # noqa: S311 - a game, no secret
     for index in range(count):
         yield WORLDS[spec.world].warm_up_conversation(trail.make_task("warm_up", index, spec.seed), rng)
@@ -219,7 +234,7 @@ def _render(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, conversati
 def _between_added_tokens(
     tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, conversations: Iterator[list[trail.Message]]
 ) -> Iterator[str]:
-    """Yield the stretches of text that the merges are learnt from: what lies between two added tokens."""
+    """Yield the text between added tokens, on which the merges are trained."""
     boundary = re.compile("|".join(re.escape(token) for token in (*CONTROL_TOKENS, *MARKUP_TOKENS)))
     for conversation in conversations:
         yield from boundary.split(_render(tokenizer, spec, conversation))
@@ -250,7 +265,7 @@ def _initial_model(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec) -> 
 def _warm_up(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec, on_progress: Progress | None
 ) -> float:
-    """Train on the assistant's tokens of the warm-up's conversations; return the last loss."""
+    """Train on the assistant's tokens of the warm-up conversations; return the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
@@ -274,7 +289,7 @@ def _warm_up(
 
 
 def _accumulate_gradient(model: Qwen3ForCausalLM, batch: Batch) -> float:
-    """Add the gradient of the mean loss over the assistant's tokens of the batch; return that loss."""
+    """Accumulate the gradient of the mean loss over the assistant's tokens of the batch; return this loss."""
     num_learnt = sum(int(mask_BT.sum()) for _, mask_BT in batch)
     total = 0.0
     for ids_BT, mask_BT in batch:
@@ -288,7 +303,7 @@ def _accumulate_gradient(model: Qwen3ForCausalLM, batch: Batch) -> float:
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec) -> Iterator[Batch]:
-    """Yield one batch a step, cut by length into two parts, which saves most of the padding and biases nothing."""
+    """Yield one batch per step, split by length into two parts to reduce padding; the loss does not change."""
     size = spec.num_conversations_per_step
     conversations = _conversations(spec, spec.num_warm_up_steps * size)
     rows = tokenizer([_render(tokenizer, spec, conversation) for conversation in conversations])["input_ids"]
@@ -329,7 +344,7 @@ def _write_model(directory: Path, spec: SmallModelSpec, on_progress: Progress | 
 
 
 def _built_digest(directory: Path) -> str | None:
-    """Return the digest of the model that stands in the directory, None where there is none."""
+    """Return the digest of the model in the directory; None without a model."""
     try:
         return str(json.loads((directory / SPEC_FILE).read_text())["digest"])
     except FileNotFoundError:
@@ -337,7 +352,7 @@ def _built_digest(directory: Path) -> str | None:
 
 
 def _replace(staging: Path, directory: Path) -> None:
-    """Move the staged directory to its place; what stood there goes first."""
+    """Replace the directory by the staged one."""
     staging.chmod(0o755)
     if directory.exists():
         shutil.rmtree(directory)

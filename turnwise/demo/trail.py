@@ -1,11 +1,11 @@
-"""The demo's world: follow each boss from a person, and say in which city the last one lives.
+"""The demo's task: start at a person, follow each boss, and name the city in which the last one lives.
 
-Every task is a fresh random graph of people, so nothing can be memorised: an agent has to look somebody up, read
-the record, and decide from it whom to look up next or that it is time to answer. The reward is 0 or 1 and comes
-only at the end, hence several turns share the credit of one number.
+Each task is a new random graph of people, so answers cannot be memorised: the agent looks up a person, reads the
+record, and decides whom to look up next or whether to answer. The reward, 0 or 1, comes only at the end, so several
+turns share one reward.
 
-The same module writes the conversations of the warm-up, whose player knows the format but not the task: it copies
-a random value of the latest record. What is left to learn by reward is which value to follow and when to answer.
+The module also generates the warm-up conversations. Their player knows the format but not the task: it copies a random
+value of the latest record. The policy learns from rewards which value to follow and when to answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 Split = Literal["train", "eval", "warm_up"]
-"""`warm_up` tasks are played by the warm-up's player alone, never by the policy."""
+"""Only the warm-up uses `warm_up` tasks; the policy never sees them."""
 
 Record = Mapping[str, str]
 Message = dict[str, Any]
@@ -34,7 +34,7 @@ CITIES = (
 )
 
 MIN_HOPS, MAX_HOPS = 1, 3
-"""The shortest and the longest trail, in lookups."""
+"""Number of lookups of the shortest and of the longest trail."""
 
 SYSTEM_PROMPT = 'Look people up, then reply: The answer is "CITY".'
 
@@ -54,14 +54,14 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 WARM_UP_CITY_ANSWER_RATE = 0.4
-"""How often the warm-up's player answers when it sees a city, instead of looking the city up."""
+"""Probability that the warm-up's player answers when it sees a city, instead of looking the city up."""
 
 WARM_UP_NAME_ANSWER_RATE = 0.1
-"""How often it answers when it sees names, instead of looking one of them up. Were it as high as for cities, answering
-at once would be the first thing that the rewards teach, and the longer trails would never be explored."""
+"""Probability that it answers when it sees names, instead of looking up one of them. With a rate as high as for cities,
+the policy would first learn to answer immediately and would not explore the longer trails."""
 
 GIVING_UP = "I do not know."
-"""What the warm-up's player replies once the tool has told it of an error."""
+"""The reply of the warm-up's player after an error of the tool."""
 
 _QUESTION_START = "Follow each boss from "
 _ANSWER = re.compile(r'The answer is "([^"]*)"\.')
@@ -70,7 +70,7 @@ _OFF_TRAIL_CITY_RATE = 0.5
 
 @dataclass(frozen=True)
 class TrailTask:
-    """One question about one random graph of people."""
+    """A question about a random graph of people."""
 
     task_id: str
     """`trail-{split}-{seed}-{index}`."""
@@ -78,21 +78,21 @@ class TrailTask:
     question: str
 
     records: Mapping[str, Record]
-    """What the tool knows of each person: `{"boss": …, "friend": …}`, or `{"city": …}` where a trail ends."""
+    """The tool's record of each person: `{"boss": …, "friend": …}`, or `{"city": …}` at the end of a trail."""
 
     answer: str
     """The city at the end of the trail of bosses."""
 
     num_hops: int
-    """Lookups that the shortest solution needs, 1 to `MAX_HOPS`."""
+    """Number of lookups in the shortest solution, 1 to `MAX_HOPS`."""
 
     @property
     def max_lookups(self) -> int:
-        """Lookups that an agent may make: one more than it needs."""
+        """Maximum number of lookups of an agent: one more than the shortest solution."""
         return self.num_hops + 1
 
     def for_agent(self) -> dict[str, Any]:
-        """Return what an agent may see, ready for JSON: everything but the answer."""
+        """Return the task as JSON for an agent, without the answer."""
         return {
             "task_id": self.task_id,
             "question": self.question,
@@ -102,9 +102,9 @@ class TrailTask:
 
 
 def make_task(split: Split, index: int, seed: int) -> TrailTask:
-    """Return the `index`-th task of a split: always the same one for the same arguments.
+    """Return the `index`-th task of a split; the same arguments give the same task.
 
-    The three arguments together name the random stream, hence no train task shares its stream with an eval task.
+    The three arguments together seed the random generator, so train tasks and eval tasks have different seeds.
     """
     rng = random.Random(f"trail/{split}/{seed}/{index}")  # noqa: S311 - a game, no secret
     num_hops = rng.randint(MIN_HOPS, MAX_HOPS)
@@ -120,28 +120,28 @@ def make_task(split: Split, index: int, seed: int) -> TrailTask:
 
 
 def lookup(records: Mapping[str, Record], name: object) -> str:
-    """Answer one call of the tool, as the JSON that the model reads."""
+    """Return the result of a tool call, as the JSON that the model reads."""
     record = records.get(name) if isinstance(name, str) else None
     return json.dumps({"error": "nobody"} if record is None else dict(record))
 
 
 def reward(task: TrailTask, final_text: str) -> float:
-    """Return 1.0 if the text is the answer in the form that the system prompt asks for, else 0.0."""
+    """Return 1.0 if the text is the answer in the format of the system prompt, else 0.0."""
     found = _ANSWER.fullmatch(final_text.strip())
     return 1.0 if found is not None and found[1] == task.answer else 0.0
 
 
 def opening(task: TrailTask) -> list[Message]:
-    """Return the two messages that every conversation about the task begins with."""
+    """Return the first two messages of each conversation about the task."""
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": task.question}]
 
 
 def warm_up_conversation(task: TrailTask, rng: random.Random) -> list[Message]:
-    """Return one conversation of a player that has the format and no idea of the task.
+    """Return a conversation of a player that knows the format but not the task.
 
-    It starts at the person in the question, then answers with, or looks up, a random value of the latest record, and
-    gives up when it looked up something that is no person. It does not know how many lookups it has: a conversation
-    that is longer than any agent's is cut.
+    The player starts at the person in the question. It then answers with, or looks up, a random value of the latest
+    record, and gives up after a lookup of a name that is not a person. It does not know the limit of lookups: a
+    conversation ends at the length of an agent's longest one.
     """
     messages = opening(task)
     name = first_person(task)
@@ -157,17 +157,17 @@ def warm_up_conversation(task: TrailTask, rng: random.Random) -> list[Message]:
 
 
 def first_person(task: TrailTask) -> str:
-    """Return the person in whom the trail of a task starts."""
+    """Return the person at which the trail of a task starts."""
     return task.question.removeprefix(_QUESTION_START).partition(".")[0]
 
 
 def warm_up_answer_rate(record: Record) -> float:
-    """Return how often the warm-up's player answers when it sees this record."""
+    """Return the probability that the warm-up's player answers when it sees this record."""
     return WARM_UP_CITY_ANSWER_RATE if "city" in record else WARM_UP_NAME_ANSWER_RATE
 
 
 def _off_trail_record(rng: random.Random, name: str, others: list[str], wrong_cities: list[str]) -> Record:
-    """Return a record that leads anywhere but to the trail or to its city."""
+    """Return a record that leads neither to the trail nor to its city."""
     if rng.random() < _OFF_TRAIL_CITY_RATE:
         return {"city": rng.choice(wrong_cities)}
     boss, friend = rng.sample([other for other in others if other != name], 2)
@@ -175,7 +175,7 @@ def _off_trail_record(rng: random.Random, name: str, others: list[str], wrong_ci
 
 
 def _lookup_messages(call_id: str, name: str, result: str) -> list[Message]:
-    """Return an assistant's call of the tool and the tool's reply."""
+    """Return the assistant's tool call and the tool's result."""
     call = {"name": "lookup", "arguments": json.dumps({"name": name})}
     return [
         {"role": "assistant", "content": None, "tool_calls": [{"id": call_id, "type": "function", "function": call}]},

@@ -19,7 +19,14 @@ from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import insert_ignoring, is_among, members
 from turnwise.store.tables import groups, sessions, turns
-from turnwise.types import GroupStatus, Session, utc_now
+from turnwise.types import GroupStatus, Session, Split, utc_now
+
+ALONE = (
+    "It is a group of one, which has no other reward to compare with: the trainer drops it, unless its `singleton` is "
+    "`raw` or its `estimator` compares no group (`reinforce`, `reinforce_plus_plus`). Give the runs of one task a "
+    "common `group_id` and their number as `group_size`."
+)
+"""What is said about a session that is its own group."""
 
 
 def close_stalled_groups(
@@ -172,6 +179,31 @@ def finish(conn: sa.Connection, finished: Iterable[Member]) -> None:
         # A fixed order prevents deadlocks between two writers.
         [{"pk": pk, "num_new": num_new[pk], "version": oldest.get(pk)} for pk in sorted(num_new)],
     )
+
+
+def describe_training(conn: sa.Connection, session: Session) -> str:
+    """Return what a session that is over waits for until it is trained, or why it is not trained, as a sentence."""
+    if session.split is Split.EVAL:
+        return "A session of split `eval` is not trained."
+    missing = "It has no reward yet: post one to `/v1/rewards`. " if session.reward is None else ""
+    if session.group_id is None:
+        return missing + ALONE
+    group = conn.execute(
+        sa.select(groups).where(groups.c.tenant == session.tenant, groups.c.group_id == session.group_id)
+    ).one_or_none()
+    if group is None:
+        return "It was deleted."
+    if group.group_size == 1:
+        return missing + ALONE
+    name = f"Group {session.group_id!r}"
+    if group.status != GroupStatus.OPEN:
+        return f"{missing}{name} is {group.status}" + (f": {group.reason}." if group.reason else ".")
+    if group.group_size is None:
+        return (
+            f"{missing}{name} has no `group_size`: it closes when nothing has happened in it for the trainer's "
+            "`stalled_seconds`."
+        )
+    return f"{missing}{name} has {group.num_finished} of {group.group_size} sessions that are over and have a reward."
 
 
 def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, int]:

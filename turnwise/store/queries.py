@@ -1,4 +1,4 @@
-"""Queries of the API, the dashboard, the continuation and the trainer.
+"""Queries of the API, the dashboard, retries and the trainer.
 
 Derived values are not stored. A session's reward, a turn's whole prompt and every experience are computed from the
 ledger on every read, so late rewards and a changed credit policy take effect immediately.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -20,24 +20,7 @@ from turnwise.store.experiences import SessionFilter
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.statements import fetch_at_once, is_among, members
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
-from turnwise.types import Credit, GroupStatus, Outcome, Session, SessionStatus, TokenIds, Turn, UpdateRecord
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryEntry:
-    """The data of a turn that a request is compared with to find the turn that it extends."""
-
-    turn_id: str
-    parent_turn_id: str | None
-    chain_id: str
-    seq: int
-    outcome: Outcome
-    prompt_length: int
-    num_sampled: int
-    """Number of sampled tokens; with `prompt_length`, the number of tokens that an extension starts with."""
-    history_digest: bytes
-    messages_digest: bytes
-    dialogue_digest: bytes
+from turnwise.types import Credit, GroupStatus, Session, Turn, UpdateRecord
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +84,7 @@ def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool =
     Raises:
         NotFound: no such turn.
     """
-    session_pk = _session_pk_of_turn(conn, turn_id, tenant)
+    session_pk = session_pk_of_turn(conn, turn_id, tenant)
     if not whole_prompt:
         found = [lineage.turn_by_id(conn, turn_id)]
         views = lineage.added_views(found, lineage.rewards_of(conn, [session_pk])[session_pk])
@@ -199,49 +182,6 @@ def _select_sessions_of_turns(dialect: str) -> sa.Select[*tuple[Any, ...]]:
     )
 
 
-def sessions_of_conversation(
-    conn: sa.Connection,
-    tenant: str,
-    key_id: str,
-    digests: Sequence[bytes],
-    *,
-    limit: int,
-    by: Literal["history_digest", "dialogue_digest"] = "history_digest",
-) -> tuple[bytes, list[str]]:
-    """Return the open sessions that contain the longest of these conversations and were inferred for this API key.
-
-    Args:
-        conn: A transaction.
-        tenant: The key's tenant.
-        key_id: The API key.
-        digests: The digest of each conversation, longest first.
-        limit: Maximum number of sessions; the newest are returned.
-        by: The column of turns that the digests are compared with.
-
-    Returns:
-        The digest that was found, and the ids of the sessions, oldest first.
-    """
-    column = tables.turns.c[by]
-    found = conn.execute(
-        sa.select(column.label("digest"), tables.sessions.c.session_id)
-        .distinct()
-        .add_columns(tables.sessions.c.session_pk)
-        .join_from(tables.turns, tables.sessions)
-        .where(
-            tables.turns.c.inferred_by == key_id,
-            column.in_(digests),
-            tables.sessions.c.tenant == tenant,
-            tables.sessions.c.status == SessionStatus.OPEN.value,
-        )
-        .order_by(tables.sessions.c.session_pk)
-    ).all()
-    for digest in digests:
-        session_ids = [str(row.session_id) for row in found if row.digest == digest]
-        if session_ids:
-            return digest, session_ids[-limit:]
-    return b"", []
-
-
 def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_key: str) -> Turn | None:
     """Return the stored turn of an earlier call with this key."""
     return _one_turn(conn, tenant, session_id, tables.turns.c.request_key == request_key)
@@ -260,51 +200,6 @@ def stored_turn(conn: sa.Connection, replay: Turn) -> Turn:
     if stored is None:
         raise NotFound(f"there is no turn {replay.turn_id!r} in session {replay.session_id!r}", param="turn_id")
     return stored
-
-
-def history_index(conn: sa.Connection, tenant: str, session_id: str) -> list[HistoryEntry]:
-    """Return the entries of a session's turns, in order; empty if there is no such session."""
-    found = conn.execute(
-        sa.select(
-            tables.turns.c.turn_id,
-            tables.turns.c.parent_turn_id,
-            tables.turns.c.chain_id,
-            tables.turns.c.seq,
-            tables.turns.c.outcome,
-            tables.turns.c.prompt_length,
-            sa.func.length(tables.turns.c.token_ids).label("num_sampled_bytes"),
-            tables.turns.c.history_digest,
-            tables.turns.c.messages_digest,
-            tables.turns.c.dialogue_digest,
-        )
-        .join_from(tables.turns, tables.sessions)
-        .where(tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
-        .order_by(tables.turns.c.seq)
-    )
-    return [
-        HistoryEntry(
-            turn_id=row.turn_id,
-            parent_turn_id=row.parent_turn_id,
-            chain_id=row.chain_id,
-            seq=row.seq,
-            outcome=Outcome(row.outcome),
-            prompt_length=row.prompt_length,
-            num_sampled=row.num_sampled_bytes // 4,
-            history_digest=row.history_digest,
-            messages_digest=row.messages_digest,
-            dialogue_digest=row.dialogue_digest,
-        )
-        for row in found
-    ]
-
-
-def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:
-    """Return a turn's prompt and sampled tokens, rebuilt from its ancestors.
-
-    Raises:
-        NotFound: no such turn.
-    """
-    return lineage.tokens_through(conn, _session_pk_of_turn(conn, turn_id), turn_id)
 
 
 def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) -> tuple[list[UpdateRecord], bool]:
@@ -401,7 +296,12 @@ def _seq_of(conn: sa.Connection, session_pk: int, turn_id: str) -> int:
     return int(seq)
 
 
-def _session_pk_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> int:
+def session_pk_of_turn(conn: sa.Connection, turn_id: str, tenant: str | None = None) -> int:
+    """Return the key of a turn's session.
+
+    Raises:
+        NotFound: no such turn, or none of this tenant.
+    """
     found = sa.select(tables.turns.c.session_pk).where(tables.turns.c.turn_id == turn_id)
     if tenant is not None:
         found = found.join(tables.sessions).where(tables.sessions.c.tenant == tenant)

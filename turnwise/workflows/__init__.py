@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from turnwise.workflows.agents import BaseAgent, BaseEnv
 from turnwise.workflows.engine import AgentWorkflowEngine
+from turnwise.workflows.environment_workflows import CumulativeWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
 from turnwise.workflows.episodes import (
     Action,
     Episode,
@@ -38,13 +39,16 @@ __all__ = [
     "AsyncStepWiseRewardWorkflow",
     "BaseAgent",
     "BaseEnv",
+    "CumulativeWorkflow",
     "Episode",
     "Experience",
     "ModelOutput",
     "ModelWrapper",
+    "MultiTurnWorkflow",
     "RewardPropagationWorkflow",
     "RolloutEngine",
     "SessionRolloutEngine",
+    "SingleTurnWorkflow",
     "Step",
     "StepWiseRewardWorkflow",
     "Task",

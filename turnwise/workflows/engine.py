@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import inspect
 import logging
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from turnwise.errors import InvalidRequest, RolloutFailed
 from turnwise.types import Json
 from turnwise.workflows.episodes import Episode, TerminationReason
-from turnwise.workflows.rollout import RolloutEngine, RunIdentity
+from turnwise.workflows.rollout import RunIdentity
 from turnwise.workflows.rows import in_batch_order
 from turnwise.workflows.workflow import Workflow
 
@@ -37,7 +38,7 @@ class AgentWorkflowEngine:
         self,
         workflow_cls: type[Workflow],
         workflow_args: Json | None,
-        rollout_engine: RolloutEngine,
+        rollout_engine: Any,
         config: Any = None,
         n_parallel_tasks: int = 128,
         retry_limit: int = 3,
@@ -49,7 +50,8 @@ class AgentWorkflowEngine:
         Args:
             workflow_cls: class of the workflow.
             workflow_args: arguments of each workflow object, in addition to engine and executor.
-            rollout_engine: engine that samples replies.
+            rollout_engine: engine that samples replies: any object with rLLM's `get_model_response`. Its other methods
+                (`begin_run`, `end_run`, `wake_up`, `sleep`) are called where it has them.
             config: verl's configuration with `data` and `rllm`; required only for verl batches.
             n_parallel_tasks: number of concurrent runs, and of threads for their blocking calls.
             retry_limit: maximum number of attempts at a run that ends in an error.
@@ -124,20 +126,20 @@ class AgentWorkflowEngine:
         """Run the tasks of a verl batch and return its rows as a verl batch."""
         task_ids = batch.non_tensor_batch["task_ids"].tolist()
         tasks = batch.non_tensor_batch["extra_info"].tolist()
-        await self.rollout_engine.wake_up()
+        await self._notify("wake_up")
         self.rollout_engine.validate = bool(batch.meta_info.get("validate", False))
         try:
             episodes = await self.execute_tasks(tasks, task_ids, **kwargs)
         finally:
             self.rollout_engine.validate = False
-            await self.rollout_engine.sleep()
+            await self._notify("sleep")
         return self.transform_results_for_verl(in_batch_order(episodes, task_ids), task_ids)
 
     def transform_results_for_verl(self, episodes: list[Episode], task_ids: Any) -> DataProto:
         """Return episodes as a verl batch, one row for each trajectory, or for each step."""
         from turnwise.workflows.verl import to_data_proto
 
-        return to_data_proto(episodes, list(task_ids), self.config, self.rollout_engine.pad_token_id)
+        return to_data_proto(episodes, list(task_ids), self.config, self._pad_token_id())
 
     def shutdown(self) -> None:
         """Wait for blocking calls and stop the threads."""
@@ -151,10 +153,10 @@ class AgentWorkflowEngine:
         workflow = await self.workflow_queue.get()
         try:
             for attempt in range(1, self.retry_limit + 1):
-                await self.rollout_engine.begin_run(run)
+                await self._notify("begin_run", run)
                 episode = await workflow.run_with_termination_handling(task=task, uid=run.uid, **kwargs)
                 again = _is_error(episode) and attempt < self.retry_limit
-                await self.rollout_engine.end_run(episode, retried=again)
+                await self._notify("end_run", episode, retried=again)
                 if not again:
                     break
                 logger.warning("[%s] attempt %d of %d failed, trying again", run.uid, attempt, self.retry_limit)
@@ -164,6 +166,20 @@ class AgentWorkflowEngine:
             cause = (episode.info.get("error") or {}).get("error_message")
             raise RolloutFailed(f"[{run.uid}] failed on all {self.retry_limit} attempts, at last with {cause!r}")
         return run.task_id, run.rollout_idx, episode
+
+    async def _notify(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call an optional method of the rollout engine, synchronous or not."""
+        function = getattr(self.rollout_engine, method, None)
+        if function is None:
+            return
+        result = function(*args, **kwargs)
+        if inspect.isawaitable(result):
+            await result
+
+    def _pad_token_id(self) -> int:
+        """Return the padding of the rollout engine or of its tokenizer; masks come from lengths, so 0 works too."""
+        owners = (self.rollout_engine, getattr(self.rollout_engine, "tokenizer", None))
+        return next((found for owner in owners if (found := getattr(owner, "pad_token_id", None)) is not None), 0)
 
     def _identities(self, task_ids: list[str]) -> list[RunIdentity]:
         """Number the rollouts of each task id; each task id of this batch is one group."""

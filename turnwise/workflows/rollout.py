@@ -10,17 +10,21 @@ import contextvars
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from turnwise.client import AsyncClient, AsyncSessionHandle
 from turnwise.client.wire import given
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
-from turnwise.workflows.episodes import Episode, ModelOutput, TerminationEvent, TerminationReason
+from turnwise.workflows.episodes import Episode, ModelOutput, TerminationEvent, TerminationReason, Trajectory
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
 _current_session: contextvars.ContextVar[AsyncSessionHandle | None] = contextvars.ContextVar("session", default=None)
 
+VERSION_HEADER = "x-policy-version"
+"""Reply header: the policy version that sampled the first token of a whole reply."""
 RETRIED = "retried"
 """Termination reason of a session whose run failed and was retried in another session."""
 
@@ -127,7 +131,10 @@ class SessionRolloutEngine(RolloutEngine):
             await session.end(reason=RETRIED)
             return
         reason = episode.termination_reason if episode is not None else None
-        lines = reward_lines(episode, session) if episode is not None else []
+        stepwise = session.data.get("credit") == "step_wise"
+        if episode is not None and not stepwise and len(_sampled(episode)) > 1:
+            await self.client.create_session(session_id=session.session_id, credit="step_wise")
+        lines = reward_lines(episode, session, stepwise=stepwise) if episode is not None else []
         if lines:
             await self.client.rewards(lines)
         await session.end(reason=(reason or TerminationReason.UNKNOWN).value)
@@ -138,8 +145,11 @@ class SessionRolloutEngine(RolloutEngine):
         session = _current_session.get() or await self._session_named(application_id)
         defaults = self.val_sampling_params if self.validate else self.sampling_params
         model = self.model or await self.client.served_model()
-        completion = await self._complete(session, {"model": model, **defaults, **kwargs, "messages": messages})
-        return model_output(completion, await self.client.turn(completion.id, prompt="whole"))
+        body = {"model": model, "logprobs": True, **defaults, **kwargs, "messages": messages}
+        body["extra_body"] = {"return_token_ids": True, **body.get("extra_body", {})}
+        completion, version = await self._complete(session, body)
+        output = model_output(completion, version)
+        return output or output_of_turn(completion, await self.client.turn(completion.id, prompt="whole"))
 
     async def _session_named(self, application_id: str | None) -> AsyncSessionHandle:
         if not application_id:
@@ -149,44 +159,82 @@ class SessionRolloutEngine(RolloutEngine):
             )
         return await self.client.create_session(session_id=application_id)
 
-    async def _complete(self, session: AsyncSessionHandle, body: Json) -> ChatCompletion:
+    async def _complete(self, session: AsyncSessionHandle, body: Json) -> tuple[ChatCompletion, int | None]:
+        """Return the reply and the policy version that sampled its first token, if the reply names it."""
         import openai
 
         try:
-            completion: ChatCompletion = await session.openai_async().chat.completions.create(**body)
+            reply = await session.openai_async().chat.completions.with_raw_response.create(**body)
         except openai.BadRequestError as error:
             if "maximum context length" in str(error):
                 raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED) from error
             raise
-        return completion
+        version = reply.headers.get(VERSION_HEADER)
+        return reply.parse(), None if version is None else int(version)
 
 
-def model_output(completion: ChatCompletion, turn: Json) -> ModelOutput:
-    """Return a reply as rLLM's record, with the tokens from the ledger."""
-    message = completion.choices[0].message
+def model_output(completion: ChatCompletion, version: int | None) -> ModelOutput | None:
+    """Return a reply as rLLM's record; None if the reply lacks its tokens, logprobs or version."""
+    choice = completion.choices[0]
+    prompt_ids: list[int] | None = getattr(completion, "prompt_token_ids", None)
+    token_ids: list[int] | None = getattr(choice, "token_ids", None)
+    scored = choice.logprobs.content if choice.logprobs else None
+    if prompt_ids is None or token_ids is None or scored is None or len(scored) != len(token_ids) or version is None:
+        return None
+    logprobs = np.array([token.logprob for token in scored], np.float32)  # as the ledger stores them
+    return _record(completion, prompt_ids, token_ids, logprobs.tolist(), version)
+
+
+def output_of_turn(completion: ChatCompletion, turn: Json) -> ModelOutput:
+    """Return a reply as rLLM's record, with the tokens of its turn in the ledger."""
+    tokens = turn["prompt_token_ids"], turn["token_ids"], turn["logprobs"]
+    return _record(completion, *tokens, turn["policy_version_first"])
+
+
+def _record(
+    completion: ChatCompletion, prompt_ids: list[int], token_ids: list[int], logprobs: list[float], version: int
+) -> ModelOutput:
+    choice = completion.choices[0]
     return ModelOutput(
-        text=message.content or "",
-        content=message.content or "",
-        reasoning=getattr(message, "reasoning", None) or "",
-        tool_calls=[call.model_dump() for call in message.tool_calls or []],
-        prompt_ids=turn["prompt_token_ids"],
-        completion_ids=turn["token_ids"],
-        logprobs=turn["logprobs"],
-        prompt_length=len(turn["prompt_token_ids"]),
-        completion_length=len(turn["token_ids"]),
-        finish_reason=turn["finish_reason"],
-        weight_version=turn["policy_version_first"],
-        turn_id=turn["turn_id"],
+        text=choice.message.content or "",
+        content=choice.message.content or "",
+        reasoning=getattr(choice.message, "reasoning", None) or "",
+        tool_calls=[call.model_dump() for call in choice.message.tool_calls or []],
+        prompt_ids=prompt_ids,
+        completion_ids=token_ids,
+        logprobs=logprobs,
+        prompt_length=len(prompt_ids),
+        completion_length=len(token_ids),
+        finish_reason=choice.finish_reason,
+        weight_version=version,
+        turn_id=completion.id,
     )
 
 
-def reward_lines(episode: Episode, session: AsyncSessionHandle) -> list[Json]:
-    """Return an episode's rewards for the ledger: one per step for its turn, or their sum for the session."""
+def reward_lines(episode: Episode, session: AsyncSessionHandle, *, stepwise: bool = False) -> list[Json]:
+    """Return an episode's rewards for the ledger.
+
+    With `stepwise`, each turn gets the reward of its step. Without it, each turn of an episode of several trajectories
+    gets the reward of its trajectory, and a single trajectory's reward is that of the session.
+    """
     trajectories = episode.trajectories
-    if session.data.get("credit") == "step_wise":
-        judged = [(step.model_output, step.reward) for trajectory in trajectories for step in trajectory.steps]
-        lines = [{"turn_id": output.turn_id, "value": reward} for output, reward in judged if output and output.turn_id]
+    if stepwise or len(_sampled(episode)) > 1:
+        lines = [
+            {"turn_id": step.model_output.turn_id, "value": step.reward if stepwise else trajectory.reward or 0.0}
+            for trajectory in trajectories
+            for step in trajectory.steps
+            if step.model_output and step.model_output.turn_id
+        ]
         if lines:
             return lines
     # A session without sampled steps needs a reward too; otherwise it is unfinished and its group waits for it.
     return [{"session_id": session.session_id, "value": sum(trajectory.reward or 0.0 for trajectory in trajectories)}]
+
+
+def _sampled(episode: Episode) -> list[Trajectory]:
+    """Return the trajectories with a step that the ledger knows."""
+    return [
+        trajectory
+        for trajectory in episode.trajectories
+        if any(step.model_output and step.model_output.turn_id for step in trajectory.steps)
+    ]

@@ -121,7 +121,9 @@ class WorkflowRunner:
         workflow: TaskWorkflow = task.to_workflow(
             self.model.clone_with_isolated_history(run=number), self.auxiliary_models
         )
-        return await workflow.run_async() if workflow.asynchronous else workflow.run()
+        if workflow.asynchronous:
+            return await workflow.run_async()
+        return await asyncio.to_thread(workflow.run)  # other runs continue on the event loop meanwhile
 
 
 def _complete(experience: Experience, task: Task, number: int) -> None:

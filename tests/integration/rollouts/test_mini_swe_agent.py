@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
+import stat
 from pathlib import Path
 
 import pytest
@@ -27,12 +29,12 @@ def test_each_session_is_one_exact_chain_and_commands_get_only_the_variables_tha
     task = shell_trail.for_agent(trail.make_task("eval", 0, 0))
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
     first = next(iter(task["files"]))
-    commands = [f"cat {first}", "echo $A_SECRET $PATH; ls; id", f"{shell_trail.SUBMIT}{task['answer']}"]
+    commands = [f"cat {first}", "echo $A_SECRET $PATH; ls -ln; id", f"{shell_trail.SUBMIT}{task['answer']}"]
     for command in reversed(commands):
         fake_engine.answer(Rule(reply=Reply(text=f"```mswea_bash_command\n{command}\n```"), count=1))
     # Each rule answers once; the rule that was inserted last answers first.
     agent = ("--call", "examples.mini_swe_agent.agent:play", "--python", str(PYTHON))
-    task_file = ("--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "out"), "--json")
+    task_file = ("--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "out"), "--split", "eval", "--json")
     done = finished_run(ROOT, "--proxy", proxy.url, *task_file, *agent)
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(done.stdout)["runs"]
@@ -47,3 +49,11 @@ def test_each_session_is_one_exact_chain_and_commands_get_only_the_variables_tha
     assert "/usr/bin" not in listed
     assert first in listed
     assert "<returncode>127</returncode>" in listed, "`id` is not among the commands"
+    assert f" {expected_user_id()} " in listed, "the agent and its commands do not run as root"
+    assert {turn["sampling"]["temperature"] for turn in turns} == {0}, "held-out tasks are played greedily"
+
+
+def expected_user_id() -> int:
+    """Return the user of sampled commands: `nobody` if this process is root and `nobody` can read the agent."""
+    readable = all(parent.stat().st_mode & stat.S_IXOTH for parent in PYTHON.absolute().parents)
+    return pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 and readable else os.geteuid()

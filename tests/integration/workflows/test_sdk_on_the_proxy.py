@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import httpx2
 import pytest
+from support.engines import RunningEngine
 from support.proxies import assert_served_is_stored
 
 from turnwise import errors
@@ -163,7 +164,7 @@ def test_sixty_four_tasks_by_four_rollouts_are_all_in_the_ledger(client, proxy, 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_the_same_on_a_real_engine(engine, start_proxy):
+def test_the_same_on_a_real_engine(engine: RunningEngine, start_proxy):
     """256 runs on vLLM with the small model."""
     proxy = start_proxy(engine.url)
     ids = [f"task-{index // 4}" for index in range(256)]
@@ -321,3 +322,33 @@ def test_an_exception_keeps_the_turns_and_the_earlier_rewards(client, proxy):
     assert (session["status"], session["termination_reason"], session["num_turns"]) == ("ended", "error", 3)
     assert session["reward"] == 0.5
     assert len(workflow.experiences) == 3
+
+
+def test_a_whole_reply_names_its_policy_version(client):
+    """The header is the stored turn's first version, and the rollout engine needs no second request for its record."""
+    session = client.create_session()
+    raw = session.openai().chat.completions.with_raw_response.create(
+        model="fake", messages=[{"role": "user", "content": "hi"}]
+    )
+    (turn,) = session.turns()
+    assert raw.headers["x-policy-version"] == str(turn["policy_version_first"])
+
+
+def test_a_rollout_engines_record_is_the_stored_turn(client):
+    """Ids, logprobs, finish reason and version, each equal."""
+
+    async def go():
+        async with AsyncClient(client.base_url) as made:
+            return await SessionRolloutEngine(made, model="fake").get_model_response(
+                [{"role": "user", "content": "hi"}], application_id="mine"
+            )
+
+    output = asyncio.run(go())
+    (turn,) = client.turns("mine", prompt="whole")
+    assert (output.prompt_ids, output.completion_ids) == (turn["prompt_token_ids"], turn["token_ids"])
+    assert output.logprobs == turn["logprobs"]
+    assert (output.finish_reason, output.weight_version, output.turn_id) == (
+        turn["finish_reason"],
+        turn["policy_version_first"],
+        turn["turn_id"],
+    )

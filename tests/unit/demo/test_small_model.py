@@ -14,6 +14,7 @@ from turnwise.demo.small_model import (
     SmallModelSpec,
     assistant_mask,
     build_small_model,
+    code_of,
     train_tokenizer,
 )
 
@@ -158,6 +159,14 @@ def test_a_model_of_the_same_spec_is_reused_and_one_of_another_spec_is_replaced(
     build_small_model(directory, shorter, lambda _done, _total, loss: losses.append(loss))
     assert len(losses) == 5
     assert json.loads((directory / SPEC_FILE).read_text())["spec"]["num_warm_up_steps"] == 2
+
+
+def test_comments_and_docstrings_do_not_change_the_digest_and_code_does():
+    """A changed sentence does not make anybody build the model again."""
+    source = '"""Text."""\nRATE = 0.5  # half\n"""A rate."""\n\n\ndef f():\n    """Do it."""\n    return RATE\n'
+    reworded = '"""Other."""\nRATE = 0.5\n\ndef f():\n    """Do."""\n    return RATE\n'
+    assert code_of(source) == code_of(reworded)
+    assert code_of(source) != code_of(source.replace("0.5", "0.4"))
 
 
 def test_a_build_that_is_interrupted_leaves_nothing_behind(tmp_path: Path):

@@ -16,7 +16,7 @@ from support.private_postgres import PrivatePostgres
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store import database as store_database
-from turnwise.store import ledger, queries, tables
+from turnwise.store import history, ledger, queries, tables
 from turnwise.store.database import Database, from_micros, to_micros
 from turnwise.store.leases import acquire_lease, release_lease, renew_lease
 from turnwise.types import Session, utc_now
@@ -201,7 +201,7 @@ def test_kill_9_loses_no_turn_whose_commit_returned(database: Database, database
     process.wait(30)
     process.stdout.close()
     with database.read() as connection:
-        stored = [entry.seq + 1 for entry in queries.history_index(connection, "default", "s")]
+        stored = [entry.seq + 1 for entry in history.history_index(connection, "default", "s")]
         session = queries.session(connection, "default", "s")
     assert stored[: len(said)] == said
     assert len(stored) <= len(said) + 1  # at most the one that was committed and not yet printed

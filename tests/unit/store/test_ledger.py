@@ -13,7 +13,7 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import groups, idempotency, ledger, policies, queries
+from turnwise.store import groups, history, idempotency, ledger, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import Credit, Outcome, PolicyStatus, PolicyVersion, Reward, Session, SessionStatus, Split, utc_now
 
@@ -210,7 +210,7 @@ def test_concurrent_writers_lose_no_turn_and_number_them_without_gaps(database: 
         list(pool.map(append, range(4), timeout=60))
     with database.read() as connection:
         for session_id in ("a", "b"):
-            index = queries.history_index(connection, "default", session_id)
+            index = history.history_index(connection, "default", session_id)
             assert [entry.seq for entry in index] == list(range(40))
 
 

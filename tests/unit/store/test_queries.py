@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import NotFound
-from turnwise.store import experiences, ledger, policies, queries
+from turnwise.store import experiences, history, ledger, policies, queries
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import Credit, Outcome, Reward, Session, SessionStatus, Split
@@ -54,7 +54,7 @@ def test_a_turn_is_read_with_its_whole_prompt(connection: sa.Connection) -> None
 def test_a_branch_does_not_see_its_sibling(connection: sa.Connection) -> None:
     view = queries.turn(connection, "default", "t3")
     assert view.prompt_token_ids.tolist() == [10, 11, 12, 13, 30, 31]
-    assert queries.full_tokens(connection, "t3").tolist() == [10, 11, 12, 13, 30, 31, 32, 33]
+    assert history.full_tokens(connection, "t3").tolist() == [10, 11, 12, 13, 30, 31, 32, 33]
     assert [message["content"] for message in view.messages] == ["question 1", "answer 1", "question 3"]
     assert view.tools == [{"type": "function"}]
 
@@ -77,7 +77,7 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
         (lambda: queries.turn(connection, "default", "t9"), "no turn 't9'"),
         (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
         (lambda: queries.turns(connection, "default", "s", after="t9"), "no turn 't9'"),
-        (lambda: queries.full_tokens(connection, "t9"), "no turn 't9'"),
+        (lambda: history.full_tokens(connection, "t9"), "no turn 't9'"),
         (lambda: queries.stored_turn(connection, make_turn("t9")), "no turn 't9' in session 's'"),
         (lambda: policies.get_policy(connection, 7), "policy version 7"),
     ):
@@ -86,7 +86,7 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
 
 
 def test_the_history_index_has_the_fields_that_the_continuation_compares(connection: sa.Connection) -> None:
-    index = queries.history_index(connection, "default", "s")
+    index = history.history_index(connection, "default", "s")
     assert [(entry.turn_id, entry.parent_turn_id, entry.chain_id) for entry in index] == [
         ("t1", None, "t1"),
         ("t2", "t1", "t1"),
@@ -96,7 +96,7 @@ def test_the_history_index_has_the_fields_that_the_continuation_compares(connect
     assert (index[1].history_digest, index[1].messages_digest, index[1].dialogue_digest) == (b"h2", b"m2", b"d2")
     assert [(entry.prompt_length, entry.num_sampled) for entry in index] == [(2, 2), (6, 2), (6, 2), (10, 2)]
     assert index[0].outcome is Outcome.EXACT
-    assert queries.history_index(connection, "default", "unknown") == []
+    assert history.history_index(connection, "default", "unknown") == []
 
 
 def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) -> None:
@@ -231,7 +231,7 @@ def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -
                 ledger.append_turns(connection, [dataclasses.replace(turn, turn_id=f"{session_id}{number}")])
     with database.read() as connection:
         found = [
-            queries.sessions_of_conversation(connection, "default", "key", digests, limit=2)
+            history.sessions_of_conversation(connection, "default", "key", digests, limit=2)
             for digests in ([b"2", b"1"], [b"9", b"1"], [b"9"], [])
         ]
     assert found == [(b"2", ["a"]), (b"1", ["b", "c"]), (b"", []), (b"", [])]
@@ -249,10 +249,10 @@ def test_a_conversation_is_found_only_by_its_own_key_and_tenant_in_an_open_sessi
     finish(database, "over")
     with database.read() as connection:
         found = {
-            session_id: queries.sessions_of_conversation(connection, "default", "key", [session_id.encode()], limit=9)
+            session_id: history.sessions_of_conversation(connection, "default", "key", [session_id.encode()], limit=9)
             for session_id in sessions
         }
-        other_key = queries.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
+        other_key = history.sessions_of_conversation(connection, "default", "key2", [b"mine"], limit=9)
     assert found == {"mine": (b"mine", ["mine"]), "over": (b"", []), "named": (b"", []), "theirs": (b"", [])}
     assert other_key == (b"", [])
 
@@ -263,7 +263,7 @@ def test_a_conversation_is_looked_up_in_its_index(sqlite_template: Path) -> None
     asked: list[tuple[str, tuple[object, ...]]] = []
     with database.read() as connection:
         sa.event.listen(connection, "before_cursor_execute", lambda *said: asked.append((said[2], said[3])))
-        queries.sessions_of_conversation(connection, "default", "key", [b"1", b"2"], limit=9)
+        history.sessions_of_conversation(connection, "default", "key", [b"1", b"2"], limit=9)
         statement, parameters = next(each for each in asked if each[0].startswith("SELECT"))
         plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
     database.close()

@@ -283,6 +283,105 @@ def test_step_rewards_go_to_the_turns_they_belong_to(proxy):
     assert [(line["turn_id"], line["value"]) for line in proxy.rewards] == [("chatcmpl-0", 0.5), ("chatcmpl-1", 2.0)]
 
 
+class TwoAgents(Chat):
+    """A solver that succeeds and a judge that fails, in one episode."""
+
+    async def run(self, task, uid, **kwargs):
+        self.reset(task, uid)
+        for name, reward in (("solver", 1.0), ("judge", -0.5)):
+            messages = [{"role": "user", "content": f"{name} {task['q']}"}]
+            output = await self.rollout_engine.get_model_response(messages)
+            step = Step(chat_completions=messages, model_output=output, reward=reward)
+            self.commit(trajectory=Trajectory(name=name, steps=[step]))
+        raise TerminationEvent(TerminationReason.ENV_DONE)
+
+
+def test_several_trajectories_keep_their_own_rewards_without_stepwise_advantage(proxy):
+    """The solver's turn gets 1 and the judge's -0.5, not their sum 0.5; the session's credit says that turns differ."""
+
+    async def go():
+        async with AsyncClient(proxy.base_url) as client:
+            engine = AgentWorkflowEngine(TwoAgents, {}, SessionRolloutEngine(client, model="m"), n_parallel_tasks=1)
+            try:
+                await engine.execute_tasks([{"q": 1}], ["a"])
+            finally:
+                engine.shutdown()
+
+    asyncio.run(go())
+    (session,) = proxy.sessions.values()
+    assert (session["credit"], session["task_id"]) == ("step_wise", "a")
+    assert [(line["turn_id"], line["value"]) for line in proxy.rewards] == [("chatcmpl-0", 1.0), ("chatcmpl-1", -0.5)]
+
+
+class Foreign:
+    """An engine with rLLM's interface alone: it knows nothing of runs, and its own methods are synchronous."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def get_model_response(self, messages, **kwargs):
+        self.seen.append(messages[-1]["content"])
+        return ModelOutput(content="fine", prompt_ids=[1], completion_ids=[2], prompt_length=1, completion_length=1)
+
+    def wake_up(self):
+        self.seen.append("awake")
+
+
+def test_any_object_with_a_get_model_response_is_an_engine():
+    """A retry after an error works too; nothing is written to a ledger."""
+    foreign = Foreign()
+
+    async def go():
+        engine = AgentWorkflowEngine(Chat, {}, foreign, n_parallel_tasks=1)
+        try:
+            return await engine.execute_tasks([{"q": 7, "crashes": 1}], ["a"])
+        finally:
+            engine.shutdown()
+
+    (episode,) = asyncio.run(go())
+    assert (episode.id, episode.termination_reason) == ("a:0", TerminationReason.ENV_DONE)
+    assert foreign.seen == ["7", "7"]
+
+
+def test_an_engine_without_sleep_serves_verl_batches():
+    """`wake_up` may be synchronous and `sleep` absent."""
+    foreign = Foreign()
+    engine = AgentWorkflowEngine(Chat, {}, foreign, config=config(), n_parallel_tasks=1)
+    with pytest.raises(RolloutFailed):
+        asyncio.run(engine.execute_tasks_verl(verl_batch()))
+    engine.shutdown()
+    assert foreign.seen[0] == "awake"
+
+
+def test_a_reply_needs_no_second_request(proxy):
+    """Tokens, logprobs and version come with the reply: one POST for the session, one a call, two at the end."""
+    (episode,) = execute(proxy, [{"q": 1, "rewards": [0.0, 1.0]}], ["a"])
+    methods = [(request.method, request.url.path.rpartition("/")[2]) for request in proxy.requests]
+    assert methods == [
+        ("POST", "sessions"),
+        ("GET", "models"),
+        ("POST", "completions"),
+        ("POST", "completions"),
+        ("POST", "rewards"),
+        ("POST", "end"),
+    ]
+    outputs = [step.model_output for step in episode.trajectories[0].steps]
+    assert [output.logprobs for output in outputs] == [turn["logprobs"] for turn in proxy.turns]
+
+
+def test_a_reply_without_logprobs_is_completed_from_the_ledger(proxy):
+    """The caller's own parameters have priority; the stored turn has what the reply lacks."""
+
+    async def go():
+        async with AsyncClient(proxy.base_url) as client:
+            engine = SessionRolloutEngine(client, model="m", sampling_params={"logprobs": False})
+            return await engine.get_model_response([{"role": "user", "content": "x"}], application_id="mine")
+
+    output = asyncio.run(go())
+    assert (output.completion_ids, output.logprobs) == (encode("re:x"), proxy.turns[0]["logprobs"])
+    assert proxy.requests[-1].url.path == "/v1/turns/chatcmpl-0"
+
+
 def test_validation_runs_are_never_trained_on(proxy):
     """`validate` makes the sessions evaluations."""
     execute(proxy, [{"q": 1}], validate=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import numpy as np
 import openai
@@ -451,6 +452,19 @@ def test_the_runner_numbers_runs_and_fills_in_the_rest(proxy, model, kind, mode)
     assert {(s["group_id"], s["group_size"]) for s in proxy.sessions.values()} == {("b/t", 3)}
     assert sorted(session["run"] for session in proxy.sessions.values()) == [5, 6, 7]
     assert "time/run_execution" in status.metrics[0]
+
+
+def test_a_synchronous_run_does_not_block_an_asynchronous_runner(model):
+    """Two runs meet at a barrier inside their synchronous `run`: one that blocked the event loop would wait alone."""
+    meeting = threading.Barrier(2, timeout=10)
+
+    class Meeting(Stepped):
+        def run(self):
+            meeting.wait()
+            return []
+
+    status, _ = run_task(model, task_of(Meeting), mode="asynchronous", repeat_times=2)
+    assert (status.ok, status.completed_runs) == (True, 2)
 
 
 def test_the_runner_leaves_a_task_that_the_workflow_set_and_means_metrics(proxy, model):

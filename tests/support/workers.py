@@ -1,0 +1,50 @@
+"""How pytest-xdist divides the tests among its workers: the tests of one file run in one worker, in their order.
+
+So the servers that a file's tests share start once. All files that use the shared vLLM form one group, so one worker
+starts it. That group runs first: it is the longest, and the other workers run the other files meanwhile.
+
+`--dist loadgroup` has no effect with pytest 9.2 (pytest-dev/pytest-xdist issue 1386), so the scheduler is defined here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+ROOT = Path(__file__).parents[2]
+SHARED_ENGINE = "engine: RunningEngine"
+"""The parameter of each test that uses the shared vLLM."""
+
+
+@functools.cache
+def uses_shared_engine(path: Path) -> bool:
+    """Return whether a test in the file uses the shared vLLM."""
+    return SHARED_ENGINE in path.read_text()
+
+
+def group_of(node_id: str) -> str:
+    """Return the group of a test, by its id relative to the root of the checkout."""
+    file = node_id.partition("::")[0]
+    return "shared vLLM" if uses_shared_engine(ROOT / file) else file
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Gives each group to one worker, the next group to the worker that is free first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None]) -> GroupScheduling:
+    """Replace the scheduler of `--dist`."""
+    config.option.loadscopereorder = False  # xdist would start the groups with the most tests first
+    return GroupScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the group of the shared vLLM first."""
+    items.sort(key=lambda item: not uses_shared_engine(item.path))
