@@ -40,15 +40,20 @@ class ProxyPart:
         )
 
     def kill(self) -> None:
-        """`kill -9` the proxy; its writing process has to end by itself."""
+        """`kill -9` the proxy; its writing process has to end by itself, as soon as it runs if it was stopped."""
         writer = self.proxy.writing_process()
         self.proxy.kill()
+        _send(writer, signal.SIGCONT)
         wait_until_gone(writer)
 
     def kill_writer(self) -> None:
         """`kill -9` the process that writes; the proxy has to replace it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.proxy.writing_process(), signal.SIGKILL)
+        for writer in self._writers():
+            _send(writer, signal.SIGKILL)
+
+    def _writers(self) -> list[int]:
+        """Return the process that writes; none while the proxy is killed."""
+        return [self.proxy.writing_process()] if self.proxy.process.poll() is None else []
 
     def restart(self) -> None:
         """Start it again."""
@@ -58,14 +63,15 @@ class ProxyPart:
     @contextlib.contextmanager
     def stopped(self, *, writer: bool = False) -> Iterator[None]:
         """SIGSTOP the proxy or its writing process until the block ends."""
-        pid = self.proxy.writing_process() if writer else self.proxy.process.pid
-        with _signalled(pid, signal.SIGSTOP, signal.SIGCONT):
+        with contextlib.ExitStack() as signalled:
+            for pid in self._writers() if writer else [self.proxy.process.pid]:
+                signalled.enter_context(_signalled(pid, signal.SIGSTOP, signal.SIGCONT))
             yield
 
     @contextlib.contextmanager
     def full_disk(self, database: Path) -> Iterator[None]:
         """Prevent every file of its processes from growing, as on a full disk, until the block ends."""
-        pids = [self.proxy.process.pid, self.proxy.writing_process()]
+        pids = [self.proxy.process.pid, *self._writers()]
         size = max(path.stat().st_size for path in database.parent.iterdir())
         limits = {}
         for pid in pids:
@@ -123,10 +129,13 @@ class TrainerPart:
 
 @contextlib.contextmanager
 def _signalled(pid: int, first: int, last: int) -> Iterator[None]:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, first)
+    _send(pid, first)
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, last)
+        _send(pid, last)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
