@@ -73,6 +73,7 @@ ACTION_OF_ROUTE = {
     "POST /v1/policies/{version}/activate": "activate",
     "GET /v1/counts": "read",
     "GET /v1/updates": "read",
+    "GET /v1/budget": "read",
     "GET /v1/keys": "keys",
     "POST /v1/keys": "keys",
     "POST /v1/keys/{key_id}/revoke": "keys",
@@ -93,6 +94,10 @@ class Principal:
     """Id of the key in the ledger; inferred sessions of different keys are separate."""
     session_id: str | None = None
     """The session of a session key; None for other keys."""
+    charged_key_id: str | None = None
+    """The API key whose token budget counts the calls; None if only the tenant's does."""
+    has_budget: bool = False
+    """Whether the charged key has a token budget of its own."""
 
     def require(self, action: str) -> None:
         """Check that the role allows the action.
@@ -139,7 +144,8 @@ class Authenticator:
             return self._session_principal(presented)
         digest = hashlib.sha256(presented.encode()).digest()
         if await self.is_open():
-            return Principal(tenant="default", role="admin", key_id=f"open-{digest[:6].hex()}")
+            key_id = f"open-{digest[:6].hex()}"
+            return Principal(tenant="default", role="admin", key_id=key_id, charged_key_id="open")
         verified = self._verified.get(digest)
         if verified is not None and verified[0] > time.monotonic():
             return verified[1]
@@ -170,7 +176,13 @@ class Authenticator:
                 "present an API key as `Authorization: Bearer …`; `turnwise keys create` makes one",
                 code="invalid_api_key",
             )
-        principal = Principal(tenant=key.tenant, role=key.role, key_id=key.key_id)
+        principal = Principal(
+            tenant=key.tenant,
+            role=key.role,
+            key_id=key.key_id,
+            charged_key_id=key.key_id,
+            has_budget=key.token_budget is not None,
+        )
         if len(self._verified) > MAX_CACHED_KEYS:
             self._verified.clear()
         self._verified[digest] = (time.monotonic() + CACHE_SECONDS, principal)
@@ -189,7 +201,13 @@ class Authenticator:
         return key
 
     def session_key(
-        self, tenant: str, session_id: str, *, may_reward: bool = False, expires_at: int | None = None
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        may_reward: bool = False,
+        expires_at: int | None = None,
+        charged_key_id: str | None = None,
     ) -> str:
         """Return a key for one session; the same arguments give the same key.
 
@@ -198,10 +216,13 @@ class Authenticator:
             session_id: The session.
             may_reward: Whether the key may also post rewards for its session and end it.
             expires_at: Time at which the key expires, in seconds since 1970; None if it does not expire.
+            charged_key_id: The API key whose token budget counts the session's calls; None if no budget is set.
         """
         parts = [tenant, session_id]
-        if may_reward or expires_at is not None:
+        if may_reward or expires_at is not None or charged_key_id is not None:
             parts += [SESSION_REWARD if may_reward else SESSION, "" if expires_at is None else str(expires_at)]
+        if charged_key_id is not None:
+            parts.append(charged_key_id)
         payload = base64.urlsafe_b64encode("\0".join(parts).encode()).decode().rstrip("=")
         return f"{SESSION_KEY_PREFIX}{payload}.{self._mac(payload)}"
 
@@ -212,10 +233,17 @@ class Authenticator:
                 "this session key was not made by this proxy; create the session again", code="invalid_api_key"
             )
         parts = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)).decode().split("\0")
-        tenant, session_id, role, expires_at = (*parts, SESSION, "")[:4] if len(parts) == 2 else parts
+        tenant, session_id, role, expires_at, charged = (*parts, *("", "", SESSION, "", "")[len(parts) :])[:5]
         if expires_at and time.time() >= int(expires_at):
             raise Unauthorized("this session key has expired; create the session again", code="invalid_api_key")
-        return Principal(tenant=tenant, role=role, key_id=f"session-{tenant}/{session_id}", session_id=session_id)
+        return Principal(
+            tenant=tenant,
+            role=role,
+            key_id=f"session-{tenant}/{session_id}",
+            session_id=session_id,
+            charged_key_id=charged or None,
+            has_budget=bool(charged),
+        )
 
     def _mac(self, payload: str) -> str:
         mac = hmac.new(self._secret, payload.encode(), hashlib.sha256).digest()[:MAC_BYTES]

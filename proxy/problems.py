@@ -16,6 +16,7 @@ STATUS: dict[type[errors.TurnwiseError], tuple[int, str, str]] = {
     errors.TooLarge: (413, "invalid_request_error", "too_large"),
     errors.UnsupportedMediaType: (415, "invalid_request_error", "unsupported_media_type"),
     errors.Overloaded: (429, "rate_limit_error", "overloaded"),
+    errors.BudgetSpent: (429, "insufficient_quota", "token_budget_spent"),
     errors.EngineUnavailable: (503, "engine_error", "engine_unavailable"),
     errors.EngineUnsuitable: (503, "engine_error", "engine_unsuitable"),
     errors.ReloadFailed: (502, "engine_error", "reload_failed"),
@@ -52,7 +53,10 @@ def answer(error: errors.TurnwiseError) -> tuple[int, bytes, dict[str, str]]:
 
 
 def _retry_after(status: int, error: errors.TurnwiseError) -> dict[str, str]:
-    return {"retry-after": str(getattr(error, "retry_after_seconds", 1))} if status in RETRYABLE else {}
+    """Return the headers that tell a client when to retry, or that the SDKs' automatic retries do not help."""
+    seconds = getattr(error, "retry_after_seconds", 1)
+    headers = {"retry-after": str(seconds)} if status in RETRYABLE and seconds is not None else {}
+    return {**headers, "x-should-retry": "false"} if isinstance(error, errors.BudgetSpent) else headers
 
 
 def _passed_on(error: errors.EngineRefused) -> bytes:

@@ -15,6 +15,7 @@ from typing import cast
 from fastapi import Request
 
 from proxy.auth import Authenticator
+from proxy.budgets import Budgets
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
@@ -61,6 +62,7 @@ class Services:
     reloader: Reloader
     authenticator: Authenticator
     limits: Limits
+    budgets: Budgets
     replays: Replays
 
 
@@ -139,6 +141,7 @@ async def _open_services(settings: ProxySettings) -> Services:
         reloader=reloader,
         authenticator=Authenticator(database, secret),
         limits=Limits(settings, metrics),
+        budgets=Budgets(settings, database, writer, metrics),
         replays=Replays(settings.replay_bytes),
     )
 
@@ -148,6 +151,7 @@ async def _close_services(services: Services) -> None:
     with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
         await asyncio.wait_for(services.relay.wait_idle(), services.settings.commit_timeout_seconds)
     services.pool.close()
+    await services.budgets.close()
     await services.writer.close()
     for opened in (services.database, services.exports):
         opened.close()

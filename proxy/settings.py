@@ -83,7 +83,7 @@ class ProxySettings(Settings):
     queue_seconds: float = Field(default=0.0, ge=0)
     """How long a call over a limit waits in a fair queue before it is answered 429; 0 answers at once."""
     key_max_calls: int | None = Field(default=None, gt=0)
-    """Concurrent calls of one key; by default without limit, as the five settings below."""
+    """Concurrent calls of one key; by default without limit, as the settings below."""
     key_requests_per_minute: int | None = Field(default=None, gt=0)
     key_tokens_per_minute: int | None = Field(default=None, gt=0)
     """Prompt and sampled tokens of one key in a minute; counted when a call ends."""
@@ -91,6 +91,12 @@ class ProxySettings(Settings):
     """Concurrent calls of all keys of one tenant."""
     tenant_requests_per_minute: int | None = Field(default=None, gt=0)
     tenant_tokens_per_minute: int | None = Field(default=None, gt=0)
+    key_token_budget: int | None = Field(default=None, gt=0)
+    """Prompt and sampled tokens that one key may use in all; a key can have a budget of its own instead."""
+    tenant_token_budget: int | None = Field(default=None, gt=0)
+    """Prompt and sampled tokens that all keys of one tenant may use in all."""
+    token_budget_days: int | None = Field(default=None, gt=0, le=3650)
+    """Period of all token budgets in UTC days, today included; by default a budget is for good."""
     header_timeout_seconds: float = Field(default=30.0, gt=0)
     """A request whose headers and body are not complete by then is closed."""
     stream_keep_alive_seconds: float = Field(default=15.0, ge=0)

@@ -9,7 +9,8 @@
     │   ├── Conflict           the target's state does not allow the request (an ended session, a changed replay)
     │   ├── TooLarge           over a limit of size, depth or count
     │   ├── UnsupportedMediaType  a body that is not JSON
-    │   └── Overloaded         too many requests; retry after `retry_after_seconds`
+    │   ├── Overloaded         too many requests; retry after `retry_after_seconds`
+    │   └── BudgetSpent        a token budget is spent; an early retry fails again
     ├── EngineError            an error of the engine (vLLM)
     │   ├── EngineUnavailable  cannot be reached, or disconnected before its first byte
     │   ├── EngineRefused      answered with an error status; its body is passed on
@@ -82,6 +83,15 @@ class Overloaded(ClientError):
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
         """Seconds to wait before a retry."""
+
+
+class BudgetSpent(ClientError):
+    """The token budget of a key or a tenant is spent; a retry fails until the budget is raised or renewed."""
+
+    def __init__(self, message: str, *, retry_after_seconds: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+        """Seconds until the budget is renewed, at least in part; None for a budget that is never renewed."""
 
 
 class EngineError(TurnwiseError):

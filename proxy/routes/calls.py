@@ -128,6 +128,9 @@ class Sample:
         reply: Reply,
         left: asyncio.Future[None],
     ) -> bytes:
+        budgets = self._services.budgets
+        if budgets.apply_to(principal):
+            await budgets.check(principal)
         with cancelled_when_client_leaves(left):
             admission = await self._services.limits.admit(principal)
         try:
@@ -137,6 +140,7 @@ class Sample:
                     return await self._reply_to(running, reply, left)
                 finally:
                     admission.num_tokens = running.num_tokens
+                    budgets.charge(principal, running.num_tokens)
         finally:
             admission.release()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,14 +15,16 @@ from proxy.routes.limits import Id, LimitedRoute, Text
 from proxy.routes.models import Answer, answer, answer_model, describe_answer
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
-from turnwise.store import keys
-from turnwise.types import utc_now
+from turnwise.store import keys, usage
+from turnwise.types import Json, utc_now
 
 router = APIRouter(prefix="/v1/keys", route_class=LimitedRoute, tags=["keys"])
 
 Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
 
+TOKENS_USED = (int, Field(description="Prompt and sampled tokens in the period of the budgets; 0 without budgets."))
+ListedKey = answer_model("ListedKey", keys.Key, "An API key, without its secret.", tokens_used=TOKENS_USED)
 KeyAnswer = answer_model("KeyAnswer", keys.Key, "An API key, without its secret.")
 NewKeyAnswer = answer_model(
     "NewKeyAnswer",
@@ -36,7 +38,7 @@ class KeyList(Answer):
     """All keys of the tenant."""
 
     object: str
-    data: list[Any]
+    data: list[ListedKey]  # type: ignore[valid-type]
 
 
 class NewKey(BaseModel):
@@ -48,18 +50,21 @@ class NewKey(BaseModel):
     name: Text = ""
     expires_in_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
     """Lifetime of the key; by default it is valid until it is revoked."""
+    token_budget: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)] | None = None
+    """Prompt and sampled tokens that its calls may use; by default the proxy's `key_token_budget`."""
 
 
 @router.get("", responses=describe_answer(KeyList))
 async def list_keys(services: Here, principal: Caller) -> Response:
     """List the tenant's keys without their secrets, including revoked and expired ones, oldest first."""
 
-    def read() -> list[keys.Key]:
+    def read() -> list[Json]:
         with services.database.read() as connection:
-            return keys.list_keys(connection, principal.tenant)
+            used = usage.used_by_key(connection, principal.tenant, since_day=services.budgets.since_day())
+            found = keys.list_keys(connection, principal.tenant)
+            return [{**dataclasses.asdict(key), "tokens_used": used.get(key.key_id, 0)} for key in found]
 
-    found = await asyncio.to_thread(read)
-    return answer({"object": "list", "data": [dataclasses.asdict(key) for key in found]})
+    return answer({"object": "list", "data": await asyncio.to_thread(read)})
 
 
 @router.post("", responses=describe_answer(NewKeyAnswer))
@@ -68,7 +73,12 @@ async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Respo
     lifetime = wanted.expires_in_seconds
     expires_at = None if lifetime is None else utc_now() + datetime.timedelta(seconds=lifetime)
     key_id, secret = await services.writer.do(
-        keys.create_key, principal.tenant, wanted.role, wanted.name, expires_at=expires_at
+        keys.create_key,
+        principal.tenant,
+        wanted.role,
+        wanted.name,
+        expires_at=expires_at,
+        token_budget=wanted.token_budget,
     )
     services.authenticator.forget()
 

@@ -68,6 +68,24 @@ class CountsAnswer(Answer):
     """The last report of each trainer, newest first."""
 
 
+class Spending(Answer):
+    """The tokens of one budget."""
+
+    token_budget: int | None
+    """Prompt and sampled tokens; null for no budget."""
+    tokens_used: int
+    """Counted while any budget is set."""
+
+
+class BudgetAnswer(Answer):
+    """The token budgets that the caller's calls are charged to."""
+
+    key: Spending
+    tenant: Spending
+    days: int | None
+    """Period of both budgets in UTC days, today included; null for budgets that are never renewed."""
+
+
 class ReadyAnswer(Answer):
     """Whether the proxy can serve calls."""
 
@@ -143,6 +161,16 @@ async def counts(services: Annotated[Services, Depends(services_of)], principal:
             return queries.counts(connection, principal.tenant)
 
     return answer(dataclasses.asdict(await asyncio.to_thread(read)))
+
+
+@control.get("/budget", responses=describe_answer(BudgetAnswer))
+async def budget(services: Annotated[Services, Depends(services_of)], principal: Caller) -> Response:
+    """Return the token budgets of the caller's key and tenant, and what is used of them."""
+    key, tenant = [
+        {"token_budget": account.budget, "tokens_used": account.num_tokens}
+        for account in await services.budgets.accounts(principal)
+    ]
+    return answer({"key": key, "tenant": tenant, "days": services.budgets.days})
 
 
 @control.get("/updates", responses=describe_answer(UpdatePage))

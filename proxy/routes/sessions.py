@@ -115,7 +115,11 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
             **record_json(live.session),
             "base_url": f"{origin.rstrip('/')}/sessions/{session_id}/v1",
             "api_key": services.authenticator.session_key(
-                principal.tenant, session_id, may_reward=wanted.key_may == "call_and_reward", expires_at=expires_at
+                principal.tenant,
+                session_id,
+                may_reward=wanted.key_may == "call_and_reward",
+                expires_at=expires_at,
+                charged_key_id=principal.charged_key_id if services.budgets.apply_to(principal) else None,
             ),
         }
     )

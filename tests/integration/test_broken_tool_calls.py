@@ -7,8 +7,6 @@ token ids, so the arguments in the messages can be replaced; the stored turn kee
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -17,9 +15,9 @@ import openai
 import pytest
 from google import genai
 from support.engines import RunningEngine
-from support.proxies import RunningProxy, StartProxy, running_proxy
+from support.proxies import ProxyAndEngine, RunningProxy, StartProxy
 
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise.fake_engine import Reply, Rule, ToolCall
 from turnwise.types import Outcome
 
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
@@ -80,17 +78,65 @@ def gemini(client: Any, *, stream: bool) -> None:
     session.send_message(genai.types.Part(function_response=response))
 
 
+DIALECTS = [chat, responses, messages, gemini]
+
+
+def play_in_session(proxy: RunningProxy, session_id: str, play: Any, *, stream: bool) -> None:
+    base_url = f"{proxy.url}/sessions/{session_id}"
+    if play is messages:
+        client: Any = anthropic.Anthropic(base_url=base_url, api_key="any", max_retries=0)
+    elif play is gemini:
+        client = genai.Client(api_key="any", http_options=genai.types.HttpOptions(base_url=base_url))
+    else:
+        client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="any", max_retries=0)
+    with client:
+        play(client, stream=stream)
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("play", [chat, responses, messages, gemini])
+@pytest.mark.parametrize("play", DIALECTS)
 def test_a_tool_call_with_broken_arguments_does_not_end_its_conversation(
-    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str, play: Any, *, stream: bool
+    shared_proxy: ProxyAndEngine, play: Any, *, stream: bool
 ) -> None:
     """The next turn extends it, and the engine gets no message with arguments that it cannot parse."""
-    engine.answer(Rule(reply=BROKEN, contains="break", count=1))
-    play_two_turns(proxy, session_id, play, stream=stream)
-    turns = [view.turn for view in proxy.turns(session_id)]
+    fake_engine, name = shared_proxy.engine, f"{play.__name__}-{stream}"
+    fake_engine.answer(Rule(reply=BROKEN, contains="break", count=1))
+    play_in_session(shared_proxy.proxy, name, play, stream=stream)
+    turns = [view.turn for view in shared_proxy.proxy.turns(name)]
     assert [(turn.outcome, turn.reason) for turn in turns] == [(Outcome.EXACT, None)] * 2
     assert turns[1].parent_turn_id == turns[0].turn_id
     assert turns[0].response["tool_calls"][0]["function"]["arguments"] == '{"key": "caf'
-    sent = engine.calls[-1].body["messages"]
+    sent = fake_engine.calls[-1].body["messages"]
     assert [message["tool_calls"][0]["function"]["arguments"] for message in sent if "tool_calls" in message] == ["{}"]
+
+
+CUT_OFF = {"tool_choice": {"type": "function", "function": {"name": "look"}}, "max_tokens": 8}
+"""Forces a call of the tool, and ends it before its JSON is complete."""
+
+
+@pytest.mark.engine
+def test_a_real_engine_continues_after_a_tool_call_that_was_cut_off(
+    engine: RunningEngine, start_proxy: StartProxy
+) -> None:
+    """All dialects, whole and streamed: the second turn repeats the cut-off call, and is on the first one's chain."""
+    proxy = start_proxy(engine.url)
+    for play in DIALECTS:
+        for stream in (False, True):
+            name = f"{play.__name__}-{stream}"
+            made = {"session_id": name, "sampling": CUT_OFF}
+            httpx2.post(f"{proxy.v1}/sessions", json=made).raise_for_status()
+            play_in_session(proxy, name, play, stream=stream)
+            first, second = (view.turn for view in proxy.turns(name))
+            (call,) = first.response["tool_calls"]
+            assert not is_json(call["function"]["arguments"]), name
+            assert first.finish_reason == "length", name
+            assert (first.outcome, second.outcome) == (Outcome.EXACT, Outcome.EXACT), name
+            assert (second.parent_turn_id, second.chain_id) == (first.turn_id, first.chain_id), name
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

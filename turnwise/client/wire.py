@@ -198,6 +198,7 @@ _ERROR_OF_STATUS: dict[int, type[errors.ClientError]] = {
 
 
 _ERROR_OF_CODE: dict[str, type[errors.TurnwiseError]] = {
+    "token_budget_spent": errors.BudgetSpent,
     "engine_unavailable": errors.EngineUnavailable,
     "engine_unsuitable": errors.EngineUnsuitable,
     "reload_failed": errors.ReloadFailed,
@@ -205,14 +206,14 @@ _ERROR_OF_CODE: dict[str, type[errors.TurnwiseError]] = {
     "schema_mismatch": errors.SchemaMismatch,
     "bad_checkpoint": errors.BadCheckpoint,
 }
-"""The proxy's error code → class, for errors that the caller did not cause."""
+"""The proxy's error code → class, for errors whose class the status does not tell."""
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> errors.TurnwiseError:
     """Return the error for an answer, with the server's message."""
     detail = _detail(body)
     message = str(detail.get("message") or f"the proxy answered {status}: {body[:500].decode(errors='replace')!r}")
-    if status == 429:
+    if status == 429 and detail.get("code") != "token_budget_spent":
         return errors.Overloaded(message, retry_after_seconds=round(_seconds(retry_after) or 1))
     boundary = _ERROR_OF_CODE.get(str(detail.get("code")))
     if boundary is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.commands.secrets_files import OWNER_MODE, write_once
-from turnwise.store import keys, queries, retention
+from turnwise.store import keys, queries, retention, usage
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.types import Experience, Json, utc_now
@@ -73,18 +73,23 @@ def has_keys(url: str) -> bool:
         return keys.any_keys(conn)
 
 
-def create_key(url: str, *, tenant: str, role: str, name: str, expires_days: float | None = None) -> Json:
+def create_key(
+    url: str, *, tenant: str, role: str, name: str, expires_days: float | None = None, token_budget: int | None = None
+) -> Json:
     """Create a key; only this result has it in full."""
     expires_at = None if expires_days is None else utc_now() + dt.timedelta(days=expires_days)
     with opened(url) as database, database.write() as conn:
-        key_id, key = keys.create_key(conn, tenant, keys.Role(role), name, expires_at=expires_at)
+        key_id, key = keys.create_key(
+            conn, tenant, keys.Role(role), name, expires_at=expires_at, token_budget=token_budget
+        )
     return {"key_id": key_id, "key": key, "tenant": tenant, "role": role, "name": name}
 
 
 def list_keys(url: str, *, tenant: str | None) -> list[Json]:
-    """Return all keys without their secrets."""
+    """Return all keys without their secrets, each with the tokens that budgets have counted for it."""
     with opened(url) as database, database.read() as conn:
-        return [as_json(key) for key in keys.list_keys(conn, tenant)]
+        used = usage.used_by_key(conn, tenant)
+        return [{**as_json(key), "tokens_used": used.get(key.key_id, 0)} for key in keys.list_keys(conn, tenant)]
 
 
 def revoke_key(url: str, key_id: str) -> Json:

@@ -83,7 +83,10 @@ def forget(tenant: str, session_id: str | None, database: str | None, *, as_json
     print_records(deleted, as_json=as_json)
 
 
-KEY_COLUMNS = ("key_id", "tenant", "role", "name", "created_at", "last_used_at", "expires_at", "revoked_at")
+KEY_COLUMNS = (
+    *("key_id", "tenant", "role", "name", "created_at", "last_used_at", "expires_at", "revoked_at"),
+    *("token_budget", "tokens_used"),
+)
 
 
 @click.group("keys")
@@ -96,14 +99,27 @@ def keys() -> None:
 @click.option("--tenant", default="default", show_default=True, help="Tenant whose data the key reaches.")
 @click.option("--name", default="", help="What it is for.")
 @click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Days that it is accepted for.")
+@click.option("--token-budget", type=click.IntRange(min=1), help="Prompt and sampled tokens that its calls may use.")
 @database_option
 @json_option
 def keys_create(
-    role: str, tenant: str, name: str, expires_days: float | None, database: str | None, *, as_json: bool
+    role: str,
+    tenant: str,
+    name: str,
+    expires_days: float | None,
+    token_budget: int | None,
+    database: str | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Create a key. It is printed once and stored as a hash."""
     made = import_module("turnwise.commands.operate").create_key(
-        database_url(database), tenant=tenant, role=role, name=name, expires_days=expires_days
+        database_url(database),
+        tenant=tenant,
+        role=role,
+        name=name,
+        expires_days=expires_days,
+        token_budget=token_budget,
     )
     print_records(made, as_json=as_json)
 

@@ -54,10 +54,18 @@ class Key:
     """When it expires; None if it does not expire."""
     last_used_at: datetime.datetime | None = None
     """When it was last verified, up to `USE_INTERVAL` out of date; None before its first use."""
+    token_budget: int | None = None
+    """Prompt and sampled tokens that its calls may use; None for the proxy's `key_token_budget`."""
 
 
 def create_key(
-    conn: sa.Connection, tenant: str, role: Role, name: str, *, expires_at: datetime.datetime | None = None
+    conn: sa.Connection,
+    tenant: str,
+    role: Role,
+    name: str,
+    *,
+    expires_at: datetime.datetime | None = None,
+    token_budget: int | None = None,
 ) -> tuple[str, str]:
     """Create a key; return its id and the whole key, which cannot be read again."""
     key_id = secrets.token_hex(8)
@@ -71,6 +79,7 @@ def create_key(
             secret_hash=_hash(secret),
             created_at=to_micros(utc_now()),
             expires_at=None if expires_at is None else to_micros(expires_at),
+            token_budget=token_budget,
         )
     )
     return key_id, f"{_PREFIX}-{key_id}-{secret}"
@@ -170,4 +179,5 @@ def _key(row: StoredRow) -> Key:
         revoked_at=_instant(row.revoked_at),
         expires_at=_instant(row.expires_at),
         last_used_at=_instant(row.last_used_at),
+        token_budget=row.token_budget,
     )

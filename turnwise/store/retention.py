@@ -18,7 +18,16 @@ from turnwise.store import queries
 from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import is_among, members
-from turnwise.store.tables import api_keys, groups, idempotency, rewards, sessions, trained_sessions, turns
+from turnwise.store.tables import (
+    api_keys,
+    groups,
+    idempotency,
+    rewards,
+    sessions,
+    token_usage,
+    trained_sessions,
+    turns,
+)
 from turnwise.types import GroupStatus, SessionKey, SessionStatus
 
 SESSIONS_AT_ONCE = 100
@@ -53,7 +62,7 @@ def delete_session(conn: sa.Connection, tenant: str, session_id: str) -> Deleted
 
 
 def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
-    """Delete some sessions of a tenant; together with the last of them, delete its keys and stored answers.
+    """Delete some sessions of a tenant; together with the last of them, delete its keys, usage and stored answers.
 
     Call it until it deletes no session.
     """
@@ -61,7 +70,7 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
         sa.select(sessions).where(sessions.c.tenant == tenant).order_by(sessions.c.session_id).limit(limit)
     ).all()
     if not found:
-        for table in (groups, api_keys, idempotency):
+        for table in (groups, api_keys, token_usage, idempotency):
             conn.execute(sa.delete(table).where(table.c.tenant == tenant))
     return _delete(conn, found)
 

@@ -235,7 +235,18 @@ api_keys = sa.Table(
     sa.Column("revoked_at", Instant),
     sa.Column("expires_at", Instant),
     sa.Column("last_used_at", Instant),
+    sa.Column("token_budget", sa.BigInteger),
 )
+
+token_usage = sa.Table(
+    "token_usage",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("day", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("num_tokens", sa.BigInteger, nullable=False),
+)
+"""Prompt and sampled tokens of each key by UTC day, in days since 1970; written only while token budgets are set."""
 
 secrets = sa.Table(
     "secrets",

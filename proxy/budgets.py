@@ -1,0 +1,176 @@
+"""Token budgets of keys and tenants: the total of prompt and sampled tokens, for good or for a number of days.
+
+The store holds what was used, so a budget survives restarts and is shared by all proxy processes. A process adds its
+own calls at once and reads those of other processes every few seconds. A budget is checked before a call and charged
+after it, so the calls that run when it is spent still end. Without a budget nothing is read, counted or written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import logging
+import math
+import time
+
+from proxy.auth import Principal
+from proxy.metrics import Metrics
+from proxy.settings import ProxySettings
+from proxy.writer.client import Writer
+from turnwise.errors import BudgetSpent, StoreError
+from turnwise.store import usage
+from turnwise.store.database import Database
+from turnwise.types import utc_now
+
+log = logging.getLogger(__name__)
+READ_SECONDS = 5.0
+"""How old the numbers of other processes may be."""
+MAX_ACCOUNTS = 10_000
+"""Keys and tenants that are remembered; others are read again."""
+
+
+@dataclasses.dataclass(slots=True)
+class Account:
+    """What one key, or one tenant, has used of its budget."""
+
+    tenant: str
+    key_id: str | None
+    """None for the tenant's account."""
+    budget: int | None = None
+    """None for no budget."""
+    num_tokens: int = 0
+    read_at: float = -math.inf
+
+    @property
+    def name(self) -> str:
+        """The account in an error message."""
+        return f"tenant {self.tenant!r}" if self.key_id is None else f"key {self.key_id!r}"
+
+    @property
+    def kind(self) -> str:
+        """The account's kind, as a metric's label."""
+        return "tenant_budget" if self.key_id is None else "key_budget"
+
+
+class Budgets:
+    """Checks and charges budgets."""
+
+    def __init__(self, settings: ProxySettings, database: Database, writer: Writer, metrics: Metrics) -> None:
+        self._key_budget = settings.key_token_budget
+        self._tenant_budget = settings.tenant_token_budget
+        self.days = settings.token_budget_days
+        """Length of a budget's period in UTC days, today included; None for a budget that is never renewed."""
+        self._database = database
+        self._writer = writer
+        self._metrics = metrics
+        self._accounts: dict[tuple[str, str | None], Account] = {}
+        self._unwritten: dict[tuple[str, str, int], int] = {}
+        self._in_write: dict[tuple[str, str, int], int] = {}
+        self._writing: asyncio.Task[None] | None = None
+        self._are_set = self._key_budget is not None or self._tenant_budget is not None
+
+    def apply_to(self, principal: Principal) -> bool:
+        """Return whether a budget counts the caller's calls."""
+        return self._are_set or principal.has_budget
+
+    async def check(self, principal: Principal) -> None:
+        """Check that the caller's key and tenant have tokens left.
+
+        Raises:
+            BudgetSpent: naming the budget that is spent.
+        """
+        for account in await self.accounts(principal):
+            if account.budget is not None and account.num_tokens >= account.budget:
+                self._metrics.limited.labels(account.kind).inc()
+                raise self._spent(account)
+
+    async def accounts(self, principal: Principal) -> list[Account]:
+        """Return the accounts that the caller's calls are charged to, read from the store if they are too old."""
+        key_ids = [None] if principal.charged_key_id is None else [principal.charged_key_id, None]
+        accounts = [self._account(principal.tenant, key_id) for key_id in key_ids]
+        old = [each for each in accounts if time.monotonic() - each.read_at > READ_SECONDS]
+        if old:
+            await asyncio.to_thread(self._read, old)
+        return accounts
+
+    def since_day(self) -> int | None:
+        """Return the first day that budgets count; None for all days."""
+        return None if self.days is None else usage.day_of(utc_now()) - self.days + 1
+
+    def charge(self, principal: Principal, num_tokens: int) -> None:
+        """Add a call's tokens to its accounts; the store gets them with its next transaction."""
+        if not num_tokens or not self.apply_to(principal):
+            return
+        charged = principal.charged_key_id
+        for key_id in {charged, None}:
+            self._account(principal.tenant, key_id).num_tokens += num_tokens
+        place = (principal.tenant, charged or usage.NO_KEY, usage.day_of(utc_now()))
+        self._unwritten[place] = self._unwritten.get(place, 0) + num_tokens
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def close(self) -> None:
+        """Write what is not in the store yet."""
+        if self._writing is not None:
+            await self._writing
+        await self._write()
+
+    def _account(self, tenant: str, key_id: str | None) -> Account:
+        found = self._accounts.get((tenant, key_id))
+        if found is None:
+            if len(self._accounts) >= MAX_ACCOUNTS:
+                self._accounts.clear()
+            found = self._accounts[tenant, key_id] = Account(tenant, key_id)
+        return found
+
+    def _read(self, accounts: list[Account]) -> None:
+        since = self.since_day()
+        with self._database.read() as connection:
+            for account in accounts:
+                stored = usage.used_tokens(connection, account.tenant, account.key_id, since_day=since)
+                account.num_tokens = stored + self._unstored(account)
+                account.budget = self._tenant_budget
+                if account.key_id is not None:
+                    own = usage.key_budget(connection, account.tenant, account.key_id)
+                    account.budget = self._key_budget if own is None else own
+                account.read_at = time.monotonic()
+
+    def _unstored(self, account: Account) -> int:
+        """Return the account's tokens that this process has not written yet."""
+        return sum(
+            num_tokens
+            for amounts in (self._unwritten, self._in_write)
+            for (tenant, key_id, _), num_tokens in list(amounts.items())
+            if tenant == account.tenant and account.key_id in (None, key_id)
+        )
+
+    async def _write(self) -> None:
+        """Write all amounts; those of a failed write are written with the next one."""
+        while self._unwritten:
+            self._in_write, self._unwritten = self._unwritten, {}
+            try:
+                await self._writer.do(usage.add_usage, self._in_write)
+            except StoreError as error:
+                self._metrics.background_errors.labels("budgets").inc()
+                log.warning("the tokens of budgets could not be stored, will retry with the next call: %s", error)
+                for place, num_tokens in self._in_write.items():
+                    self._unwritten[place] = self._unwritten.get(place, 0) + num_tokens
+                return
+            finally:
+                self._in_write = {}
+
+    def _spent(self, account: Account) -> BudgetSpent:
+        period, seconds = "in all", None
+        advice = "raise the budget or use another key"
+        if self.days is not None:
+            now = utc_now()
+            midnight = datetime.datetime.combine(now.date() + datetime.timedelta(days=1), datetime.time(), datetime.UTC)
+            seconds = math.ceil((midnight - now).total_seconds())
+            period = "today (UTC)" if self.days == 1 else f"in the last {self.days} days (UTC)"
+            advice = f"wait for 00:00 UTC, when the oldest day stops counting, or {advice}"
+        return BudgetSpent(
+            f"the token budget of {account.name} is spent: {account.num_tokens} of {account.budget} tokens {period}; "
+            f"{advice}",
+            retry_after_seconds=seconds,
+        )

@@ -1,0 +1,115 @@
+"""Token budgets of keys and tenants. The fake engine echoes: one call of `CHAT` uses the same tokens every time."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from support.in_process import in_process_proxy
+
+from turnwise.client.wire import error_of
+from turnwise.errors import BudgetSpent
+from turnwise.store import keys, usage
+from turnwise.store.database import Database
+from turnwise.types import utc_now
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+
+
+def make_key(database: Database, tenant: str = "acme", role: str = "agent", **options: Any) -> str:
+    with database.write() as connection:
+        return keys.create_key(connection, tenant, keys.Role(role), "", **options)[1]
+
+
+def ask(http: TestClient, key: str, path: str = "/v1/chat/completions") -> Any:
+    return http.post(path, json=CHAT, headers={"authorization": f"Bearer {key}"})
+
+
+def get(http: TestClient, key: str, path: str) -> Any:
+    return http.get(path, headers={"authorization": f"Bearer {key}"}).json()
+
+
+def used(reply: Any) -> int:
+    assert reply.status_code == 200, reply.text
+    return int(reply.json()["usage"]["total_tokens"])
+
+
+def test_a_key_with_a_budget_is_refused_once_it_is_spent_and_other_keys_are_not(tmp_path: Path) -> None:
+    """The call that spends the budget still ends. The refusal tells SDKs not to retry, and our client its class."""
+    with in_process_proxy(tmp_path) as (http, database):
+        limited, free = make_key(database, token_budget=1), make_key(database)
+        assert get(http, limited, "/v1/budget")["key"] == {"token_budget": 1, "tokens_used": 0}
+        cost = used(ask(http, limited))
+        refused = ask(http, limited)
+        assert refused.status_code == 429
+        assert refused.headers["x-should-retry"] == "false"
+        assert "retry-after" not in refused.headers
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("insufficient_quota", "token_budget_spent")
+        assert f"is spent: {cost} of 1 tokens in all" in error["message"]
+        assert isinstance(error_of(429, refused.content), BudgetSpent)
+        assert get(http, limited, "/v1/budget") == {
+            "key": {"token_budget": 1, "tokens_used": cost},
+            "tenant": {"token_budget": None, "tokens_used": cost},
+            "days": None,
+        }
+        assert (
+            'turnwise_limited_total{limit="key_budget"} 1.0'
+            in http.get("/metrics", headers={"authorization": f"Bearer {free}"}).text
+        )
+        used(ask(http, free))
+        listed = get(http, make_key(database, role="admin"), "/v1/keys")["data"]
+        assert [(key["token_budget"], key["tokens_used"]) for key in listed[:2]] == [(1, cost), (None, 0)]
+
+
+def test_a_budget_survives_a_restart(tmp_path: Path) -> None:
+    with in_process_proxy(tmp_path, tenant_token_budget=1) as (http, database):
+        key, other = make_key(database), make_key(database, tenant="other")
+        cost = used(ask(http, key))
+    with in_process_proxy(tmp_path, tenant_token_budget=1) as (http, database):
+        message = ask(http, key).json()["error"]["message"]
+        assert f"the token budget of tenant 'acme' is spent: {cost} of 1 tokens" in message
+        used(ask(http, other))
+
+
+def test_the_calls_of_a_session_key_are_charged_to_the_key_that_created_the_session(tmp_path: Path) -> None:
+    with in_process_proxy(tmp_path, key_token_budget=1) as (http, database):
+        key, other = make_key(database), make_key(database)
+        made = http.post("/v1/sessions", json={"session_id": "s"}, headers={"authorization": f"Bearer {key}"}).json()
+        used(ask(http, made["api_key"], "/sessions/s/v1/chat/completions"))
+        for spent in (made["api_key"], key):
+            assert ask(http, spent).json()["error"]["code"] == "token_budget_spent"
+        used(ask(http, other))
+
+
+def test_with_a_period_only_its_days_count_and_the_reply_says_when_to_retry(tmp_path: Path) -> None:
+    """Two days: yesterday counts, the day before it does not."""
+    with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):
+        key, today = make_key(database), usage.day_of(utc_now())
+        with database.write() as connection:
+            usage.add_usage(connection, {("acme", "k", today - 2): 1000})
+        used(ask(http, key))
+        with database.write() as connection:
+            usage.add_usage(connection, {("acme", "k", today - 1): 100})
+    with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):
+        refused = ask(http, key)
+        assert "tokens in the last 2 days (UTC); wait for 00:00 UTC" in refused.json()["error"]["message"]
+        assert 0 < int(refused.headers["retry-after"]) <= 86_400
+
+
+def test_without_a_budget_nothing_is_counted(tmp_path: Path) -> None:
+    with in_process_proxy(tmp_path) as (http, database):
+        used(ask(http, make_key(database)))
+        with database.read() as connection:
+            assert usage.used_tokens(connection, "acme") == 0
+
+
+@pytest.mark.parametrize(("hour", "day"), [(0, 20_454), (23, 20_454)])
+def test_days_are_utc_days(hour: int, day: int) -> None:
+    """2026-01-01 is day 56 * 365 + 14 leap days = 20454."""
+    there = datetime.timezone(datetime.timedelta(hours=-5))
+    instant = datetime.datetime(2026, 1, 1, hour, tzinfo=datetime.UTC)
+    assert usage.day_of(instant.astimezone(there)) == day

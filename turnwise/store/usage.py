@@ -1,0 +1,62 @@
+"""Tokens that keys used, by UTC day. Token budgets are counted from these rows, so restarts and pruning keep them.
+
+Usage is recorded only while budgets are set. One row for each key and day keeps the table small.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+
+import sqlalchemy as sa
+
+from turnwise.store.statements import insert_ignoring
+from turnwise.store.tables import api_keys, token_usage
+
+NO_KEY = ""
+"""Key id of usage that no API key is charged for; only the tenant's budget counts it."""
+EPOCH = datetime.date(1970, 1, 1)
+
+
+def day_of(instant: datetime.datetime) -> int:
+    """Return the UTC day of an instant, in days since 1970."""
+    return (instant.astimezone(datetime.UTC).date() - EPOCH).days
+
+
+def add_usage(conn: sa.Connection, amounts: Mapping[tuple[str, str, int], int]) -> None:
+    """Add tokens to the rows of tenant, key and day."""
+    for (tenant, key_id, day), num_tokens in sorted(amounts.items()):
+        insert_ignoring(conn, token_usage, {"tenant": tenant, "key_id": key_id, "day": day, "num_tokens": 0})
+        conn.execute(
+            sa.update(token_usage)
+            .where(token_usage.c.tenant == tenant, token_usage.c.key_id == key_id, token_usage.c.day == day)
+            .values(num_tokens=token_usage.c.num_tokens + num_tokens)
+        )
+
+
+def used_tokens(conn: sa.Connection, tenant: str, key_id: str | None = None, *, since_day: int | None = None) -> int:
+    """Return the tokens that a key used, or with `key_id=None` all keys of the tenant, from a day on."""
+    wanted = [token_usage.c.tenant == tenant]
+    if key_id is not None:
+        wanted.append(token_usage.c.key_id == key_id)
+    if since_day is not None:
+        wanted.append(token_usage.c.day >= since_day)
+    return int(
+        conn.execute(sa.select(sa.func.coalesce(sa.func.sum(token_usage.c.num_tokens), 0)).where(*wanted)).scalar_one()
+    )
+
+
+def used_by_key(conn: sa.Connection, tenant: str | None = None, *, since_day: int | None = None) -> dict[str, int]:
+    """Return the tokens that each key used from a day on, of one tenant or of all."""
+    found = sa.select(token_usage.c.key_id, sa.func.sum(token_usage.c.num_tokens)).group_by(token_usage.c.key_id)
+    if tenant is not None:
+        found = found.where(token_usage.c.tenant == tenant)
+    if since_day is not None:
+        found = found.where(token_usage.c.day >= since_day)
+    return {key_id: int(num_tokens) for key_id, num_tokens in conn.execute(found)}
+
+
+def key_budget(conn: sa.Connection, tenant: str, key_id: str) -> int | None:
+    """Return the key's own token budget; None for a key without one, and for an unknown key."""
+    found = sa.select(api_keys.c.token_budget).where(api_keys.c.tenant == tenant, api_keys.c.key_id == key_id)
+    return conn.execute(found).scalar_one_or_none()
