@@ -114,6 +114,7 @@ def running_proxy(
     *flags: str,
     port: int | None = None,
     environment: Mapping[str, str] | None = None,
+    release: Path | None = None,
 ) -> Iterator[RunningProxy]:
     """Bring the database up to date and run a proxy over it until the block ends.
 
@@ -124,10 +125,13 @@ def running_proxy(
         flags: further flags of `turnwise proxy`.
         port: where to listen; by default a free port.
         environment: variables besides the test's own.
+        release: directory of another release's code; the database stays as it is.
     """
-    database = Database(database_url)
-    database.upgrade()
-    database.close()
+    environment = {**(environment or {}), **({"PYTHONPATH": str(release)} if release else {})}
+    if release is None:
+        database = Database(database_url)
+        database.upgrade()
+        database.close()
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / f"proxy-{port}.log"
@@ -139,7 +143,7 @@ def running_proxy(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=directory,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **environment},
         )
     try:
         _wait_ready(url, process, log)

@@ -112,6 +112,7 @@ def test_a_new_sqlite_file_needs_no_second_command(tmp_path):
 def test_tables_of_a_newer_release_give_one_sentence_and_status_two(tmp_path, database, command):
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("ALTER TABLE policies DROP COLUMN error")
     result = _run(*command, "--database", database)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "newer release" in result.stderr

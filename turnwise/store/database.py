@@ -24,6 +24,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
+from turnwise.store.compatibility import find_obstacles
 from turnwise.store.statements import execute
 
 Connection: TypeAlias = sa.Connection
@@ -112,14 +113,14 @@ class Database:
         self._migrate(command.downgrade, revision)
 
     def check_schema(self) -> None:
-        """Check that the tables are those of this release.
+        """Check that the tables are those of this release, or of a newer one that this release can use.
 
         Raises:
             SchemaMismatch: they are not; the message names the command to run.
             StoreUnavailable: the database cannot be reached.
         """
         found = self._revision()
-        if found != _head():
+        if found != _head() and not self._is_newer_and_usable(found):
             raise SchemaMismatch(self._mismatch(found))
 
     def prepare(self) -> bool:
@@ -129,11 +130,12 @@ class Database:
         because other machines may use it; `turnwise db upgrade` migrates it.
 
         Raises:
-            SchemaMismatch: the tables are of a newer release, are not Turnwise's, or are PostgreSQL's and out of date.
+            SchemaMismatch: this release cannot use the tables, they are not Turnwise's, or are PostgreSQL's and out of
+                date.
             StoreUnavailable: the database cannot be reached.
         """
         found = self._revision()
-        if found == _head():
+        if found == _head() or self._is_newer_and_usable(found):
             return False
         if self.dialect != "sqlite" or not (self._is_empty() if found is None else found in _known_revisions()):
             raise SchemaMismatch(self._mismatch(found))
@@ -143,6 +145,12 @@ class Database:
     def _revision(self) -> str | None:
         with self.read() as conn:
             return MigrationContext.configure(conn).get_current_revision()
+
+    def _is_newer_and_usable(self, found: str | None) -> bool:
+        if found is None or found in _known_revisions():
+            return False
+        with self.read() as conn:
+            return not find_obstacles(conn)
 
     def _is_empty(self) -> bool:
         with self.read() as conn:
@@ -158,7 +166,7 @@ class Database:
         if found not in _known_revisions():
             return (
                 f"{name} has the tables of a newer release (schema revision {found!r}, this release knows "
-                f"{_head()!r}); install that release, or restore a backup"
+                f"{_head()!r}), which this one cannot use; install that release, or restore a backup"
             )
         return f"{name} is at schema revision {found!r}, this release needs {_head()!r}; run `turnwise db upgrade`"
 

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from turnwise.errors import SchemaMismatch
 from turnwise.store import tables
+from turnwise.store.compatibility import find_obstacles
 from turnwise.store.database import Database, alembic_config
 
 REVISIONS = [script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()][::-1]
@@ -86,13 +88,56 @@ def test_an_sqlite_file_of_an_older_release_is_migrated(tmp_path: Path) -> None:
     database.close()
 
 
-def test_tables_of_a_newer_release_are_refused_and_not_changed(database: Database) -> None:
+@pytest.mark.parametrize(
+    ("change", "is_usable"),
+    [
+        ("ALTER TABLE sessions ADD COLUMN later TEXT", True),
+        ("ALTER TABLE sessions ADD COLUMN later TEXT NOT NULL DEFAULT ''", True),
+        ("CREATE TABLE later (name TEXT NOT NULL)", True),
+        ("ALTER TABLE policies DROP COLUMN error", False),
+        ("DROP TABLE trainer_status", False),
+    ],
+)
+def test_tables_of_a_newer_release_are_used_if_they_only_add_and_are_never_changed(
+    database: Database, change: str, *, is_usable: bool
+) -> None:
     with database.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(SchemaMismatch, match=r"newer release.*'9999'"):
-        database.prepare()
-    with pytest.raises(SchemaMismatch, match="newer release"):
+        connection.exec_driver_sql(change)
+    if is_usable:
+        assert not database.prepare()
         database.check_schema()
+    else:
+        for check in (database.prepare, database.check_schema):
+            with pytest.raises(SchemaMismatch, match=r"newer release.*'9999'.*cannot use"):
+                check()
+    with pytest.raises(SchemaMismatch, match="newer release"):
+        database.upgrade()
+
+
+def test_a_release_can_use_the_tables_of_every_later_release(empty_database_url: str) -> None:
+    """Each migration keeps all columns, and every new column of an old table may be null or has a default."""
+    database = Database(empty_database_url)
+    declared = []
+    for revision in REVISIONS:
+        database.upgrade(revision)
+        with database.read() as connection:
+            metadata = sa.MetaData()
+            metadata.reflect(connection)
+            declared.append((revision, metadata))
+            obstacles = {older: find_obstacles(connection, columns) for older, columns in declared}
+        assert not any(obstacles.values()), (revision, obstacles)
+    database.close()
+
+
+def test_a_new_column_that_requires_a_value_is_an_obstacle(database: Database) -> None:
+    with database.read() as connection:
+        older = sa.MetaData()
+        sa.Table("secrets", older, sa.Column("name", sa.Text), sa.Column("colour", sa.Text))
+        assert find_obstacles(connection, older) == [
+            "the column secrets.colour is missing",
+            "the column secrets.value is unknown and requires a value",
+        ]
 
 
 def test_another_programs_sqlite_file_gets_no_tables(tmp_path: Path) -> None:
