@@ -1,7 +1,7 @@
 """The demo with a third-party agent: mini-swe-agent, unmodified, learns the trail as files in a real shell.
 
-It is the demo of `driver` with another model format and another way to play: the agent runs in its own virtual
-environment, started by the same code as `turnwise run --call`.
+It is the demo of `driver` with another model format. The agent is a function `play(task, run)`, called by the code of
+`turnwise run --call`, and may have a virtual environment of its own. `AGENT_WORLDS` lists the formats of tasks.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from turnwise.client import AsyncClient
-from turnwise.demo import shell_trail, trail
+from turnwise.demo import shell_trail, trail, typed_trail
 from turnwise.demo.driver import Demo, DemoSettings, fresh_directory
 from turnwise.demo.report import Report
 from turnwise.demo.rollouts import Playing, Tally
@@ -29,12 +29,16 @@ MAX_FAILED_SESSIONS = 5
 FIRST_TRANSCRIPT_TASK = 1_000_000
 """Index of the first held-out task that may be written as a transcript."""
 NUM_TRANSCRIPT_TASKS = 8
+AGENT_WORLDS = {"shell_trail": shell_trail, "typed_trail": typed_trail}
+"""The modules that write an agent's tasks; the model is warmed with conversations of the same module."""
 
 
 class AgentDemoSettings(DemoSettings):
     """Settings of `make demo-agent`."""
 
     agent: Path = Path("examples/mini_swe_agent/agent.py")
+    world: Literal["shell_trail", "typed_trail"] = "shell_trail"
+    """Format of the agent's tasks and of the model's conversations: shell commands, or calls of a typed tool."""
     trainer_config: Path = Path("examples/mini_swe_agent/train.toml")
     out: Path = Path("runs/demo-agent")
     groups_per_batch: int = Field(default=24, ge=1)
@@ -52,8 +56,9 @@ class AgentDemoSettings(DemoSettings):
 class AgentRollouts:
     """Plays the agent's sessions for the demo."""
 
-    def __init__(self, runner: Runner, *, seed: int) -> None:
+    def __init__(self, runner: Runner, *, world: str, seed: int) -> None:
         self._runner = runner
+        self._world = AGENT_WORLDS[world]
         self._seed = seed
         self.tally = Tally()
 
@@ -85,7 +90,7 @@ class AgentRollouts:
         return self._count(await self._runner.play(tasks, split="eval", pass_index=pass_index))
 
     def _task(self, split: trail.Split, index: int) -> Task:
-        fields = shell_trail.for_agent(trail.make_task(split, index, self._seed))
+        fields = self._world.for_agent(trail.make_task(split, index, self._seed))
         return Task(fields["task_id"], fields)
 
     def _count(self, results: list[RunResult]) -> list[RunResult]:
@@ -105,12 +110,11 @@ class AgentRollouts:
 
 
 class AgentDemo(Demo):
-    """One run of the demo with mini-swe-agent."""
-
-    world = "shell_trail"
+    """One run of the demo with an agent that is called by `turnwise.rollouts`."""
 
     def __init__(self, settings: AgentDemoSettings, say: Any) -> None:
         super().__init__(settings, say)
+        self.world = settings.world
         self._agent_settings = settings
 
     @contextlib.asynccontextmanager
@@ -127,7 +131,7 @@ class AgentDemo(Demo):
             out=fresh_directory(settings.out / "rollouts"),
         )
         async with opened(run) as runner:
-            yield AgentRollouts(runner, seed=settings.seed)
+            yield AgentRollouts(runner, world=settings.world, seed=settings.seed)
 
     async def _play_until_learnt(self, client: AsyncClient, rollouts: Playing) -> Report:
         assert isinstance(rollouts, AgentRollouts)

@@ -24,7 +24,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.demo import shell_trail, trail
+from turnwise.demo import shell_trail, trail, typed_trail
 
 Progress = Callable[[int, int, float], None]
 """Called with the number of finished steps, the total number of steps, and the latest loss."""
@@ -32,7 +32,7 @@ Progress = Callable[[int, int, float], None]
 Batch = list[tuple[torch.Tensor, torch.Tensor]]
 """Parts of one batch: the token ids and the mask of the tokens in the loss, both [B, T]."""
 
-WORLDS = {"trail": trail, "shell_trail": shell_trail}
+WORLDS = {"trail": trail, "shell_trail": shell_trail, "typed_trail": typed_trail}
 """The modules that generate the conversations of the warm-up, by name."""
 
 SPEC_FILE = "small_model.json"

@@ -1,7 +1,8 @@
-"""A warm worker of `turnwise run --call`: imports a function once and calls it for each run, in threads.
+"""A warm worker of `turnwise run --call`: imports a function once and calls it for each run.
 
-It is run by its path and needs the standard library alone, so that the agent may live in an environment of its own.
-It reads one request a line from standard input and writes one answer a line to its original standard output; the
+Functions run in threads. Coroutines of all runs share one event loop, so that they can share clients and connections.
+The worker is started by its path and needs only the standard library, so the agent may have an environment of its own.
+It reads one request per line from standard input and writes one answer per line to its original standard output; the
 agent's own output goes to standard error.
 """
 
@@ -20,11 +21,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as the called function gets it."""
+    """One run; the second argument of the called function."""
 
     session_id: str
     base_url: str
-    """What OpenAI clients take."""
+    """Address for OpenAI clients."""
     api_key: str
     model: str
     directory: str
@@ -32,7 +33,7 @@ class Run:
     split: str
     run: int
     environment: dict[str, str]
-    """Variables that SDKs read; they are not set, since the runs of one process share its environment."""
+    """Variables that SDKs read. They are not set, because the runs of one process share its environment."""
 
 
 class Answers:
@@ -61,9 +62,11 @@ def main(target: str, num_threads: int) -> int:
         answers.write({"failed": f"{type(error).__name__}: {error}"})
         return 1
     answers.write({"ready": True})
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     with ThreadPoolExecutor(num_threads) as threads:
         for line in sys.stdin:
-            threads.submit(serve, function, json.loads(line), answers)
+            threads.submit(serve, function, json.loads(line), answers, loop)
     return 0
 
 
@@ -82,12 +85,12 @@ def load(target: str) -> Any:
     return function
 
 
-def serve(function: Any, request: dict[str, Any], answers: Answers) -> None:
-    """Call the function for one run and write its answer."""
+def serve(function: Any, request: dict[str, Any], answers: Answers, loop: asyncio.AbstractEventLoop) -> None:
+    """Call the function for one run, await its coroutine in the loop if it returns one, and write its answer."""
     try:
         value = function(request["task"], Run(**request["run"]))
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+            value = asyncio.run_coroutine_threadsafe(_awaited(value), loop).result()
         json.dumps(value)
         answer = {"id": request["id"], "value": value}
     except Exception as error:  # noqa: BLE001  the agent is anybody's code; its failure is the run's result

@@ -355,6 +355,34 @@ def test_a_called_agent_is_imported_once_and_returns_its_reward(url, client, tmp
     assert {session["status"] for session in sessions_of(client, tmp_path, "out")} == {"ended"}
 
 
+SHARED = """
+import asyncio
+
+EVENT = None
+
+async def play(task, run):
+    global EVENT
+    if task["task_id"] == "waits":
+        EVENT = asyncio.Event()
+        await EVENT.wait()
+        return 1.0
+    while EVENT is None:
+        await asyncio.sleep(0.01)
+    EVENT.set()
+    return 1.0
+"""
+"""One run waits for an event that another run sets; this works only in the same event loop."""
+
+
+def test_the_coroutines_of_a_worker_share_one_event_loop(url, tmp_path):
+    (tmp_path / "shared_agent.py").write_text(SHARED)
+    tasks = write_tasks(tmp_path, {"task_id": "waits"}, {"task_id": "sets"})
+    options = ("--tasks", str(tasks), "--call", "shared_agent:play", "--parallel", "2", "--timeout", "20")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0, 1.0]
+
+
 def test_a_call_that_hangs_fails_or_ends_its_worker_fails_only_its_own_run(url, tmp_path):
     (tmp_path / "library_agent.py").write_text(CALLED)
     questions = ["a", "hang", "fail", "b", "die", "c", "d"]
