@@ -227,6 +227,8 @@ class Turn:
     ttft_seconds: float | None = None
     """Time from the call to the first token; None without a token, or if the first token's time is unknown."""
     duration_seconds: float = 0.0
+    digest: bytes | None = None
+    """Digest of the stored turn; set by the store. None on turns of older releases."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the values, because each turn is sent to the process that stores it."""
@@ -279,6 +281,8 @@ class Reward:
     reward_id: int | None = None
     """Order of arrival; set by the store."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+    digest: bytes | None = None
+    """Digest of the stored line; set by the store. None on lines of older releases."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +303,8 @@ class PolicyVersion:
     """How long engines were paused to load it."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     activated_at: datetime.datetime | None = None
+    weights_digest: str | None = None
+    """Digest of its weights files, in hexadecimal; None for versions published by hand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -384,3 +390,5 @@ class UpdateRecord:
     """Number of sampled tokens that carried loss."""
     metrics: Json = dataclasses.field(default_factory=dict)
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+    batch_digest: str | None = None
+    """Digest of the turns that it trained and of their advantages, in hexadecimal; set by the store."""

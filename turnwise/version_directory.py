@@ -90,6 +90,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def weights_digest(directory: Path) -> str | None:
+    """Return one digest of all weights files, from the digests in the manifest; None without a manifest.
+
+    Raises:
+        BadCheckpoint: the manifest cannot be read.
+    """
+    digests = read_manifest(directory).get("sha256")
+    return None if not digests else hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
 def check_digests(directory: Path) -> None:
     """Check the weights against the digests of the manifest, where there is one.
 

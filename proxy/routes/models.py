@@ -58,7 +58,7 @@ class ChainRole(Answer):
 
 HIDDEN: dict[type, frozenset[str]] = {
     Session: frozenset({"tenant"}),
-    Reward: frozenset({"tenant"}),
+    Reward: frozenset({"tenant", "digest"}),
     PolicyVersion: frozenset(),
     UpdateRecord: frozenset(),
     Key: frozenset(),
@@ -72,6 +72,7 @@ HIDDEN: dict[type, frozenset[str]] = {
             "request_key",
             "request_digest",
             "inferred_by",
+            "digest",
         }
     ),
 }

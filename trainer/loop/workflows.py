@@ -30,6 +30,7 @@ from trainer.source import ClaimedBatch, LedgerSource
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
 from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
+from turnwise.version_directory import weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -216,6 +217,7 @@ class OnPolicyWorkflow(RLWorkflow):
                 kind=self.config.kind,
                 update_id=after.progress.num_batches,
                 metrics=after.metrics,
+                weights_digest=weights_digest(path),
             )
             refusals = self._refusals(claimed, chosen.refused)
             self.env.ack(

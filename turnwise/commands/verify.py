@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from turnwise.chains import is_trainable
 from turnwise.commands.operate import opened
@@ -12,7 +11,9 @@ from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.session_records import SessionRecord, session_records
+from turnwise.store.trained import all_updates
 from turnwise.types import PolicyVersion
+from turnwise.verify.digests import check_record, check_update
 from turnwise.verify.logprobs import LogprobChecker
 from turnwise.verify.report import Report
 from turnwise.verify.structure import check_structure
@@ -49,10 +50,14 @@ def verify(
     try:
         with opened(url) as database:
             for policy in _policies(database):
-                check_weights(policy.version, Path(policy.path), report)
+                check_weights(policy, report)
             with database.read() as conn:
+                for update in all_updates(conn):
+                    check_update(conn, update, report)
                 for record in session_records(conn, wanted):
-                    if check_structure(record, report) and checker is not None:
+                    is_sound = check_structure(record, report)
+                    check_record(record, report)
+                    if is_sound and checker is not None:
                         _check_logprobs(record, checker, report, lambda: draw.random() < share)
                     progress(report)
     finally:

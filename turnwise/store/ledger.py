@@ -81,7 +81,7 @@ def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
         session_of_turn[turn.turn_id] = session_pk
         stored_keys.add((session_pk, turn.request_key))
         placed = states[session_pk].place(chain_ids.assign(turn))
-        turn_rows.append(rows.TURNS.row(placed, session_pk=session_pk))
+        turn_rows.append(rows.turn_row(placed, session_pk))
         stored.append(placed)
     if turn_rows:
         insert_rows(conn, turns, turn_rows)

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import sqlalchemy as sa
 
-from turnwise.store import tables
+from turnwise.store import digests, tables
 from turnwise.store.database import from_micros, to_micros
 from turnwise.types import (
     Logprobs,
@@ -169,8 +169,16 @@ def session_values(fields: Mapping[str, Any]) -> dict[str, Any]:
     return _SESSIONS.values(fields)
 
 
+def turn_row(turn: Turn, session_pk: int) -> dict[str, Any]:
+    """Return the row of a new turn, with its digest."""
+    row = TURNS.row(turn, session_pk=session_pk)
+    row["digest"] = digests.turn_digest(row)
+    return row
+
+
 def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:
-    """Return the row of a new reward line; the database assigns its number."""
+    """Return the row of a new reward line, with its digest; the database assigns its number."""
     row = REWARDS.row(reward, session_pk=session_pk)
+    row["digest"] = digests.reward_digest(row)
     del row["reward_id"]
     return row

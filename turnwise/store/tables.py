@@ -178,6 +178,7 @@ trained_sessions = sa.Table(
     sa.Column("update_id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("policy_version", sa.Integer, nullable=False),
     sa.Column("advantages", sa.Text, nullable=False),
+    sa.Column("digest", sa.LargeBinary),
     sa.Index("ix_trained_sessions_update", "update_id"),
 )
 """The sessions that an update trained; `advantages` has the advantage of each trained turn, by turn id."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
-from turnwise.store import rows
+from turnwise.store import digests, rows
 from turnwise.store.statements import insert_rows, is_among, members
-from turnwise.store.tables import groups, sessions, trained_sessions, updates
+from turnwise.store.tables import groups, sessions, trained_sessions, turns, updates
 from turnwise.types import GroupStatus, SessionKey, TrainedIn, UpdateRecord
 
 Advantages = Mapping[str, float]
@@ -64,6 +64,8 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
         names,
     )
     pks = {(row.tenant, row.session_id): row.session_pk for row in found}
+    of_turns = _turn_digests(conn, {turn_id for advantages in trained.values() for turn_id in advantages})
+    of_sessions = {key: digests.session_digest(advantages, of_turns) for key, advantages in trained.items()}
     insert_rows(
         conn,
         trained_sessions,
@@ -73,10 +75,58 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
                 "session_pk": pks[key],
                 "policy_version": update.policy_version,
                 "advantages": rows.dump(dict(advantages)),
+                "digest": of_sessions[key],
             }
             for key, advantages in trained.items()
         ],
     )
+    conn.execute(
+        sa.update(updates)
+        .where(updates.c.update_id == update.update_id)
+        .values(batch_digest=digests.batch_digest(of_sessions))
+    )
+
+
+def all_updates(conn: sa.Connection) -> list[UpdateRecord]:
+    """Return all updates, oldest first."""
+    return [rows.UPDATES.record(row) for row in conn.execute(sa.select(updates).order_by(updates.c.update_id))]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainedDigest:
+    """The digest of one session of an update, and what it is computed from."""
+
+    digest: bytes | None
+    """As recorded with the update; None if it trained turns of older releases."""
+    advantages: Advantages
+    turn_digests: Mapping[str, bytes | None]
+    """As stored with the turns, by turn id."""
+
+
+def trained_digests(conn: sa.Connection, update_id: int) -> dict[SessionKey, TrainedDigest]:
+    """Return the digests of the sessions of an update that are still stored."""
+    found = conn.execute(
+        sa.select(sessions.c.tenant, sessions.c.session_id, trained_sessions.c.advantages, trained_sessions.c.digest)
+        .join_from(trained_sessions, sessions)
+        .where(trained_sessions.c.update_id == update_id)
+    ).all()
+    advantages: dict[SessionKey, dict[str, float]] = {
+        (row.tenant, row.session_id): json.loads(row.advantages) for row in found
+    }
+    of_turns = _turn_digests(conn, {turn_id for each in advantages.values() for turn_id in each})
+    return {
+        (row.tenant, row.session_id): TrainedDigest(row.digest, advantages[row.tenant, row.session_id], of_turns)
+        for row in found
+    }
+
+
+def _turn_digests(conn: sa.Connection, turn_ids: set[str]) -> dict[str, bytes | None]:
+    dialect = conn.dialect.name
+    found = conn.execute(
+        sa.select(turns.c.turn_id, turns.c.digest).where(is_among(dialect, turns.c.turn_id, "turn_ids")),
+        {"turn_ids": members(dialect, turn_ids)},
+    )
+    return {row.turn_id: row.digest for row in found}
 
 
 def trained_in(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, list[tuple[TrainedIn, Advantages]]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from turnwise.errors import BadCheckpoint
+from turnwise.types import PolicyVersion
 from turnwise.verify.report import Report
-from turnwise.version_directory import MANIFEST, file_digest, read_json
+from turnwise.version_directory import MANIFEST, file_digest, read_json, weights_digest
 
 
-def check_weights(version: int, directory: Path, report: Report) -> None:
-    """Hash every weights file of a version and compare it with the manifest that was written with it."""
+def check_weights(policy: PolicyVersion, report: Report) -> None:
+    """Hash every weights file of a version, and compare it with its manifest, and the manifest with the database."""
+    version, directory = policy.version, Path(policy.path)
     manifest = directory / MANIFEST
     if not directory.is_dir():
         report.not_checked["policy versions whose files are gone"] += 1
@@ -26,6 +28,8 @@ def check_weights(version: int, directory: Path, report: Report) -> None:
         return
     if document.get("version") != version:
         report.add("weights", str(manifest), f"says version {document.get('version')}, the database {version}")
+    if policy.weights_digest is not None and policy.weights_digest != weights_digest(directory):
+        report.add("weights", str(manifest), f"has other digests than version {version} was published with")
     for name, digest in digests.items():
         report.checked["weights files"] += 1
         _check_file(directory / name, digest, report)

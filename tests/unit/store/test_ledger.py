@@ -13,7 +13,7 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import groups, history, idempotency, ledger, policies, queries
+from turnwise.store import digests, groups, history, idempotency, ledger, policies, queries, rows
 from turnwise.store.database import Database
 from turnwise.types import Credit, Outcome, PolicyStatus, PolicyVersion, Reward, Session, SessionStatus, Split, utc_now
 
@@ -116,6 +116,8 @@ def test_a_turn_is_read_bit_for_bit(database: Database) -> None:
         if isinstance(expected, np.ndarray):
             assert got.dtype == expected.dtype
             assert got.tobytes() == expected.tobytes()
+        elif field.name == "digest":
+            assert got == digests.turn_digest(rows.turn_row(stored, 0))
         elif field.name == "model":
             assert got == "mödel\N{REPLACEMENT CHARACTER}?"  # characters that PostgreSQL and UTF-8 cannot store
         else:

@@ -22,7 +22,7 @@ from trainer.policy import agent
 from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import policies, queries, trained
-from turnwise.version_directory import check_digests, read_manifest
+from turnwise.version_directory import check_digests, read_manifest, weights_digest
 
 
 class Killed(BaseException):
@@ -99,6 +99,8 @@ def test_each_claimed_batch_becomes_one_published_version(tmp_path, model, ledge
     assert published[0].path == str(tmp_path / "policies" / "v000002")
     assert (record.update_id, record.policy_version, record.num_groups, record.num_sessions) == (2, 2, 3, 12)
     assert record.num_tokens == 12 * 2 * 4
+    assert record.batch_digest is not None
+    assert published[0].weights_digest == weights_digest(tmp_path / "policies" / "v000002")
     assert (newest.update, len(newest.groups), len(newest.sessions)) == (record, 3, 12)
     assert sum(sum(session.advantages.values()) for session in newest.sessions) == pytest.approx(0.0)
 

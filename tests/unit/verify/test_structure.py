@@ -48,7 +48,13 @@ def verify(tmp_path: Path, *arguments: str) -> tuple[int, dict]:
 def test_a_sound_database_has_no_mismatch(database: Database, tmp_path: Path) -> None:
     status, report = verify(tmp_path)
     assert (status, report["num_mismatches"]) == (0, 0)
-    assert report["checked"] == {"weights files": 1, "sessions": 2, "turns": 6, "sampled tokens": 12}
+    assert report["checked"] == {
+        "weights files": 1,
+        "sessions": 2,
+        "turns": 6,
+        "sampled tokens": 12,
+        "digests of turns": 6,
+    }
 
 
 FAULTS = {

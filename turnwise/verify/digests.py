@@ -1,0 +1,51 @@
+"""Every turn, reward line, trained batch and published version against the digest that was recorded with it."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from turnwise.store import digests, rows
+from turnwise.store.session_records import SessionRecord
+from turnwise.store.trained import trained_digests
+from turnwise.types import UpdateRecord
+from turnwise.verify.report import Report
+
+
+def check_record(record: SessionRecord, report: Report) -> None:
+    """Check the turns and the reward lines of a session."""
+    session = f"session {record.session.session_id!r}"
+    for turn in record.turns:
+        recomputed = rows.turn_row(turn, 0)["digest"]
+        _compare(turn.digest, recomputed, "turns", f"{session} turn {turn.turn_id!r}", report)
+    for line in record.rewards:
+        recomputed = rows.reward_row(line, 0)["digest"]
+        _compare(line.digest, recomputed, "reward lines", f"{session} reward line {line.reward_id}", report)
+
+
+def _compare(stored: bytes | None, recomputed: bytes, what: str, place: str, report: Report) -> None:
+    if stored is None:
+        report.not_checked[f"digests of {what} of older releases"] += 1
+        return
+    report.checked[f"digests of {what}"] += 1
+    if stored != recomputed:
+        report.add("digest", place, "was changed after it was stored")
+
+
+def check_update(conn: sa.Connection, update: UpdateRecord, report: Report) -> None:
+    """Check that an update's turns and advantages are those that it was recorded with."""
+    if update.batch_digest is None:
+        report.not_checked["updates that trained nothing, or turns of older releases"] += 1
+        return
+    trained = trained_digests(conn, update.update_id)
+    if len(trained) < update.num_sessions:
+        report.not_checked["updates with deleted sessions"] += 1
+        return
+    report.checked["updates"] += 1
+    before = report.num_mismatches
+    for (tenant, session_id), each in trained.items():
+        if each.digest != digests.session_digest(each.advantages, each.turn_digests):
+            place = f"update {update.update_id} session {session_id!r} of tenant {tenant!r}"
+            report.add("digest", place, "its trained turns or their advantages were changed")
+    recorded = digests.batch_digest({key: each.digest for key, each in trained.items()})
+    if recorded != update.batch_digest and report.num_mismatches == before:
+        report.add("digest", f"update {update.update_id} batch_digest", "is not that of its sessions")
