@@ -5,6 +5,8 @@ MINUTES ?= 30
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
+# The tests start hundreds of processes, and each would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 # The CPU build of vLLM brings these for another torch; serving text needs none of them, and importing them fails.
 MISMATCHED := torchvision torchaudio torchcodec
 # Two processes run the tests. tests/conftest.py groups them, so one process starts the shared vLLM.

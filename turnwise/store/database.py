@@ -15,17 +15,17 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
 from turnwise.store.compatibility import find_obstacles
 from turnwise.store.statements import execute
+
+if TYPE_CHECKING:  # alembic takes as long to import as SQLAlchemy, and most processes never migrate
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
 
 Connection: TypeAlias = sa.Connection
 """An open transaction; the only SQLAlchemy type that callers outside of the store use."""
@@ -102,6 +102,8 @@ class Database:
         found = self._revision()
         if found is not None and found not in _known_revisions():
             raise SchemaMismatch(self._mismatch(found))
+        from alembic import command
+
         self._migrate(command.upgrade, revision)
 
     def downgrade(self, revision: str) -> None:
@@ -110,6 +112,8 @@ class Database:
         Raises:
             StoreUnavailable: the database cannot be reached.
         """
+        from alembic import command
+
         self._migrate(command.downgrade, revision)
 
     def check_schema(self) -> None:
@@ -143,6 +147,8 @@ class Database:
         return True
 
     def _revision(self) -> str | None:
+        from alembic.runtime.migration import MigrationContext
+
         with self.read() as conn:
             return MigrationContext.configure(conn).get_current_revision()
 
@@ -226,17 +232,25 @@ _READ_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 def alembic_config() -> Config:
     """Return alembic's configuration for the migrations that were installed with this package."""
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(importlib.resources.files("migrations")).replace("%", "%%"))
     return config
 
 
+def _migrations() -> ScriptDirectory:
+    from alembic.script import ScriptDirectory
+
+    return ScriptDirectory.from_config(alembic_config())
+
+
 def _head() -> str | None:
-    return ScriptDirectory.from_config(alembic_config()).get_current_head()
+    return _migrations().get_current_head()
 
 
 def _known_revisions() -> set[str]:
-    return {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
+    return {script.revision for script in _migrations().walk_revisions()}
 
 
 @contextlib.contextmanager
