@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from proxy.continuation.conversation import tool_call_ids
 from proxy.continuation.digests import has_media
+from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
@@ -69,6 +70,7 @@ def build_turns(
     inferred_by: str | None = None,
     found: Found | None = None,
     aborted: str | None = None,
+    echoes_prompt: bool = False,
 ) -> list[Sampled]:
     """Return one turn per choice; the ids of later choices end in `#1`, `#2`.
 
@@ -83,15 +85,16 @@ def build_turns(
         inferred_by: the API key that identified the session; None if the call names its session.
         found: its role.
         aborted: what cut the reply off; None for a complete reply.
+        echoes_prompt: whether the engine echoed the prompt's ids as they were sent; then `captured` has none.
     """
-    echo = as_token_ids(captured.prompt_token_ids)
-    echoed = plan.prompt_token_ids is None or np.array_equal(echo, plan.prompt_token_ids)
+    sent = _sent_prompt(plan) if echoes_prompt else None
+    echo = sent or _echoed_prompt(as_token_ids(captured.prompt_token_ids), plan)
     unsampled = unsampled_reason(call, session)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
-        prompt = as_token_ids(choice.prompt_token_ids) if choice.prompt_token_ids else echo
-        outcome, reason = _outcome(prompt, choice, plan, unsampled, echoed=echoed, aborted=aborted)
+        prompt = _echoed_prompt(as_token_ids(choice.prompt_token_ids), plan) if choice.prompt_token_ids else echo
+        outcome, reason = _outcome(prompt, choice, plan, unsampled, aborted=aborted)
         own_id = turn_id if index == 0 else f"{turn_id}#{index}"
         turn = _turn(
             call,
@@ -100,7 +103,7 @@ def build_turns(
             turn_id=own_id,
             model=captured.model or call.model,
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
-            prompt_length=len(prompt),
+            prompt_length=prompt.length,
             token_ids=as_token_ids(choice.token_ids),
             finish_reason=choice.finish_reason,
             outcome=outcome,
@@ -110,7 +113,7 @@ def build_turns(
             inferred_by=inferred_by,
             **_retry_identity(call, index, request_digest, aborted),
             **_digests(plan, choice),
-            **_place(call, plan, prompt, own_id, plan.parent if echoed else None),
+            **_place(call, plan, prompt, own_id),
         )
         turns.append(Sampled(turn, choice.logprobs))
     return turns
@@ -144,15 +147,40 @@ def effective_sampling(call: Call, defaults: Json) -> Json:
     return {**given, **{name: value for name, value in defaults.items() if given.get(name) is None}}
 
 
-def _place(call: Call, plan: Plan, prompt: TokenIds, turn_id: str, parent: KnownTurn | None) -> dict[str, Any]:
+class _Prompt(NamedTuple):
+    """The prompt of a choice."""
+
+    length: int
+    own: TokenIds
+    """The ids after the parent's; all of a prompt that extends no turn."""
+    is_as_sent: bool
+    """Whether it is the planned prompt; also where the engine rendered it."""
+    parent: KnownTurn | None
+
+
+def _sent_prompt(plan: Plan) -> _Prompt | None:
+    return None if plan.prompt is None else _Prompt(plan.prompt.num_ids, plan.between, True, plan.parent)
+
+
+def _echoed_prompt(echo: TokenIds, plan: Plan) -> _Prompt:
+    """Return the prompt that the engine says it sampled after."""
+    sent = _sent_prompt(plan)
+    if sent is None:
+        return _Prompt(len(echo), echo, True, None)
+    if plan.prompt is not None and np.array_equal(echo, plan.prompt.decoded()):
+        return sent
+    return _Prompt(len(echo), echo, False, None)
+
+
+def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, Any]:
     """Return the fields that place a turn after its parent, or at the root of a chain; the store assigns its chain."""
-    if parent is None:
-        return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools, "prompt_delta": prompt}
+    if prompt.parent is None:
+        return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools, "prompt_delta": prompt.own}
     return {
-        "parent_turn_id": parent.turn_id,
+        "parent_turn_id": prompt.parent.turn_id,
         "chain_id": turn_id,
         "messages": plan.new_messages(call.messages),
-        "prompt_delta": prompt[plan.parent_length :],
+        "prompt_delta": prompt.own,
     }
 
 
@@ -182,12 +210,12 @@ def unsampled_reason(call: Call, session: Session) -> str | None:
 
 
 def _outcome(
-    prompt: TokenIds, choice: Choice, plan: Plan, unsampled: str | None, *, echoed: bool, aborted: str | None
+    prompt: _Prompt, choice: Choice, plan: Plan, unsampled: str | None, *, aborted: str | None
 ) -> tuple[Outcome, str | None]:
     """Return the outcome of a choice, its logprobs not considered, and the reason: the first problem found."""
     if aborted is not None:
         return Outcome.ABORTED, aborted
-    if not len(prompt):
+    if not prompt.length:
         return Outcome.UNTRAINABLE, "no_prompt_ids"
     if not choice.token_ids:
         return Outcome.UNTRAINABLE, "no_token_ids"
@@ -196,19 +224,14 @@ def _outcome(
     if choice.finish_reason not in SAMPLED_ENDS:
         known = choice.finish_reason in CUT_OFF_ENDS
         return Outcome.UNTRAINABLE, f"engine_{choice.finish_reason}" if known else "engine_cut_off"
-    if not echoed:
+    if not prompt.is_as_sent:
         return Outcome.RETOKENISED, "echo_differs"
     return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason
 
 
 def known_turn(turn: Turn, plan: Plan, chain_id: str) -> KnownTurn:
     """Return what a session in memory needs to extend a turn that was just stored."""
-    before = (
-        plan.prompt_token_ids[: plan.parent_length]
-        if turn.parent_turn_id and plan.prompt_token_ids is not None
-        else None
-    )
-    parts = [turn.prompt_delta, turn.token_ids] if before is None else [before, turn.prompt_delta, turn.token_ids]
+    before = plan.parent_tokens if turn.parent_turn_id is not None else None
     is_root = turn.parent_turn_id is None
     started_at = turn.created_at.timestamp()
     return KnownTurn(
@@ -228,7 +251,7 @@ def known_turn(turn: Turn, plan: Plan, chain_id: str) -> KnownTurn:
         system_digest=system_digest(turn.messages) if is_root else b"",
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
-        tokens=b"".join([part.astype(np.int32, copy=False).tobytes() for part in parts]),
+        tokens=encode_ids(np.concatenate([turn.prompt_delta, turn.token_ids]), before),
     )
 
 

@@ -118,7 +118,8 @@ class Relay:
                 raw = await self._read_whole(running, lane)
             running.version_last = lane.version
             with decoding_reply(lane):
-                running.captured, reply = call.dialect.capture_reply(restore_model_name(raw, lane, call), call)
+                raw = restore_model_name(running.cut_echo(raw), lane, call)
+                running.captured, reply = call.dialect.capture_reply(raw, call)
             is_stored = await self._commit(running)
         if not is_stored:
             stored = await self.stored_turns(running)
@@ -198,7 +199,7 @@ class Relay:
         if failures:
             chunks = [event for event in chunks if CHOICES in event]
         with decoding_reply(lane):
-            chunks = [restore_model_name(chunk, lane, call) for chunk in chunks]
+            chunks = [restore_model_name(running.cut_echo(chunk), lane, call) for chunk in chunks]
             shown = call.dialect.capture_chunks(chunks, captured, call)
         if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
             running.first_token_at = time.perf_counter()
@@ -210,10 +211,12 @@ class Relay:
         """Return the body and the headers of the request to the engine."""
         self._faults.point("before_engine")
         call = running.call
-        body = call.dialect.engine_body(call, running.plan.prompt_token_ids, running.session.sampling)
+        prompt = running.plan.prompt
+        running.sent_ids = None if prompt is None else prompt.json()
+        body = call.dialect.engine_body(call, running.sent_ids, running.session.sampling)
         body["model"] = lane.adapter or lane.engine.model
         lane.engine.reject_prompt_logprobs(body)
-        encoded = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        encoded = orjson.dumps(body)
         return encoded, {"content-type": "application/json", "x-request-id": running.call_id}
 
     @contextlib.asynccontextmanager
@@ -287,6 +290,7 @@ class Relay:
             inferred_by=running.placement.inferred_by,
             found=found,
             aborted=aborted,
+            echoes_prompt=running.echoes_prompt,
         )
         self._faults.point("before_commit")
         endings = await self._writer.append(sampled)
@@ -322,7 +326,7 @@ class Relay:
         for ending in endings:
             metrics.turns_of(ending.outcome.value, ending.reason or "").inc()
         metrics.tokens_of("sampled").inc(sum(len(each.token_ids) for each in running.captured.choices.values()))
-        metrics.tokens_of("prompt").inc(len(running.captured.prompt_token_ids))
+        metrics.tokens_of("prompt").inc(running.num_prompt_tokens)
         if running.plan.reason is not None:
             metrics.breaks.labels(running.plan.reason).inc()
         if running.first_token_at is not None:

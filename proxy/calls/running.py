@@ -11,6 +11,7 @@ from proxy.calls.replays import RequestIdentity
 from proxy.continuation.live import Placement
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call, Captured
+from proxy.dialects.engine_reply import cut_echo
 from proxy.engines.engine import Lane
 from turnwise.types import Session, utc_now
 
@@ -24,11 +25,15 @@ class Running:
     plan: Plan
     identity: RequestIdentity
     call_id: str
+    sent_ids: bytes | None = None
+    """The JSON array of the prompt's ids, as it was sent; None where the engine renders the messages."""
     lane: Lane | None = None
     """The engine and weights that serve the call; None until the call is admitted."""
     captured: Captured = dataclasses.field(default_factory=Captured)
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     started: float = dataclasses.field(default_factory=time.perf_counter)
+    has_cut_echo: bool = False
+    """Whether echoed prompt ids were cut out of the reply."""
     first_token_at: float | None = None
     version_first: int = 0
     version_last: int = 0
@@ -46,8 +51,31 @@ class Running:
     @property
     def num_tokens(self) -> int:
         """Prompt and sampled tokens so far."""
-        sampled = sum(len(choice.token_ids) for choice in self.captured.choices.values())
-        return len(self.captured.prompt_token_ids) + sampled
+        return self.num_prompt_tokens + sum(len(choice.token_ids) for choice in self.captured.choices.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens that the engine has echoed."""
+        prompt = self.plan.prompt
+        if self.echoes_prompt and prompt is not None:
+            return prompt.num_ids
+        return len(self.captured.prompt_token_ids)
+
+    @property
+    def echoes_prompt(self) -> bool:
+        """Whether the engine has echoed the prompt's ids as they were sent, so that they were not decoded."""
+        return self.has_cut_echo and not self.captured.prompt_token_ids
+
+    def cut_echo(self, reply: bytes) -> bytes:
+        """Return a reply or chunk without the echoed prompt ids, if they are as sent.
+
+        They stay for a client that asked for them.
+        """
+        sent = self.sent_ids
+        if sent is None or self.has_cut_echo or self.call.wants_token_ids or len(reply) < len(sent):
+            return reply
+        rest, self.has_cut_echo = cut_echo(reply, sent)
+        return rest
 
     def timing(self) -> Timing:
         """Return the times and policy versions of the call so far."""

@@ -9,7 +9,6 @@ and the call starts a new chain.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import json
 import os.path
@@ -19,6 +18,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from proxy.continuation.digests import CALL_IDS, NAME
+from proxy.continuation.long_probes import LongProbe, long_probes
+from proxy.continuation.outline import Outliner, marks_of
+from proxy.continuation.reply import Reply
 from turnwise.types import Json, TokenIds
 
 MARKER = "TurnwiseMarkQ7Z"
@@ -52,18 +54,6 @@ class ChatTokenizer(Protocol):
         """Return the text of tokens."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reply:
-    """How a stored turn ended, as far as what follows it depends on that."""
-
-    last_token: int | None
-    """The last sampled token."""
-    ended: bool
-    """Whether the last token is an end-of-turn token, rather than a cut by length or a stop string."""
-    reasoning: str
-    """The thinking that was sampled; empty without any."""
-
-
 class ChatTemplate:
     """Renders conversations as the engine does."""
 
@@ -74,6 +64,7 @@ class ChatTemplate:
         self._format = content_format
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
         self._renders_developer = "developer" in str(tokenizer.chat_template)
+        self._outliner: Outliner | None = None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -133,7 +124,50 @@ class ChatTemplate:
         """Texts of the tokens that mark structure, such as the ends of turns."""
         return frozenset(self._tokenizer.all_special_tokens)
 
+    def shorten_if_alike(self) -> None:
+        """Render long conversations in short from now on, if probes show that this template continues both alike."""
+        marks = marks_of(self._tokenizer.chat_template) if isinstance(self._tokenizer.chat_template, str) else None
+        if marks is not None and self.end_tokens:
+            outliner = Outliner(marks)
+            if all(self._continues_alike(probe, outliner) for probe in long_probes(min(self.end_tokens))):
+                self._outliner = outliner
+
+    @property
+    def shortens(self) -> bool:
+        """Whether long conversations are rendered in short."""
+        return self._outliner is not None
+
+    def _continues_alike(self, probe: LongProbe, outliner: Outliner) -> bool:
+        """Return whether the answers to a conversation and to its short form are the same: ids, or a refusal."""
+        answers: list[list[int] | Reason] = []
+        for messages, replied in (
+            (probe.messages, probe.replied),
+            outliner.shortened(probe.messages, probe.replied),
+        ):
+            try:
+                found = self.whole_continuation(
+                    messages, replied, probe.reply, probe.tools, {}, keep_thinking=probe.keep_thinking
+                )
+                answers.append(found.tolist())
+            except Unsafe as unsafe:
+                answers.append(unsafe.reason)
+        return answers[0] == answers[1]
+
     def continuation(
+        self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
+    ) -> TokenIds:
+        """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.
+
+        A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
+
+        Raises:
+            Unsafe: as `whole_continuation`.
+        """
+        if self._outliner is not None:
+            messages, replied = self._outliner.shortened(messages, replied)
+        return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+
+    def whole_continuation(
         self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
     ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one.
@@ -349,4 +383,6 @@ def load_chat_template(path: str, content_format: Literal["string", "openai"]) -
     if not os.path.isdir(path) or os.path.isfile(os.path.join(path, "generation_config.json")):  # noqa: PTH112,PTH113,PTH118
         configured = GenerationConfig.from_pretrained(path).eos_token_id
         ends.update(configured if isinstance(configured, list) else [configured])
-    return ChatTemplate(tokenizer, sorted(end for end in ends if end is not None), content_format)
+    template = ChatTemplate(tokenizer, sorted(end for end in ends if end is not None), content_format)
+    template.shorten_if_alike()
+    return template

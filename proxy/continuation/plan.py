@@ -12,9 +12,11 @@ from collections.abc import Container, Iterable
 
 import numpy as np
 
-from proxy.continuation.chat_template import ChatTemplate, Reply, Unsafe
+from proxy.continuation.chat_template import ChatTemplate, Unsafe
 from proxy.continuation.conversation import Conversation
 from proxy.continuation.digests import History, has_media
+from proxy.continuation.encoded_ids import EncodedIds
+from proxy.continuation.reply import Reply
 from proxy.dialects.base import Call
 from turnwise.types import Json, Role, TokenIds
 
@@ -49,8 +51,8 @@ class KnownTurn:
     """When its call started and ended; seconds since 1970."""
     has_child: bool = False
     """Whether a turn whose reply was not cut off extends it."""
-    tokens: bytes | None = None
-    """Prompt and sampled ids as int32 bytes; None when they must be read from the store."""
+    tokens: EncodedIds | None = None
+    """Prompt and sampled ids; None when they must be read from the store."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,7 +82,6 @@ class Forest:
         parent = self.by_id.get(turn.parent_turn_id or "")
         if parent is not None:
             parent.has_child = parent.has_child or not turn.is_aborted
-            parent.tokens = None
 
     def deepest(self, conversation: Conversation) -> KnownTurn | None:
         """Return the turn that covers most of the conversation's messages up to the last reply.
@@ -124,10 +125,12 @@ class Plan:
     history: History
     parent: KnownTurn | None = None
     """The turn that the call extends; None starts a new chain."""
-    prompt_token_ids: TokenIds | None = None
+    prompt: EncodedIds | None = None
     """The prompt to send; None lets the engine render the messages."""
-    parent_length: int = 0
-    """Number of the parent's tokens, prompt and sampled; the prompt tokens after them belong to this turn."""
+    parent_tokens: EncodedIds | None = None
+    """The parent's prompt and sampled ids, which the prompt begins with."""
+    between: TokenIds = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
+    """The prompt's ids after the parent's; they belong to this turn."""
     reason: str | None = None
     """Why a conversation with replies starts a new chain, or branches from an earlier turn than its last reply's."""
     is_retokenised: bool = False
@@ -144,7 +147,7 @@ def plan_call(
     forest: Forest,
     template: ChatTemplate | None,
     parent: KnownTurn | None,
-    parent_tokens: TokenIds | None,
+    parent_tokens: EncodedIds | None,
     *,
     keep_thinking: bool,
 ) -> Plan:
@@ -155,7 +158,7 @@ def plan_call(
     reason = _reason_not_to_extend(call, template)
     if reason is not None or template is None:
         return new_chain(conversation, reason)
-    last_token = int(parent_tokens[-1])
+    last_token = parent_tokens.last_id
     try:
         between = template.continuation(
             with_thinking(call.messages, forest, parent),
@@ -170,8 +173,9 @@ def plan_call(
     return Plan(
         history=history,
         parent=parent,
-        prompt_token_ids=np.concatenate([parent_tokens, between]),
-        parent_length=len(parent_tokens),
+        prompt=parent_tokens.extended(between),
+        parent_tokens=parent_tokens,
+        between=between,
         reason=break_reason(conversation, forest, parent),
     )
 

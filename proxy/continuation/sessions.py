@@ -15,13 +15,12 @@ import uuid
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from proxy.auth import Principal
 from proxy.continuation.candidates import Candidate, choose_candidate
 from proxy.continuation.chat_template import ChatTemplate
 from proxy.continuation.conversation import Conversation, read_conversation, tool_call_ids
 from proxy.continuation.digests import NO_FIELDS, prompt_digests
+from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.identities import check_id
 from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.plan import KnownTurn, Plan, break_reason, new_chain, plan_call
@@ -35,7 +34,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import Conflict
 from turnwise.store import history, ledger, lineage, queries
 from turnwise.store.database import Database
-from turnwise.types import Outcome, Role, Session, SessionStatus, TokenIds, Turn
+from turnwise.types import Outcome, Role, Session, SessionStatus, Turn
 
 log = logging.getLogger(__name__)
 MAX_NAME = 240
@@ -139,12 +138,14 @@ class Sessions:
             await self.refresh(live)
         self._live[stored.tenant, stored.session_id] = live
         while len(self._live) > self._settings.cache_sessions:
-            self._live.popitem(last=False)
+            self._token_cache.drop(self._live.popitem(last=False)[1])
         return live
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Remove a session from memory because its row in the store has changed."""
-        self._live.pop((tenant, session_id), None)
+        live = self._live.pop((tenant, session_id), None)
+        if live is not None:
+            self._token_cache.drop(live)
 
     async def refresh(self, live: LiveSession) -> None:
         """Add the turns that other processes have committed, or this process before a restart."""
@@ -204,7 +205,7 @@ class Sessions:
                 parent = live.forest.deepest(conversation)
             if parent is not None:
                 self._reserve(placement, parent)
-        tokens = None if parent is None else await self._tokens(parent)
+        tokens = None if parent is None else await self._tokens(live, parent)
         keep_thinking = self._settings.thinking == "keep"
         return plan_call(call, conversation, live.forest, self.template, parent, tokens, keep_thinking=keep_thinking)
 
@@ -220,14 +221,16 @@ class Sessions:
             if not self._reserved[turn_id]:
                 del self._reserved[turn_id]
 
-    async def _tokens(self, turn: KnownTurn) -> TokenIds:
-        if turn.tokens is not None:
-            return np.frombuffer(turn.tokens, np.int32)
-        return await asyncio.to_thread(self._read_tokens, turn.turn_id)
+    async def _tokens(self, live: LiveSession, turn: KnownTurn) -> EncodedIds:
+        tokens = turn.tokens
+        if tokens is None:
+            turn.tokens = tokens = await asyncio.to_thread(self._read_tokens, turn.turn_id)
+            self._token_cache.add(live, turn)
+        return tokens
 
-    def _read_tokens(self, turn_id: str) -> TokenIds:
+    def _read_tokens(self, turn_id: str) -> EncodedIds:
         with self._database.read() as connection:
-            return history.full_tokens(connection, turn_id)
+            return encode_ids(history.full_tokens(connection, turn_id))
 
     async def _infer(self, call: Call, conversation: Conversation, caller: Caller) -> Placement:
         """Return the open session of this caller that contains what the call extends, or a new session."""
@@ -310,7 +313,7 @@ class Sessions:
         """
         for turn in turns:
             live.forest.add(turn)
-            self._token_cache.add(turn)
+            self._token_cache.add(live, turn)
             if inferred_for is not None:
                 caller = Caller(live.session.tenant, inferred_for)
                 self._inferred.setdefault((caller, turn.history_digest), {})[live.session.session_id] = None

@@ -1,32 +1,44 @@
-"""Token ids of the turns that calls are likely to extend, in memory up to a number of bytes."""
+"""The token ids of live sessions, in memory up to a number of bytes."""
 
 from __future__ import annotations
 
 import collections
 
+from proxy.continuation.live import LiveSession
 from proxy.continuation.plan import KnownTurn
 
 
 class TokenCache:
-    """Keeps the tokens of the last turn of each chain; evicts the turns that were added first."""
+    """Keeps the ids of whole sessions, because the turns of a session share them; evicts the least recently used."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._cached: collections.OrderedDict[str, tuple[KnownTurn, int]] = collections.OrderedDict()
+        self._cached: collections.OrderedDict[int, tuple[LiveSession, int]] = collections.OrderedDict()
+        """The sessions and the bytes of their ids, by the session's identity."""
 
-    def add(self, turn: KnownTurn) -> None:
-        """Keep a new turn's tokens and drop those of its parent; evict the oldest entries above the limit."""
-        self._drop(turn.parent_turn_id or "")
-        self._drop(turn.turn_id)
-        size = len(turn.tokens or b"")
-        self._cached[turn.turn_id] = (turn, size)
-        self._num_bytes += size
+    def add(self, live: LiveSession, turn: KnownTurn) -> None:
+        """Count a new turn's ids, without those that it shares with its parent; evict sessions above the limit."""
+        own = _own_bytes(live, turn)
+        _, size = self._cached.pop(id(live), (live, 0))
+        self._cached[id(live)] = (live, size + own)
+        self._num_bytes += own
         while self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._cached)))
+            self.drop(next(iter(self._cached.values()))[0])
 
-    def _drop(self, turn_id: str) -> None:
-        entry = self._cached.pop(turn_id, None)
+    def drop(self, live: LiveSession) -> None:
+        """Forget the ids of a session."""
+        entry = self._cached.pop(id(live), None)
         if entry is not None:
-            entry[0].tokens = None
             self._num_bytes -= entry[1]
+            for turn in live.forest.by_id.values():
+                turn.tokens = None
+
+
+def _own_bytes(live: LiveSession, turn: KnownTurn) -> int:
+    """Return the bytes of a turn's ids without those of its parent that are in memory."""
+    if turn.tokens is None:
+        return 0
+    parent = live.forest.by_id.get(turn.parent_turn_id or "")
+    shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
+    return turn.tokens.num_bytes - shared

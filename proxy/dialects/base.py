@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from proxy.dialects import sse
 from turnwise.store.lineage import TurnView
-from turnwise.types import Json, TokenIds
+from turnwise.types import Json
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 """The error body of the control plane, which has OpenAI's shape."""
@@ -239,8 +239,8 @@ class Dialect(abc.ABC):
         call.body["messages"] = call.messages
 
     @abc.abstractmethod
-    def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:
-        """Return the engine request, with the options that capture needs."""
+    def engine_body(self, call: Call, prompt_token_ids: bytes | None, pinned: Json) -> Json:
+        """Return the engine request, with the options that capture needs; `prompt_token_ids` is a JSON array."""
 
     @abc.abstractmethod
     def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:

@@ -16,7 +16,7 @@ from proxy.dialects import engine_reply
 from proxy.dialects.base import Action, Call, Captured, Choice, Dialect, WireRoute, remove_engine_fields
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json, TokenIds
+from turnwise.types import Json
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
 """Request fields that capture always sets."""
@@ -77,15 +77,15 @@ class ChatCompletions(Dialect):
             dropped_fields=dropped_fields,
         )
 
-    def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:
-        """Return the engine request, with the options that capture needs."""
+    def engine_body(self, call: Call, prompt_token_ids: bytes | None, pinned: Json) -> Json:
+        """Return the engine request, with the options that capture needs; `prompt_token_ids` is a JSON array."""
         body, _ = remove_engine_fields({**call.body, **pinned})
         if call.messages:
             body["messages"] = with_readable_arguments(call.messages)
         if not _is_refused(body):
             body |= FORCED
         if prompt_token_ids is not None:
-            body["kv_transfer_params"] = {"prompt_token_ids": prompt_token_ids}
+            body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(prompt_token_ids)}
         return body
 
     def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
@@ -214,7 +214,8 @@ def _capture_chunk(extracted: engine_reply.Extracted, captured: Captured) -> boo
     """Capture a chunk; return whether it holds anything for a client that asked for text only."""
     chunk = extracted.reply
     if chunk.prompt_token_ids:
-        captured.prompt_token_ids, captured.model = chunk.prompt_token_ids, chunk.model or ""
+        captured.prompt_token_ids = chunk.prompt_token_ids
+    captured.model = captured.model or chunk.model or ""
     has_content = not chunk.choices
     for position, part in enumerate(chunk.choices):
         choice = captured.choice(part.index)

@@ -15,7 +15,7 @@ from proxy.dialects.base import Call, Captured, Choice, Dialect, WireRoute, remo
 from proxy.dialects.chat import check_kinds, number_of_choices
 from proxy.dialects.schemas import STREAM
 from turnwise.errors import InvalidRequest
-from turnwise.types import Json, TokenIds
+from turnwise.types import Json
 
 
 class TextCompletions(Dialect):
@@ -62,7 +62,7 @@ class TextCompletions(Dialect):
             dropped_fields=dropped_fields,
         )
 
-    def engine_body(self, call: Call, prompt_token_ids: TokenIds | None, pinned: Json) -> Json:  # noqa: ARG002  never extended
+    def engine_body(self, call: Call, prompt_token_ids: bytes | None, pinned: Json) -> Json:  # noqa: ARG002  never extended
         """Return the engine request, with the options that capture needs."""
         logprobs = call.body.get("logprobs")
         body, _ = remove_engine_fields({**call.body, **pinned})

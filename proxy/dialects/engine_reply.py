@@ -18,6 +18,7 @@ from turnwise.types import Json
 
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 """A list of token ids (sampled or prompt), with the end of its key."""
+PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
 
 
@@ -88,6 +89,21 @@ def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
             pass  # the logprobs are formatted in another way and were not cut out
     rest, logprobs = _decode_logprobs(raw)
     return Extracted(raw, rest, _reply.decode(rest), logprobs)
+
+
+def cut_echo(reply: bytes, sent: bytes) -> tuple[bytes, bool]:
+    """Return a reply or chunk with `null` for the prompt ids, if they are those that were sent, and whether they are.
+
+    The bytes are compared; nothing is decoded. The key cannot be part of a JSON string, which escapes quotes.
+
+    Args:
+        reply: the engine's bytes.
+        sent: the JSON array of the prompt's ids.
+    """
+    begin = reply.find(PROMPT_IDS) + len(PROMPT_IDS)
+    if begin < len(PROMPT_IDS) or not reply.startswith(sent, begin):
+        return reply, False
+    return b"".join((reply[:begin], NULL, memoryview(reply)[begin + len(sent) :])), True
 
 
 def without_ids(replies: bytes) -> bytes:

@@ -16,22 +16,28 @@ class EventBuffer:
     """Splits a byte stream into the data of complete events."""
 
     def __init__(self) -> None:
-        self._pending = b""
+        self._parts: list[bytes] = []
+        """The bytes of an incomplete event."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes; return the data of each event that is now complete. Other fields than `data` are dropped."""
-        self._pending += data
-        if b"\r" in self._pending:
-            self._pending = self._pending.replace(b"\r\n", b"\n")
-        if SEPARATOR not in self._pending:
+        """Add bytes; return the data of each event that is now complete. Other fields than `data` are dropped.
+
+        Bytes that end no event are only kept: the event of a long prompt arrives in many parts.
+        """
+        self._parts.append(data)
+        if not (SEPARATOR in data or b"\r" in data or data[:1] == b"\n"):
             return []
-        *whole, self._pending = self._pending.split(SEPARATOR)
+        received = b"".join(self._parts)
+        if b"\r" in received:
+            received = received.replace(b"\r\n", b"\n")
+        *whole, rest = received.split(SEPARATOR)
+        self._parts = [rest] if rest else []
         return [event[len(PREFIX) :] for event in whole if event.startswith(PREFIX)]
 
     @property
     def pending(self) -> bytes:
         """The bytes of an incomplete event."""
-        return self._pending
+        return b"".join(self._parts)
 
 
 def event(data: bytes) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 
 from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn
 from proxy.continuation.conversation import read_conversation
+from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
@@ -53,12 +54,13 @@ def extending(call: Call) -> Plan:
         messages_digest=b"",
         dialogue_digest=b"",
     )
-    return plan_of(call, parent=parent, prompt_token_ids=np.array([1, 2, 3, 4], np.int32), parent_length=3)
+    tokens, between = encode_ids(np.array([1, 2, 3], np.int32)), np.array([4], np.int32)
+    return plan_of(call, parent=parent, parent_tokens=tokens, between=between, prompt=tokens.extended(between))
 
 
-def built(call: Call, plan: Plan, captured: Captured, aborted: str | None = None) -> list[Turn]:
+def built(call: Call, plan: Plan, captured: Captured, **fields: Any) -> list[Turn]:
     """Return the turns as they are stored."""
-    sampled = build_turns(call, plan, captured, TIMING, turn_id="chatcmpl-1", session=SESSION, aborted=aborted)
+    sampled = build_turns(call, plan, captured, TIMING, turn_id="chatcmpl-1", session=SESSION, **fields)
     return list(map(complete, sampled))
 
 
@@ -118,7 +120,7 @@ def test_an_extension_stores_what_came_after_its_parent():
     assert (turn.parent_turn_id, turn.outcome) == ("parent", Outcome.EXACT)
     assert (turn.prompt_delta.tolist(), turn.prompt_length, turn.messages, turn.tools) == ([4], 4, [USER], None)
     known = known_turn(turn, plan, "root")
-    assert np.frombuffer(known.tokens or b"", np.int32).tolist() == [1, 2, 3, 4, 7]
+    assert known.tokens.decoded().tolist() == [1, 2, 3, 4, 7]
     assert (known.num_messages, known.history_digest, known.chain_id) == (4, turn.history_digest, "root")
 
 
@@ -130,7 +132,16 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "echo_differs")
     assert (turn.parent_turn_id, turn.chain_id) == (None, "chatcmpl-1")
     assert (turn.prompt_delta.tolist(), turn.messages) == ([1, 2, 9, 4], call.messages)
-    assert np.frombuffer(known_turn(turn, plan, "chatcmpl-1").tokens or b"", np.int32).tolist() == [1, 2, 9, 4, 7]
+    assert known_turn(turn, plan, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
+
+
+def test_an_echo_that_was_cut_out_is_the_prompt_that_was_sent():
+    """The same turn as with the ids decoded."""
+    call = call_of(USER, REPLY, USER)
+    decoded = only(built(call, extending(call), Captured([1, 2, 3, 4], {0: choice(7)})))
+    cut = only(built(call, extending(call), Captured([], {0: choice(7)}), echoes_prompt=True))
+    assert (cut.prompt_delta.tolist(), cut.prompt_length, cut.outcome) == ([4], 4, Outcome.EXACT)
+    assert (cut.parent_turn_id, cut.messages) == (decoded.parent_turn_id, decoded.messages)
 
 
 def test_each_of_several_choices_extends_the_parent():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from proxy.continuation.chat_template import ChatTemplate, Reply, Unsafe
+from proxy.continuation.chat_template import ChatTemplate, Unsafe
 from proxy.continuation.conversation import read_conversation
+from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.plan import (
     Forest,
     KnownTurn,
@@ -15,6 +16,7 @@ from proxy.continuation.plan import (
     plan_call,
     with_thinking,
 )
+from proxy.continuation.reply import Reply
 from proxy.dialects.chat import ChatCompletions
 from turnwise.types import Json
 
@@ -45,7 +47,7 @@ def stored(
         dialogue_digest=dialogue,
         prompt_digest=history.messages[-1],
         reasoning=reasoning,
-        tokens=np.arange(3, dtype=np.int32).tobytes(),
+        tokens=encode_ids(np.arange(3, dtype=np.int32)),
     )
     forest.add(turn)
     return turn
@@ -65,7 +67,6 @@ def test_a_request_extends_the_deepest_turn_that_it_repeats():
     assert conversation.num_replied == 4
     assert forest.deepest(conversation) is deep
     assert forest.by_id["t1"].has_child
-    assert forest.by_id["t1"].tokens is None
 
 
 def test_a_branch_extends_the_turn_it_leaves_from():
@@ -118,7 +119,7 @@ def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
     wanted = call(messages)
     conversation = read_conversation(wanted)
     parent = forest.deepest(conversation)
-    tokens = np.arange(3, dtype=np.int32)
+    tokens = encode_ids(np.arange(3, dtype=np.int32))
     plan = plan_call(wanted, conversation, forest, Canned(), parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
     assert (plan.reason, plan.is_retokenised) == (reason, False)
     assert plan.parent is (forest.by_id["t2"] if messages[-2:-1] == [said("B")] and reason is None else first)
@@ -167,16 +168,16 @@ def planned(template: ChatTemplate | Canned | None, messages: list[Json], **fiel
     forest = Forest()
     parent = stored(forest, "t1", [USER], "A", reasoning="hm")
     wanted = call(messages, **fields)
-    tokens = np.frombuffer(parent.tokens, np.int32)
-    return plan_call(wanted, read_conversation(wanted), forest, template, parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
+    conversation = read_conversation(wanted)
+    return plan_call(wanted, conversation, forest, template, parent, parent.tokens, keep_thinking=False)  # type: ignore[arg-type]
 
 
 def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens():
     """[0, 1, 2] stored, [8, 9] added: the prompt is [0, 1, 2, 8, 9], and the turn stores [8, 9]."""
     template = Canned()
     plan = planned(template, [USER, said("A"), NEXT])
-    assert plan.prompt_token_ids.tolist() == [0, 1, 2, 8, 9]
-    assert plan.parent_length == 3
+    assert plan.prompt.decoded().tolist() == [0, 1, 2, 8, 9]
+    assert plan.between.tolist() == [8, 9]
     assert plan.reason is None
     assert plan.new_messages([USER, said("A"), NEXT]) == [NEXT]
     messages, replied, reply = template.seen[0]
@@ -197,7 +198,7 @@ def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens():
 def test_a_call_that_the_engine_must_render_starts_a_chain(fields, reason):
     """Prefill and truncation need the messages."""
     plan = planned(Canned(), [USER, said("A"), NEXT], **fields)
-    assert (plan.parent, plan.prompt_token_ids, plan.reason) == (None, None, reason)
+    assert (plan.parent, plan.prompt, plan.reason) == (None, None, reason)
 
 
 def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_reason():

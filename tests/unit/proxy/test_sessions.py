@@ -11,6 +11,7 @@ import pytest
 
 from proxy.auth import Principal
 from proxy.continuation.conversation import read_conversation
+from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.live import Placement
 from proxy.continuation.plan import KnownTurn
 from proxy.continuation.sessions import Sessions
@@ -79,7 +80,7 @@ def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
         history_digest=full,
         messages_digest=messages,
         dialogue_digest=dialogue,
-        tokens=np.zeros(1, np.int32).tobytes(),
+        tokens=encode_ids(np.zeros(1, np.int32)),
     )
     sessions.remember(live, [turn], inferred_for=placement.inferred_by)
 

@@ -1,54 +1,66 @@
-"""The cache of tokens keeps the last turn of each chain, up to a number of bytes."""
+"""The cache keeps the tokens of whole sessions, up to a number of bytes."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from proxy.continuation.encoded_ids import EncodedIds, encode_ids
+from proxy.continuation.live import LiveSession
 from proxy.continuation.plan import KnownTurn
 from proxy.continuation.token_cache import TokenCache
+from turnwise.types import Session
+
+TEN_IDS = np.full(10, 1234, np.int32)
+"""49 bytes: ten numbers of four digits and nine commas."""
 
 
-def known(turn_id: str, parent: str | None = None, size: int = 40) -> KnownTurn:
-    return KnownTurn(
+def added(cache: TokenCache, live: LiveSession, turn_id: str, parent: KnownTurn | None = None) -> KnownTurn:
+    before: EncodedIds | None = None if parent is None else parent.tokens
+    turn = KnownTurn(
         turn_id=turn_id,
-        parent_turn_id=parent,
+        parent_turn_id=parent and parent.turn_id,
         chain_id="c",
         num_messages=2,
         history_digest=b"h",
         messages_digest=b"m",
         dialogue_digest=b"d",
-        tokens=bytes(size),
+        tokens=encode_ids(TEN_IDS, before),
     )
+    live.forest.add(turn)
+    cache.add(live, turn)
+    return turn
 
 
-def test_a_child_replaces_its_parent():
-    """A long chain keeps the tokens of its last turn only."""
-    cache, turns = (
-        TokenCache(100),
-        [known("0"), *(known(str(number), parent=str(number - 1)) for number in range(1, 10))],
-    )
-    for turn in turns:
-        cache.add(turn)
-    assert [turn.tokens is not None for turn in turns] == [False] * 9 + [True]
+def live(name: str) -> LiveSession:
+    return LiveSession(Session(session_id=name))
 
 
-def test_the_oldest_entry_is_evicted_first():
-    """100 bytes hold two turns of 40, not three."""
-    cache, turns = TokenCache(100), [known(str(number)) for number in range(4)]
-    for turn in turns:
-        cache.add(turn)
-    assert [turn.tokens is not None for turn in turns] == [False, False, True, True]
+def test_the_turns_of_a_chain_share_the_tokens_of_their_ancestors():
+    """Nine turns of 49 bytes each fit into 450 bytes, though the last one has 90 ids."""
+    cache, session = TokenCache(450), live("s")
+    turns = [added(cache, session, "0")]
+    for number in range(1, 9):
+        turns.append(added(cache, session, str(number), turns[-1]))
+    assert all(turn.tokens is not None for turn in turns)
+    assert turns[-1].tokens.decoded().tolist() == [1234] * 90
 
 
-def test_a_turn_that_is_added_again_counts_once():
-    cache, turn, other = TokenCache(100), known("a"), known("b")
-    for _ in range(5):
-        turn = known("a")
-        cache.add(turn)
-    cache.add(other)
-    assert turn.tokens is not None
-    assert other.tokens is not None
+def test_the_least_recently_used_session_is_evicted_first():
+    """100 bytes hold two turns of 49, not three."""
+    cache, sessions = TokenCache(100), [live("a"), live("b")]
+    first = added(cache, sessions[0], "1")
+    second = added(cache, sessions[1], "2")
+    third = added(cache, sessions[0], "3", first)
+    assert [turn.tokens is not None for turn in (first, second, third)] == [True, False, True]
 
 
-def test_a_turn_larger_than_the_cache_is_not_kept():
-    cache, turn = TokenCache(10), known("a")
-    cache.add(turn)
-    assert turn.tokens is None
+def test_a_dropped_session_makes_room():
+    cache, sessions = TokenCache(100), [live("a"), live("b"), live("c")]
+    turns = [added(cache, each, each.session.session_id) for each in sessions[:2]]
+    cache.drop(sessions[1])
+    turns.append(added(cache, sessions[2], "c"))
+    assert [turn.tokens is not None for turn in turns] == [True, False, True]
+
+
+def test_a_session_larger_than_the_cache_is_not_kept():
+    assert added(TokenCache(10), live("s"), "a").tokens is None

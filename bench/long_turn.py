@@ -1,0 +1,210 @@
+"""Measure turns of long conversations: `python bench/long_turn.py [--tokens 100000 300000 1000000] [--json]`.
+
+Conversations of code, in many messages with tool calls or in a few long ones, grow turn by turn through a proxy that
+commits every turn. Printed for each: CPU milliseconds a turn of the serving process and of its writing process, the
+longest hold of the event loop, the resident memory a million tokens of live context, and the same for the first turn,
+whose whole prompt is new. The engine is a stand-in that echoes the prompt ids as bytes (bench/long_engine.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from long_text import FEW, MANY, Conversation, Shape, tokenizer_directory
+from memory import resident_bytes
+from servers import START_SECONDS, running
+
+from turnwise.processes.stack import free_port
+from turnwise.store.database import Database
+
+HERE = Path(__file__).parent
+CHARACTERS_PER_TOKEN = 4.0
+LIVE_TOKENS = 1_000_000
+"""Live context of each case, so that memory is measurable: shorter conversations are played several times."""
+WARM_UP_TURNS = 2
+CACHE_BYTES = 10**9
+"""Of ids in memory: all conversations stay there."""
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def children(pid: int) -> list[int]:
+    """Return the process ids of a process's children."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+class Server:
+    """A proxy under measurement."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self._address = urlsplit(url).netloc
+        self.pid = pid
+        deadline = time.monotonic() + START_SECONDS
+        while not (found := children(pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (self.writer,) = found
+        self._http = http.client.HTTPConnection(self._address, timeout=300)
+
+    def get(self, path: str) -> Any:
+        """Return the decoded answer to a request without a body."""
+        self._http.request("GET", path)
+        return orjson.loads(self._http.getresponse().read())
+
+    def turn(self, session_id: str, conversation: Conversation, *, stream: bool) -> int:
+        """Play one turn; return the number of characters that were sent."""
+        body = conversation.request(stream=stream)
+        self._http.request(
+            "POST",
+            "/v1/chat/completions",
+            body,
+            {"content-type": "application/json", "x-session-id": session_id},
+        )
+        response = self._http.getresponse()
+        raw = response.read()
+        if response.status != 200:
+            raise RuntimeError(f"the proxy answered {response.status}: {raw[:500]!r}")
+        conversation.extend(joined(raw) if stream else orjson.loads(raw)["choices"][0]["message"])
+        return len(body)
+
+    def cpu(self) -> tuple[float, float]:
+        """Return the CPU time of the serving process and of the writing process."""
+        return cpu_seconds(self.pid), cpu_seconds(self.writer)
+
+
+def joined(raw: bytes) -> dict[str, Any]:
+    """Return the message of a streamed reply."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for line in raw.split(b"\n\n"):
+        if not line.startswith(b"data: {"):
+            continue
+        for choice in orjson.loads(line[6:])["choices"]:
+            message["content"] += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls") or ():
+                call.pop("index", None)
+                message.setdefault("tool_calls", []).append(call)
+    return message
+
+
+@contextlib.contextmanager
+def served() -> Iterator[Server]:
+    """Run a proxy over a fresh SQLite file, in front of the stand-in engine."""
+    engine, proxy = free_port(), free_port()
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
+        url = f"sqlite:///{directory}/bench.db"
+        database = Database(url)
+        database.upgrade()
+        database.close()
+        argv = [sys.executable, str(HERE / "long_engine.py"), "--port", str(engine)]
+        servers.enter_context(
+            running([*argv, "--tokenizer", str(tokenizer_directory())], f"http://127.0.0.1:{engine}/health")
+        )
+        argv = [sys.executable, "-P", str(HERE / "watched_proxy.py"), "--engine", f"http://127.0.0.1:{engine}"]
+        argv += ["--engine-check", "warn", "--database", url, "--port", str(proxy), "--log-level", "warning"]
+        argv += ["--token-cache-bytes", str(CACHE_BYTES)]
+        process = servers.enter_context(running(argv, f"http://127.0.0.1:{proxy}/readyz"))
+        yield Server(f"http://127.0.0.1:{proxy}", process.pid)
+
+
+def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, stream: bool) -> dict[str, Any]:
+    """Play conversations of one length."""
+    num_conversations = max(1, LIVE_TOKENS // num_tokens)
+    name = f"{shape.num_messages}-{num_tokens}-{'stream' if stream else 'whole'}"
+    conversations = [
+        Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), seed) for seed in range(num_conversations)
+    ]
+    resident, before = resident_bytes(server.pid), server.cpu()
+    for number, conversation in enumerate(conversations):
+        server.turn(f"{name}-{number}", conversation, stream=stream)
+    first = [(after - start) * 1e3 / num_conversations for start, after in zip(before, server.cpu(), strict=True)]
+    for _ in range(WARM_UP_TURNS):
+        for number, conversation in enumerate(conversations):
+            server.turn(f"{name}-{number}", conversation, stream=stream)
+    grown = resident_bytes(server.pid) - resident
+    before, played = server.cpu(), 0
+    while played < num_turns:
+        for number, conversation in enumerate(conversations[: num_turns - played]):
+            num_characters = server.turn(f"{name}-{number}", conversation, stream=stream)
+            played += 1
+    serving, writer = [(after - start) * 1e3 / played for start, after in zip(before, server.cpu(), strict=True)]
+    return {
+        "shape": shape.name,
+        "mode": "stream" if stream else "whole",
+        "tokens": num_tokens,
+        "characters": num_characters,
+        "serving_ms": serving,
+        "writer_ms": writer,
+        "hold_ms": longest_hold(server, name, conversations, stream=stream),
+        "memory_mb_per_million": grown / 1e6 / (num_tokens * num_conversations / 1e6),
+        "first_serving_ms": first[0],
+        "first_writer_ms": first[1],
+        "first_hold_ms": first_hold(server, shape, num_tokens, name, stream=stream),
+    }
+
+
+def longest_hold(server: Server, name: str, conversations: list[Conversation], *, stream: bool) -> float:
+    """Return the longest hold of the event loop in three more turns, milliseconds."""
+    server.get("/bench/watch")
+    for _ in range(3):
+        server.turn(f"{name}-0", conversations[0], stream=stream)
+    return float(server.get("/bench/hold")["seconds"]) * 1e3
+
+
+def first_hold(server: Server, shape: Shape, num_tokens: int, name: str, *, stream: bool) -> float:
+    """Return the longest hold in the first turn of another conversation, milliseconds."""
+    conversation = Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 99)
+    server.get("/bench/watch")
+    server.turn(f"{name}-first", conversation, stream=stream)
+    return float(server.get("/bench/hold")["seconds"]) * 1e3
+
+
+def main() -> int:
+    """Print a row for each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
+    parser.add_argument("--turns", type=int, default=12, help="measured turns of each case")
+    parser.add_argument("--modes", nargs="+", choices=["whole", "stream"], default=["whole", "stream"])
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    rows = []
+    print(
+        f"{'tokens':>9} {'shape':31}{'mode':8}{'serving':>10}{'writer':>10}{'hold':>10}{'MB/M tok':>10}"
+        f"{'first':>10}{'its writer':>12}{'its hold':>10}"
+    )
+    for num_tokens in given.tokens:
+        for shape in (MANY, FEW):
+            for mode in given.modes:
+                with served() as server:
+                    row = measure(server, shape, num_tokens, given.turns, stream=mode == "stream")
+                rows.append(row)
+                print(
+                    f"{num_tokens:9} {shape.name:31}{mode:8}{row['serving_ms']:7.1f} ms{row['writer_ms']:7.1f} ms"
+                    f"{row['hold_ms']:7.1f} ms{row['memory_mb_per_million']:10.1f}{row['first_serving_ms']:7.0f} ms"
+                    f"{row['first_writer_ms']:9.0f} ms{row['first_hold_ms']:7.0f} ms",
+                    flush=True,
+                )
+    if given.json:
+        print(json.dumps(rows, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Token ids as the JSON text that goes to the engine, in pieces that the turns of a chain share.
+
+Encoding and decoding a million ids takes 45 ms, copying their text 0.2 ms. So the text of a turn's ids is kept and
+extended by the text of the next turn's new ids, and it is decoded only where a number is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import orjson
+
+from turnwise.types import TokenIds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EncodedIds:
+    """A list of token ids: the list `before`, and one more piece."""
+
+    before: EncodedIds | None
+    """The ids before this piece, shared by all lists that extend them."""
+    piece: bytes
+    """Decimal numbers, separated by commas."""
+    num_ids: int
+    """Number of all ids."""
+    num_bytes: int
+    """Length of all pieces."""
+    last_id: int
+
+    def extended(self, ids: TokenIds) -> EncodedIds:
+        """Return the list with more ids after it."""
+        return encode_ids(ids, self) if len(ids) else self
+
+    def json(self) -> bytes:
+        """Return the JSON array of all ids."""
+        pieces, ids = [], self
+        while ids.before is not None:
+            pieces.append(ids.piece)
+            ids = ids.before
+        return b"[%b]" % b",".join([ids.piece, *reversed(pieces)])
+
+    def decoded(self) -> TokenIds:
+        """Return the ids as numbers."""
+        return np.array(orjson.loads(self.json()), np.int32)
+
+
+def encode_ids(ids: TokenIds, before: EncodedIds | None = None) -> EncodedIds:
+    """Return the list of one or more ids, after the ids `before`."""
+    piece = orjson.dumps(np.ascontiguousarray(ids, np.int32), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    num_before, bytes_before = (0, 0) if before is None else (before.num_ids, before.num_bytes)
+    return EncodedIds(before, piece, num_before + len(ids), bytes_before + len(piece), int(ids[-1]))

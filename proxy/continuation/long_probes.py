@@ -1,0 +1,91 @@
+"""Long conversations that show whether a template continues them as it continues their outlines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from proxy.continuation.reply import Reply
+from turnwise.types import Json
+
+REPEATED = 12
+"""Repetitions of a pattern: enough for most of them to be left out of the outline."""
+LONG_TEXT = "Some text that is long enough to lose its middle in the outline. " * 8
+TOOLS: list[Json] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look somebody up.",
+            "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        },
+    }
+]
+SYSTEM: Json = {"role": "system", "content": LONG_TEXT}
+USER: Json = {"role": "user", "content": LONG_TEXT}
+ANSWER: Json = {"role": "assistant", "content": LONG_TEXT}
+THOUGHT: Json = {**ANSWER, "reasoning": LONG_TEXT}
+EMBEDDED_THOUGHT: Json = {"role": "assistant", "content": f"<think>\n{LONG_TEXT}\n</think>\n\n{LONG_TEXT}"}
+
+
+class LongProbe(NamedTuple):
+    """A conversation whose reply at index `replied` is continued."""
+
+    messages: list[Json]
+    replied: int
+    reply: Reply
+    tools: list[Json] | None
+    keep_thinking: bool
+
+
+def _call(number: int, content: str = "", **fields: Any) -> Json:
+    arguments = json.dumps({"name": LONG_TEXT})
+    calls = [
+        {"id": f"call_{each}", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        for each in range(number)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls, **fields}
+
+
+def _results(number: int) -> list[Json]:
+    return [
+        {"role": "tool", "tool_call_id": f"call_{each}", "name": "look_up", "content": LONG_TEXT}
+        for each in range(number)
+    ]
+
+
+WORK = [_call(1), *_results(1)]
+BEFORE: Sequence[list[Json]] = (
+    [SYSTEM, USER, *[ANSWER, USER] * REPEATED],
+    [USER, *[ANSWER, USER] * REPEATED],
+    [SYSTEM, USER, *[THOUGHT, USER] * REPEATED],
+    [USER, *[EMBEDDED_THOUGHT, USER] * REPEATED],
+    [SYSTEM, USER, *WORK * REPEATED],
+    [USER, *[_call(1, reasoning=LONG_TEXT), *_results(1)] * REPEATED],
+    [SYSTEM, USER, *[_call(2, LONG_TEXT), *_results(2)] * REPEATED],
+    [SYSTEM, USER, *WORK * REPEATED, ANSWER, USER, *WORK * REPEATED],
+    [SYSTEM, USER, *WORK * REPEATED, THOUGHT, USER, *[ANSWER, USER] * REPEATED],
+)
+"""What stands before the reply."""
+REPLIES: Sequence[tuple[Json, list[Json]]] = (
+    (ANSWER, [USER]),
+    (THOUGHT, [USER]),
+    (_call(1), _results(1)),
+    (_call(2, reasoning=LONG_TEXT), [*_results(2), USER]),
+)
+"""Replies, and what follows them."""
+
+
+def long_probes(end_token: int) -> Iterator[LongProbe]:
+    """Yield the probes; `end_token` is what ends a reply that was not cut off."""
+    for before, (reply, after), keep_thinking in itertools.product(BEFORE, REPLIES, (False, True)):
+        has_calls = any(message.get("tool_calls") for message in [*before, reply])
+        yield LongProbe(
+            [*before, reply, *after],
+            len(before),
+            Reply(last_token=end_token, ended=True, reasoning=reply.get("reasoning", "")),
+            TOOLS if has_calls else None,
+            keep_thinking,
+        )

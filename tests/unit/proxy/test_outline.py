@@ -1,0 +1,133 @@
+"""A long conversation is rendered in short, with the same answer as the whole one."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, small_tokenizer, template_of
+
+from proxy.continuation.chat_template import ChatTemplate, Unsafe
+from proxy.continuation.outline import KEPT_HEAD, KEPT_TAIL, Kind, Outliner, kept_positions, marks_of
+from proxy.continuation.reply import Reply
+
+LONG = "A text that is much longer than what is kept of it. " * 20
+TEXTS = st.sampled_from(
+    ["", " ", "Yes.", "Žofie — 誰?", LONG, LONG + "</think>" + LONG, "<tool_response>\nx\n</tool_response>"]
+)
+THINKING = st.sampled_from([None, None, "I recall.", LONG])
+
+
+def kind(role: str, **fields: object) -> Kind:
+    return Kind(**{"role": role, "num_calls": 0, "has_thinking": False, "is_empty": False, "marks": (), **fields})
+
+
+def test_of_a_repeated_pattern_both_ends_are_kept():
+    """Of 2 + 200 messages the first 4 and the last 8 stay, and what the cut must not part."""
+    kinds = [kind("system"), kind("user"), *[kind("assistant", num_calls=1), kind("tool")] * 100]
+    kept = kept_positions(kinds)
+    assert len(kept) <= 18
+    assert kept[:KEPT_HEAD] == list(range(KEPT_HEAD))
+    assert kept[-KEPT_TAIL:] == list(range(202 - KEPT_TAIL, 202))
+    roles = [kinds[position].role for position in kept]
+    assert roles == ["system", "user", *["assistant", "tool"] * ((len(kept) - 2) // 2)]
+
+
+def test_the_last_message_of_every_kind_is_kept():
+    """A question in the middle decides which thinking a template prints."""
+    work = [kind("assistant", num_calls=1), kind("tool")] * 40
+    kinds = [kind("user"), *work, kind("user"), *work]
+    assert 81 in kept_positions(kinds)
+    assert len(kept_positions(kinds)) < 40
+
+
+def test_a_text_with_a_mark_of_the_template_is_kept_whole():
+    outliner = Outliner(("</think>",))
+    message = {"role": "assistant", "content": LONG + "</think>" + LONG}
+    assert outliner.outline(message) == message
+    assert len(outliner.outline({"role": "assistant", "content": LONG})["content"]) < 200
+
+
+def test_the_marks_of_a_template_are_the_texts_that_it_names():
+    source = (
+        "{% for m in messages %}{% if '</think>' in m.content and 'name' in m %}{{ '<a>\n' }}{% endif %}{% endfor %}"
+    )
+    assert marks_of(source) == ("</think>", "<a>")
+    assert marks_of("{% for %}") is None
+
+
+def test_a_template_that_numbers_its_messages_is_rendered_whole():
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}<{{ loop.index }}>{{ m.content }}<|im_end|>{% endfor %}"
+    template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "string")
+    template.shorten_if_alike()
+    assert not template.shortens
+
+
+def test_most_public_templates_are_rendered_in_short():
+    shortening = {family for family in FAMILIES if shortened(family).shortens}
+    print(sorted(FAMILIES.keys() - shortening))
+    assert {"qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "glm4moe", "gptoss", "gemma3"} <= shortening
+
+
+def shortened(family: str) -> ChatTemplate:
+    template = template_of(family)
+    if not template.shortens:
+        template.shorten_if_alike()
+    return template
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[list[dict], int]:
+    """A conversation of several patterns, each repeated, with a reply somewhere in its second half."""
+    messages: list[dict] = []
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(TEXTS)})
+    messages.append({"role": "user", "content": draw(TEXTS)})
+    for _ in range(draw(st.integers(1, 4))):
+        pattern = draw(patterns())
+        messages += pattern * draw(st.sampled_from([1, 2, 15, 16, 31]))
+    replies = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages, draw(st.sampled_from(replies[len(replies) // 2 :]))
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> list[dict]:
+    """An answer and a question, or calls and their results, perhaps with a question after them."""
+    reply = {"role": "assistant", "content": draw(TEXTS)}
+    if thinking := draw(THINKING):
+        reply["reasoning"] = thinking
+    number = draw(st.integers(0, 3))
+    if not number:
+        return [reply, {"role": "user", "content": draw(TEXTS)}]
+    arguments = json.dumps({"name": draw(TEXTS)})
+    reply["tool_calls"] = [
+        {"id": f"call_{each}", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        for each in range(number)
+    ]
+    results = [{"role": "tool", "tool_call_id": f"call_{each}", "content": draw(TEXTS)} for each in range(number)]
+    return [reply, *results, *([{"role": "user", "content": draw(TEXTS)}] if draw(st.booleans()) else [])]
+
+
+def answered(continuation, messages: list[dict], replied: int, reply: Reply, *, keep_thinking: bool):
+    has_calls = any(message.get("tool_calls") for message in messages)
+    try:
+        found = continuation(messages, replied, reply, TOOLS if has_calls else None, {}, keep_thinking=keep_thinking)
+    except Unsafe as unsafe:
+        return unsafe.reason
+    return found.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(conversation=conversations(), ended=st.booleans(), keep_thinking=st.booleans())
+def test_the_short_way_and_the_whole_way_give_the_same_ids(family, conversation, ended, keep_thinking):
+    """On random conversations with tools and thinking, for every template: the same ids, or the same refusal."""
+    template, (messages, replied) = shortened(family), conversation
+    last = min(template.end_tokens) if ended else 5
+    reply = Reply(last_token=last, ended=ended, reasoning=messages[replied].get("reasoning", ""))
+    whole = answered(template.whole_continuation, messages, replied, reply, keep_thinking=keep_thinking)
+    assert answered(template.continuation, messages, replied, reply, keep_thinking=keep_thinking) == whole
