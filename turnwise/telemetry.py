@@ -15,9 +15,12 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from turnwise.errors import SettingsError
+
+if TYPE_CHECKING:
+    from turnwise.tracing import RequestTrace
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LogFormat = Literal["text", "json"]
@@ -38,6 +41,8 @@ class RequestContext:
     span_id: str
     """This process's span, 16 hex digits."""
     flags: str = SAMPLED
+    trace: RequestTrace | None = None
+    """The request's OpenTelemetry spans; None unless they are exported."""
 
     @property
     def traceparent(self) -> str:

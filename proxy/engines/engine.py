@@ -113,7 +113,9 @@ class Engine:
         """
         context = current_request.get()
         if context is not None:
-            headers = {**headers, "traceparent": context.traceparent}
+            trace = context.trace
+            traceparent = context.traceparent if trace is None else trace.start_engine(self.url + path)
+            headers = {**headers, "traceparent": traceparent}
         started = time.perf_counter()
         try:
             try:

@@ -7,6 +7,7 @@ there are no keys, requests must name a known host, must not come from a foreign
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from proxy.asgi import App, Message, Receive, Scope, Send, send_whole
 from proxy.settings import ProxySettings
 from turnwise.errors import Forbidden, StoreError, TurnwiseError, UnsupportedMediaType
 from turnwise.telemetry import AccessLog, RequestContext, current_request, make_context, timestamp
+from turnwise.tracing import Tracer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,22 +38,27 @@ class Edge:
         self._origins = frozenset(settings.cors_origins)
         self._hosts = known_hosts(settings)
         self._access_log = AccessLog(settings.access_log) if settings.access_log is not None else None
+        self._tracer = Tracer(settings.otlp_endpoint, "turnwise-proxy") if settings.otlp_endpoint is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send if self._tracer is None else self._exporting(self._tracer, send))
             return
         read = {name: value for name, value in scope["headers"] if name in READ_HEADERS}
         context = make_context(
             read.get(REQUEST_ID, b"").decode("latin-1"), read.get(b"traceparent", b"").decode("latin-1")
         )
+        if self._tracer is not None:
+            context = self._tracer.begin(context, scope["method"], scope["path"])
         outgoing = _Outgoing(send, self._headers(context, read.get(b"origin")))
         current_request.set(context)
         started = time.perf_counter()
         try:
             await self._serve(scope, receive, outgoing, read)
         finally:
+            if context.trace is not None:
+                context.trace.end(_route(scope), outgoing.status)
             if self._access_log is not None:
                 self._access_log.write(_line(scope, context, outgoing, time.perf_counter() - started))
 
@@ -59,6 +66,17 @@ class Edge:
         """Close the access log."""
         if self._access_log is not None:
             self._access_log.close()
+
+    @staticmethod
+    def _exporting(tracer: Tracer, send: Send) -> Send:
+        """Return `send` of the lifespan that exports the last spans before it tells the server that all has ended."""
+
+        async def send_after_export(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown"):
+                await asyncio.to_thread(tracer.close)
+            await send(message)
+
+        return send_after_export
 
     async def _serve(self, scope: Scope, receive: Receive, outgoing: _Outgoing, read: dict[bytes, bytes]) -> None:
         if scope["method"] == "OPTIONS" and self._origins and b"origin" in read:
@@ -166,6 +184,17 @@ def _line(scope: Scope, context: RequestContext, outgoing: _Outgoing, seconds: f
         "seconds": round(seconds, 6),
         "bytes": outgoing.num_bytes,
     }
+
+
+def _route(scope: Scope) -> str:
+    """Return the method and the path, with the names of its parameters instead of their values.
+
+    A path without a route is left out, so that a trace's names are few.
+    """
+    if "path_params" not in scope:
+        return str(scope["method"])
+    names = {str(value): f"{{{name}}}" for name, value in scope["path_params"].items()}
+    return f"{scope['method']} {'/'.join(names.get(part, part) for part in scope['path'].split('/'))}"
 
 
 def known_hosts(settings: ProxySettings) -> frozenset[str]:

@@ -22,7 +22,7 @@ from proxy.metrics import Metrics
 from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, Work, answer, frame
 from turnwise.errors import StoreUnavailable
 from turnwise.store.database import Connection
-from turnwise.telemetry import LogFormat
+from turnwise.telemetry import LogFormat, current_request
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -105,6 +105,19 @@ class Writer:
             StoreUnavailable: when they could not be committed in time; nothing of them is stored.
             NotFound: when the session does not exist.
         """
+        context = current_request.get()
+        if context is None or context.trace is None:
+            return await self._append(sampled)
+        turn = sampled[0].turn
+        named = {
+            "turnwise.turn_id": turn.turn_id,
+            "turnwise.session_id": turn.session_id,
+            "turnwise.tenant": turn.tenant,
+        }
+        with context.trace.commit(named):
+            return await self._append(sampled)
+
+    async def _append(self, sampled: list[Sampled]) -> list[Ending]:
         endings: list[Ending] = await self._submit(sampled)
         return endings
 
