@@ -23,20 +23,20 @@ SCANNED_HERE_BYTES = 32 * 2**10
 """Longer bodies are scanned in a thread."""
 
 
-async def read_body(receive: Receive, *, max_bytes: int, timeout_seconds: float) -> bytes:
-    """Return the whole request body.
+async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
+    """Return the whole request body. The connection limits the time that it may take (see `proxy.connections`).
 
     Raises:
         TooLarge: it is longer than `max_bytes`.
-        InvalidRequest: it was not complete in time.
+        InvalidRequest: the client disconnected before it was complete.
     """
-    message = await _next_part(receive, timeout_seconds)
+    message = await _next_part(receive)
     data: bytes = message.get("body", b"")
     if not message.get("more_body"):
         return _checked_size(data, max_bytes)
     parts, size = [data], len(data)
     while message.get("more_body"):
-        message = await _next_part(receive, timeout_seconds)
+        message = await _next_part(receive)
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > max_bytes:
@@ -45,14 +45,8 @@ async def read_body(receive: Receive, *, max_bytes: int, timeout_seconds: float)
     return _checked_size(b"".join(parts), max_bytes, size)
 
 
-async def _next_part(receive: Receive, timeout_seconds: float) -> Message:
-    try:
-        async with asyncio.timeout(timeout_seconds):
-            message = await receive()
-    except TimeoutError as error:
-        raise InvalidRequest(
-            f"the request body was not complete within {timeout_seconds:g} s; send it again"
-        ) from error
+async def _next_part(receive: Receive) -> Message:
+    message = await receive()
     if message["type"] == "http.disconnect":
         raise InvalidRequest("the client disconnected before its request was complete")
     return message

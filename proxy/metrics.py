@@ -1,6 +1,6 @@
 """The proxy's metrics. They count every dropped, rejected, retried and untrainable item.
 
-`turns_of`, `tokens_of` and `call_seconds_of` cache the labelled metrics that every call updates.
+`turns_of`, `turns_by_role_of`, `tokens_of` and `call_seconds_of` cache the labelled metrics that every call updates.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Metrics:
         self.turns_by_role = Counter(
             "turnwise_turns_by_role", "Stored completions by the role of their chain", ["role"], registry=r
         )
+        self.turns_by_role_of = functools.cache(self.turns_by_role.labels)
         self.tokens = Counter("turnwise_tokens", "Tokens captured", ["kind"], registry=r)
         self.tokens_of = functools.cache(self.tokens.labels)
         self.call_seconds = Histogram(

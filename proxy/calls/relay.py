@@ -7,10 +7,9 @@ events that tell the client that it is complete, from the finishing chunk on, ar
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -26,7 +25,7 @@ from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
 from proxy.engines.engine import Lane
-from proxy.engines.http_client import Disconnected
+from proxy.engines.http_client import Answer, Disconnected
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -38,9 +37,12 @@ from turnwise.store.database import Database
 from turnwise.store.roles import set_roles
 from turnwise.types import Turn
 
+T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
 CHOICES = b'"choices"'
 """Present in every chunk of a completion; an event without it is an error."""
+NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError)
+"""What decoding a reply raises that is not a completion."""
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
 
 
@@ -66,18 +68,20 @@ class Relay:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextlib.asynccontextmanager
-    async def begin(
-        self, call: Call, principal: Principal, identity: RequestIdentity, call_id: str
-    ) -> AsyncIterator[Running]:
-        """Find the call's session and plan its prompt; the turn that it extends is reserved for the block."""
+    async def begin(self, call: Call, principal: Principal, identity: RequestIdentity, call_id: str) -> Running:
+        """Find the call's session and plan its prompt; the turn that it extends is reserved until `end`."""
         conversation = self._sessions.read_conversation(call)
         placement = await self._sessions.find(call, conversation, principal)
         try:
             plan = await self._sessions.plan(placement, call, conversation)
-            yield Running(call, placement, plan, identity, call_id)
-        finally:
+        except BaseException:
             self._sessions.release(placement)
+            raise
+        return Running(call, placement, plan, identity, call_id)
+
+    def end(self, running: Running) -> None:
+        """Release the turn that the call has reserved."""
+        self._sessions.release(running.placement)
 
     async def stored_turns(self, running: Running) -> list[Turn]:
         """Return the turns, one per choice, that an earlier call with the same `Idempotency-Key` stored.
@@ -112,23 +116,29 @@ class Relay:
             EngineError, StoreError, Overloaded, ProxyUnavailable: no reply, or a reply that could not be stored.
         """
         call = running.call
-        async with self._recorded(running, left) as lane:
-            running.version_first = lane.version
-            with cancelled_when_client_leaves(left):
-                raw = await self._read_whole(running, lane)
-            running.version_last = lane.version
-            with decoding_reply(lane):
-                raw = restore_model_name(running.cut_echo(raw), lane, call)
-                running.captured, reply = call.dialect.capture_reply(raw, call)
-            is_stored = await self._commit(running)
-        if not is_stored:
+        reply = await self._recorded(running, self._sample_whole(running, left))
+        if reply is None:
             stored = await self.stored_turns(running)
             running.version_first = stored[0].policy_version_first
             return rebuilt_answer(call, stored)
         return call.dialect.encode_reply(reply, call)
 
+    async def _sample_whole(self, running: Running, left: asyncio.Future[None]) -> bytes | None:
+        """Return the reply once its turns are stored; None if another process has stored its reply under the key."""
+        with cancelled_when_client_leaves(left):
+            lane = await self._admit(running)
+            running.version_first = lane.version
+            raw = await self._read_whole(running, lane)
+        running.version_last = lane.version
+        try:
+            raw = restore_model_name(running.cut_echo(raw), lane, running.call)
+            running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
+        except NOT_A_COMPLETION as error:
+            raise _not_a_completion(lane, error) from error
+        return reply if await self._commit(running) else None
+
     async def _read_whole(self, running: Running, lane: Lane) -> bytes:
-        with await lane.engine.post(running.call.dialect.engine_route, *self._request(running, lane)) as answer:
+        with await self._post(running, lane) as answer:
             try:
                 return await answer.read()
             except Disconnected as error:
@@ -144,21 +154,37 @@ class Relay:
             Conflict: another process has stored its reply under the same `Idempotency-Key`.
             EngineError, StoreError, Overloaded, ProxyUnavailable: as `whole`; events may have been sent by then.
         """
+        held, is_stored, has_sent = await self._recorded(running, self._sample_stream(running, send, left))
+        if not is_stored:
+            held = await self._stored_stream(running, has_sent=has_sent)
+        await send(held)
+
+    async def _sample_stream(
+        self, running: Running, send: Send, left: asyncio.Future[None]
+    ) -> tuple[bytes, bool, bool]:
+        """Send the reply's events up to the finishing ones; then store its turns.
+
+        Returns:
+            The finishing events, whether the turns are stored, and whether any event was sent.
+        """
         held, has_sent = b"", False
-        async with self._recorded(running, left) as lane:
-            with cancelled_when_client_leaves(left):
-                async for events in self._events(running, lane):
-                    encoded = self._take_events(events, running, lane)
+        buffer = sse.EventBuffer()
+        with cancelled_when_client_leaves(left):
+            lane = await self._admit(running)
+            running.version_first = lane.version
+            with await self._post(running, lane) as answer:
+                while data := await self._next_part(answer, lane):
+                    running.version_last = lane.version
+                    encoded = self._take_events(buffer.feed(data), running, lane)
                     if running.captured.is_finished(running.call.num_choices):
                         held += encoded
                     elif encoded:
                         has_sent = True
                         await send(encoded)
                         self._faults.point("mid_stream")
-            is_stored = await self._commit(running)
-        if not is_stored:
-            held = await self._stored_stream(running, has_sent=has_sent)
-        await send(held)
+        if buffer.pending or not running.captured.is_finished(running.call.num_choices):
+            raise _broken_stream(lane)
+        return held, await self._commit(running), has_sent
 
     async def _stored_stream(self, running: Running, *, has_sent: bool) -> bytes:
         """Return the stored reply of another process's call under the same key, if no other reply was begun."""
@@ -170,25 +196,13 @@ class Relay:
             )
         return rebuilt_answer(running.call, await self.stored_turns(running))
 
-    async def _events(self, running: Running, lane: Lane) -> AsyncIterator[list[bytes]]:
-        """Yield the engine's events, grouped by network read, to the end of the stream."""
-        running.version_first = lane.version
-        buffer = sse.EventBuffer()
-        with await lane.engine.post(running.call.dialect.engine_route, *self._request(running, lane)) as answer:
-            try:
-                async for data in answer.parts():
-                    running.version_last = lane.version
-                    yield buffer.feed(data)
-            except Disconnected as error:
-                raise self._broken_stream(lane) from error
-        if buffer.pending or not running.captured.is_finished(running.call.num_choices):
-            raise self._broken_stream(lane)
-
     @staticmethod
-    def _broken_stream(lane: Lane) -> EngineUnavailable:
-        return EngineUnavailable(
-            f"the engine at {lane.engine.url} ended its stream early; what was sampled until then is stored, retry"
-        )
+    async def _next_part(answer: Answer, lane: Lane) -> bytes:
+        """Return what has arrived of the engine's stream; nothing at its end."""
+        try:
+            return await answer.next_part()
+        except Disconnected as error:
+            raise _broken_stream(lane) from error
 
     def _take_events(self, events: list[bytes], running: Running, lane: Lane) -> bytes:
         """Capture events that arrived together; return the events for the client."""
@@ -198,9 +212,11 @@ class Relay:
         failures = [event for event in chunks if CHOICES not in event]
         if failures:
             chunks = [event for event in chunks if CHOICES in event]
-        with decoding_reply(lane):
+        try:
             chunks = [restore_model_name(running.cut_echo(chunk), lane, call) for chunk in chunks]
             shown = call.dialect.capture_chunks(chunks, captured, call)
+        except NOT_A_COMPLETION as error:
+            raise _not_a_completion(lane, error) from error
         if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
             running.first_token_at = time.perf_counter()
             running.version_first = lane.version
@@ -219,9 +235,8 @@ class Relay:
         encoded = orjson.dumps(body)
         return encoded, {"content-type": "application/json", "x-request-id": running.call_id}
 
-    @contextlib.asynccontextmanager
-    async def _recorded(self, running: Running, left: asyncio.Future[None]) -> AsyncIterator[Lane]:
-        """Hold an engine's lane for the block. Record a failed or aborted call exactly once.
+    async def _recorded(self, running: Running, sampling: Coroutine[Any, Any, T]) -> T:
+        """Sample a reply and return its result. Record a failed or aborted call exactly once.
 
         Raises:
             ProxyUnavailable: the server cancelled the call because it stops.
@@ -229,8 +244,7 @@ class Relay:
         self._num_running += 1
         self._idle.clear()
         try:
-            async with self._admitted(running, left) as lane:
-                yield lane
+            return await sampling
         except ClientLeft:
             await self._commit(running, aborted="client_left")
             raise
@@ -251,21 +265,22 @@ class Relay:
             self._metrics.turns_of("error", "not_stored").inc()
             raise
         finally:
+            if running.lane is not None:
+                self._pool.release(running.lane)
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
             mode = "stream" if running.call.stream else "whole"
             self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
 
-    @contextlib.asynccontextmanager
-    async def _admitted(self, running: Running, left: asyncio.Future[None]) -> AsyncIterator[Lane]:
-        """Hold a lane of the pool for the block."""
-        with cancelled_when_client_leaves(left):
-            lane = running.lane = await self._pool.admit(running.session)
-        try:
-            yield lane
-        finally:
-            self._pool.release(lane)
+    async def _admit(self, running: Running) -> Lane:
+        """Take a lane of the pool; `_recorded` releases it."""
+        lane = running.lane = await self._pool.admit(running.session)
+        return lane
+
+    async def _post(self, running: Running, lane: Lane) -> Answer:
+        body, headers = self._request(running, lane)
+        return await lane.engine.post(running.call.dialect.engine_route, body, headers)
 
     async def wait_idle(self) -> None:
         """Wait until no call runs."""
@@ -309,7 +324,7 @@ class Relay:
             inferred_for=running.placement.inferred_by,
         )
         self._count(running, endings)
-        self._metrics.turns_by_role.labels(found.role.value).inc(len(endings))
+        self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
         for turn in known[:1]:
             for correction in corrections(turn, forest):
                 await self._correct(correction, forest)
@@ -356,16 +371,13 @@ def restore_model_name(reply: bytes, lane: Lane, call: Call) -> bytes:
     return reply.replace(b'"model":' + orjson.dumps(inside), b'"model":' + orjson.dumps(requested), 1)
 
 
-@contextlib.contextmanager
-def decoding_reply(lane: Lane) -> Iterator[None]:
-    """Decode an engine's reply.
+def _not_a_completion(lane: Lane, error: Exception) -> EngineUnavailable:
+    return EngineUnavailable(
+        f"the engine at {lane.engine.url} answered something that is no completion ({error}); retry"
+    )
 
-    Raises:
-        EngineUnavailable: the reply is not a completion.
-    """
-    try:
-        yield
-    except (msgspec.DecodeError, LookupError, TypeError) as error:
-        raise EngineUnavailable(
-            f"the engine at {lane.engine.url} answered something that is no completion ({error}); retry"
-        ) from error
+
+def _broken_stream(lane: Lane) -> EngineUnavailable:
+    return EngineUnavailable(
+        f"the engine at {lane.engine.url} ended its stream early; what was sampled until then is stored, retry"
+    )

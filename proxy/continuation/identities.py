@@ -38,12 +38,12 @@ class NativeId(NamedTuple):
     """Returns the id of the agent within the session; None for the main agent."""
 
 
-def _header(*names: str) -> Callable[[Headers, Json], str | None]:
+def _header(*names: bytes) -> Callable[[Headers, Json], str | None]:
     return lambda headers, _: next((found for name in names if (found := _text(headers, name))), None)
 
 
-def _text(headers: Headers, name: str) -> str | None:
-    return headers.get(name.encode(), b"").decode("latin-1") or None
+def _text(headers: Headers, name: bytes) -> str | None:
+    return headers.get(name, b"").decode("latin-1") or None
 
 
 def _unique_cache_key(_: Headers, body: Json) -> str | None:
@@ -76,23 +76,26 @@ def _conversation(_: Headers, body: Json) -> object:
 
 def _codex_agent(headers: Headers) -> str | None:
     """Return the thread of a Codex sub-agent; the main thread has the session's own id."""
-    thread = _text(headers, "thread-id")
-    return thread if thread != _header("session-id", "session_id")(headers, {}) else None
+    thread = _text(headers, THREAD)
+    return thread if thread != _header(*CODEX_SESSION)(headers, {}) else None
 
 
+CLAUDE_SESSION, CLAUDE_AGENT = b"x-claude-code-session-id", b"x-claude-code-agent-id"
+CODEX_SESSION, THREAD = (b"session-id", b"session_id"), b"thread-id"
+AGENT_HEADERS = frozenset({CLAUDE_AGENT, THREAD})
+"""The headers that can name an agent."""
 NATIVE_IDS = (
-    NativeId(
-        "claude-code", _header("x-claude-code-session-id"), lambda headers: _text(headers, "x-claude-code-agent-id")
-    ),
-    NativeId("codex", _header("session-id", "session_id", "thread-id"), _codex_agent),
-    NativeId("litellm", _header("x-litellm-session-id")),
-    NativeId("session-affinity", _header("x-session-affinity")),
+    NativeId("claude-code", _header(CLAUDE_SESSION), lambda headers: _text(headers, CLAUDE_AGENT)),
+    NativeId("codex", _header(*CODEX_SESSION, THREAD), _codex_agent),
+    NativeId("litellm", _header(b"x-litellm-session-id")),
+    NativeId("session-affinity", _header(b"x-session-affinity")),
     NativeId("claude-user", _claude_user),
     NativeId("conversation", _conversation),
     NativeId("prompt-cache-key", _unique_cache_key),
 )
 """In the order in which they are tried."""
 OWN_HEADER = "x-session-id"
+_OWN_HEADER = OWN_HEADER.encode()
 
 
 def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str]) -> None:
@@ -107,19 +110,20 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
     Raises:
         InvalidRequest: a session id that is not valid.
     """
-    body = {**call.body, **call.original}
     entries = [entry for entry in NATIVE_IDS if entry.name not in ignored]
-    call.agent_id = next((agent for entry in entries if (agent := entry.agent(headers))), None)
+    if not AGENT_HEADERS.isdisjoint(headers):
+        call.agent_id = next((agent for entry in entries if (agent := entry.agent(headers))), None)
     metadata = call.body.get("metadata") or {}
     explicit = {
         "path": path_id,
-        OWN_HEADER: None if OWN_HEADER in ignored else _text(headers, OWN_HEADER),
+        OWN_HEADER: None if OWN_HEADER in ignored else _text(headers, _OWN_HEADER),
         "metadata": metadata.get("session_id"),
     }
     for source, session_id in explicit.items():
         if session_id:
             call.session_id, call.session_source = check_id(session_id), source
             return
+    body = {**call.body, **call.original}
     for entry in entries:
         native = entry.read(headers, body)
         if isinstance(native, str) and native:

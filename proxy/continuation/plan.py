@@ -64,8 +64,12 @@ class Forest:
     """Several turns have the same history where parallel agents got the same reply."""
     by_dialogue: dict[bytes, list[KnownTurn]] = dataclasses.field(default_factory=dict)
     """The same without system messages, tools and template arguments."""
-    children: dict[str | None, list[KnownTurn]] = dataclasses.field(default_factory=dict)
-    """The turns that extend each turn; under None the roots."""
+    by_prompt: dict[tuple[str | None, bytes, bool], list[KnownTurn]] = dataclasses.field(default_factory=dict)
+    """Indexed by the turn that they extend (None for roots), their prompt's digest, and whether they are aborted."""
+    agent_roots: dict[bytes, KnownTurn] = dataclasses.field(default_factory=dict)
+    """The first root under each system message, of those that ask for an agent's own work."""
+    side_roots: list[KnownTurn] = dataclasses.field(default_factory=list)
+    """The other roots: each asks for what its `side_task` names."""
 
     def add(self, turn: KnownTurn) -> None:
         """Add a turn; one that is added again, with its tokens, replaces itself."""
@@ -74,14 +78,34 @@ class Forest:
             turn.has_child = earlier.has_child
             self.by_history[turn.history_digest].remove(earlier)
             self.by_dialogue[turn.dialogue_digest].remove(earlier)
-            self.children[turn.parent_turn_id].remove(earlier)
+            self.by_prompt[_prompt_key(earlier)].remove(earlier)
+            self._remove_root(earlier)
         self.by_id[turn.turn_id] = turn
         self.by_history.setdefault(turn.history_digest, []).append(turn)
         self.by_dialogue.setdefault(turn.dialogue_digest, []).append(turn)
-        self.children.setdefault(turn.parent_turn_id, []).append(turn)
+        self.by_prompt.setdefault(_prompt_key(turn), []).append(turn)
+        if turn.parent_turn_id is None:
+            self._add_root(turn)
         parent = self.by_id.get(turn.parent_turn_id or "")
         if parent is not None:
             parent.has_child = parent.has_child or not turn.is_aborted
+
+    def _add_root(self, turn: KnownTurn) -> None:
+        if turn.side_task is None:
+            self.agent_roots.setdefault(turn.system_digest, turn)
+        else:
+            self.side_roots.append(turn)
+
+    def _remove_root(self, turn: KnownTurn) -> None:
+        if self.agent_roots.get(turn.system_digest) is turn:
+            del self.agent_roots[turn.system_digest]
+        elif turn in self.side_roots:
+            self.side_roots.remove(turn)
+
+    def siblings(self, turn: KnownTurn, *, aborted: bool) -> list[KnownTurn]:
+        """Return the other turns, aborted or not, that were sampled after the same prompt."""
+        same = self.by_prompt.get((turn.parent_turn_id, turn.prompt_digest, aborted), ())
+        return [other for other in same if other is not turn]
 
     def deepest(self, conversation: Conversation) -> KnownTurn | None:
         """Return the turn that covers most of the conversation's messages up to the last reply.
@@ -111,6 +135,10 @@ class Forest:
         while current is not None:
             yield current
             current = self.by_id.get(current.parent_turn_id or "")
+
+
+def _prompt_key(turn: KnownTurn) -> tuple[str | None, bytes, bool]:
+    return turn.parent_turn_id, turn.prompt_digest, turn.is_aborted
 
 
 def is_free(turn: KnownTurn, reserved: Container[str]) -> bool:
@@ -227,9 +255,9 @@ def break_reason(conversation: Conversation, forest: Forest, parent: KnownTurn |
 
 def _drops_reply(conversation: Conversation, forest: Forest, parent: KnownTurn | None) -> bool:
     """Return whether the conversation repeats the prompt of a turn after `parent`, and then leaves its reply out."""
-    siblings = forest.children.get(None if parent is None else parent.turn_id, ())
-    continued = set(conversation.history.messages[0 if parent is None else parent.num_messages : -1])
-    return any(turn.prompt_digest in continued for turn in siblings if not turn.is_aborted)
+    parent_id, first = (None, 0) if parent is None else (parent.turn_id, parent.num_messages)
+    continued = conversation.history.messages[first:-1]
+    return any(forest.by_prompt.get((parent_id, digest, False)) for digest in continued)
 
 
 def with_thinking(messages: list[Json], forest: Forest, parent: KnownTurn) -> list[Json]:

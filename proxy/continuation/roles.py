@@ -8,7 +8,7 @@ title, a topic or a summary becomes a side chain as soon as the session has anot
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -60,43 +60,35 @@ def find_role(call: Call, plan: Plan, forest: Forest) -> Found:
         return Found(parent.role, "extends")
     if call.agent_id is not None:
         return Found(Role.SUB_AGENT, "agent_id")
-    others = [root for root in forest.children.get(None, ()) if root.side_task is None]
-    task = side_task(call.messages, call.tools, call.body)
-    if task is not None and others:
-        return Found(Role.SIDE, task)
+    others = forest.agent_roots
     if not others:
         return Found(Role.MAIN, "first_chain")
+    task = side_task(call.messages, call.tools, call.body)
+    if task is not None:
+        return Found(Role.SIDE, task)
     if plan.reason is not None and plan.reason != "edited_history":
         return Found(Role.MAIN, "continues_conversation")
-    system = system_digest(call.messages)
-    same = [root.role for root in others if root.system_digest == system]
-    return Found(same[0], "same_system") if same else Found(Role.SUB_AGENT, "other_system")
+    same = others.get(system_digest(call.messages))
+    return Found(Role.SUB_AGENT, "other_system") if same is None else Found(same.role, "same_system")
 
 
 def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
     """Return what a new turn shows about the turns before it."""
     found = []
     if turn.parent_turn_id is None and turn.side_task is None:
-        for root in forest.children.get(None, ()):
-            if root.side_task is not None and root.role is Role.MAIN:
+        for root in forest.side_roots:
+            if root.role is Role.MAIN and root.side_task is not None:
                 chain = [each.turn_id for each in forest.by_id.values() if each.chain_id == root.chain_id]
                 found.append(Correction(chain, Found(Role.SIDE, root.side_task)))
-    siblings = [other for other in _siblings(turn, forest) if other.is_aborted]
+    siblings = forest.siblings(turn, aborted=True)
     parent = forest.by_id.get(turn.parent_turn_id or "")
     if parent is not None:
-        siblings += [
-            other for other in _siblings(parent, forest) if not other.has_child and other.ended_at <= parent.started_at
-        ]
+        others = forest.siblings(parent, aborted=True) + forest.siblings(parent, aborted=False)
+        siblings += [other for other in others if not other.has_child and other.ended_at <= parent.started_at]
     discarded = [other.turn_id for other in siblings if other.role is not Role.RETRY]
     if discarded:
         found.append(Correction(discarded, Found(Role.RETRY, "sampled_again")))
     return found
-
-
-def _siblings(turn: KnownTurn, forest: Forest) -> Iterable[KnownTurn]:
-    """Return the other turns that were sampled after the same prompt."""
-    same = forest.children.get(turn.parent_turn_id, ())
-    return [other for other in same if other is not turn and other.prompt_digest == turn.prompt_digest]
 
 
 def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | None:

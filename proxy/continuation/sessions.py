@@ -88,7 +88,9 @@ class Sessions:
         session_id = principal.session_id or call.session_id
         if session_id is None:
             return await self._infer(call, conversation, Caller(principal.tenant, principal.key_id))
-        live = await self.open(_opened_by_call(check_id(session_id), principal.tenant))
+        live = self._cached((principal.tenant, session_id))
+        if live is None:
+            live = await self.open(_opened_by_call(check_id(session_id), principal.tenant))
         if live.session.status is SessionStatus.OPEN:
             return Placement(live)
         is_named_by_app = principal.session_id is None and call.session_source != "path"
@@ -115,12 +117,17 @@ class Sessions:
             before = next_id
         raise AssertionError("an endless count has ended")
 
-    async def open(self, session: Session) -> LiveSession:
-        """Return the session with this id; store `session` if there is none."""
-        key = (session.tenant, session.session_id)
+    def _cached(self, key: tuple[str, str]) -> LiveSession | None:
         live = self._live.get(key)
         if live is not None:
             self._live.move_to_end(key)
+        return live
+
+    async def open(self, session: Session) -> LiveSession:
+        """Return the session with this id; store `session` if there is none."""
+        key = (session.tenant, session.session_id)
+        live = self._cached(key)
+        if live is not None:
             return live
         task = self._opening.get(key)
         if task is None:

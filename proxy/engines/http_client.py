@@ -10,7 +10,7 @@ import asyncio
 import base64
 import dataclasses
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 from urllib.parse import unquote, urlsplit
@@ -176,22 +176,22 @@ class Answer:
         Raises:
             Disconnected: the connection broke before its end.
         """
-        parts = [part async for part in self.parts()]
+        parts = []
+        while part := await self.next_part():
+            parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the data that has arrived since the last part, until the body is complete.
+    async def next_part(self) -> bytes:
+        """Return the data that has arrived since the last part, at least one byte; nothing once the body is complete.
 
         Raises:
-            Disconnected: the connection broke; all data before that has been yielded.
+            Disconnected: the connection broke; all data before that has been returned.
         """
-        while True:
-            if self._parts:
-                yield self._take()
-            elif self._is_complete:
-                return
-            else:
-                await self.wait()
+        while not self._parts:
+            if self._is_complete:
+                return b""
+            await self.wait()
+        return self._take()
 
     async def wait(self) -> None:
         """Wait for the head, for data, or for the end of the body.

@@ -55,6 +55,7 @@ class EnginePool:
         self._wait_seconds = wait_seconds
         self._in_flight = 0
         self._changed = asyncio.Event()
+        metrics.in_flight.set_function(lambda: self._in_flight)
         for engine in self.engines:
             engine.status.on_change = lambda _state, engine=engine: self._note_change(engine)
             metrics.engine_up.labels(engine.url).set(0)
@@ -124,11 +125,11 @@ class EnginePool:
         """
         if self._in_flight >= self._max_concurrent_calls:
             raise Overloaded(f"{self._in_flight} calls are in flight, which is the limit; retry after a second")
-        self._count(1)
+        self._in_flight += 1
         try:
             lane = await self._wait_for_lane(session)
         except BaseException:
-            self._count(-1)
+            self._in_flight -= 1
             raise
         lane.num_calls += 1
         if self.trial is not None:
@@ -174,11 +175,7 @@ class EnginePool:
     def release(self, lane: Lane) -> None:
         """Return the place of a call."""
         lane.num_calls -= 1
-        self._count(-1)
-
-    def _count(self, change: int) -> None:
-        self._in_flight += change
-        self._metrics.in_flight.set(self._in_flight)
+        self._in_flight -= 1
 
     def close(self) -> None:
         """Close all idle connections."""

@@ -76,9 +76,7 @@ class Sample:
         principal = await services.authenticator.authenticate(headers)
         principal.require("call")
         settings = services.settings
-        raw = await read_body(
-            receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
-        )
+        raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         call = await self._read_call(raw, scope, headers, query, principal)
         reply.encoder = call.encoder
         services.model_names.check(call.model, services.pool.engines)
@@ -134,13 +132,14 @@ class Sample:
         with cancelled_when_client_leaves(left):
             admission = await self._services.limits.admit(principal)
         try:
-            async with self._services.relay.begin(call, principal, identity, call_id) as running:
-                reply.headers[SESSION] = running.session.session_id
-                try:
-                    return await self._reply_to(running, reply, left)
-                finally:
-                    admission.num_tokens = running.num_tokens
-                    budgets.charge(principal, running.num_tokens)
+            running = await self._services.relay.begin(call, principal, identity, call_id)
+            reply.headers[SESSION] = running.session.session_id
+            try:
+                return await self._reply_to(running, reply, left)
+            finally:
+                self._services.relay.end(running)
+                admission.num_tokens = running.num_tokens
+                budgets.charge(principal, running.num_tokens)
         finally:
             admission.release()
 

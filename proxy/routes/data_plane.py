@@ -73,9 +73,7 @@ class Query:
         """Return the length of a prompt, by the engine's own template and tokenizer."""
         principal.require("call")
         services, settings = self._services, self._services.settings
-        raw = await read_body(
-            receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
-        )
+        raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         body = await parse_object(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
         request = self._dialect.count_request(body)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -150,13 +151,13 @@ class _Outgoing:
         self.status: int | None = None
         self.num_bytes = 0
 
-    async def __call__(self, message: Message) -> None:
+    def __call__(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message = {**message, "headers": [*message["headers"], *self._headers]}
+            message["headers"] = [*message["headers"], *self._headers]
         else:
             self.num_bytes += len(message.get("body", b""))
-        await self._send(message)
+        return self._send(message)
 
 
 async def _answer_preflight(scope: Scope, send: Send) -> None:

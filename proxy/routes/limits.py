@@ -68,11 +68,7 @@ class LimitedRoute(APIRoute):
             settings = services_of(request).settings
             checked = LimitedRequest(request.scope, request.receive)
             if request.method == "POST":
-                raw = await read_body(
-                    request.receive,
-                    max_bytes=settings.max_body_bytes,
-                    timeout_seconds=settings.header_timeout_seconds,
-                )
+                raw = await read_body(request.receive, max_bytes=settings.max_body_bytes)
                 await check_nesting(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
                 checked._body = raw  # noqa: SLF001  Starlette's cache of the body
             return await handle(checked)

@@ -66,9 +66,7 @@ class Upstream:
                 "the setting `upstream` names a server that such requests are passed to",
                 code="no_route",
             )
-        body = await read_body(
-            receive, max_bytes=settings.max_body_bytes, timeout_seconds=settings.header_timeout_seconds
-        )
+        body = await read_body(receive, max_bytes=settings.max_body_bytes)
         passed = {name.decode(): headers[name].decode("latin-1") for name in PASSED_HEADERS if name in headers}
         path = self._path.removeprefix("/v1") + (
             "?" + scope["query_string"].decode("latin-1") if query_of(scope) else ""
