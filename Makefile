@@ -13,7 +13,7 @@ MISMATCHED := torchvision torchaudio torchcodec
 WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning docs compose-check conformance clean
+.PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning gpu-check docs compose-check conformance clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ bench: setup ## Measure what README and docs state
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/proxy.py
 	$(BIN)/python bench/training.py
+
+gpu-check: ## Measure this machine's GPU with what is installed, without a network: docs/gpu.md
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu_check.py $(ARGS)
 
 bench-learning: setup ## Show what is learnt by each algorithm, three seeds each: most of an hour
 	$(BIN)/python bench/learning --all

@@ -36,7 +36,9 @@ class Size:
         return int(self.model["vocab_size"])
 
 
-def _shape(vocabulary: int, hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+def _shape(
+    vocabulary: int, hidden: int, feed_forward: int, layers: int, heads: int, kv_heads: int, head_dim: int | None = None
+) -> dict[str, int]:
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -44,7 +46,7 @@ def _shape(vocabulary: int, hidden: int, feed_forward: int, layers: int, heads: 
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
+        "head_dim": head_dim or hidden // heads,
     }
 
 
@@ -56,8 +58,21 @@ SIZES = {
         observed=64,
         sampled=64,
     ),
+    "0.6b": Size(
+        model=_shape(151_936, 1024, 3072, 28, 16, 8, 128) | {"tie_word_embeddings": True},
+        prompt=512,
+        observed=128,
+        sampled=128,
+    ),
+    "1.7b": Size(
+        model=_shape(151_936, 2048, 6144, 28, 16, 8, 128) | {"tie_word_embeddings": True},
+        prompt=512,
+        observed=128,
+        sampled=128,
+    ),
 }
-"""`small` is the demo's model; `0.5b` has the shape of Qwen2.5-0.5B, 494 million parameters."""
+"""`small` is the demo's model; `0.5b` has the shape of Qwen2.5-0.5B, 494 million parameters; `0.6b` and `1.7b` have
+those of Qwen3."""
 
 
 def write_model(directory: Path, size: Size, max_turns: int) -> None:

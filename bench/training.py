@@ -152,32 +152,37 @@ class Bench:
         return time.perf_counter() - started
 
     def _utilisation(self, rows: Iterable[Row], seconds: float) -> float | None:
-        """Return the model's operations per second divided by the device's peak; None if the peak is unknown.
+        """Return the model's operations per second divided by the device's peak; None if the peak is unknown."""
+        given = self._given.peak_tflops
+        peak = given * 1e12 if given else peak_operations(self.policy.device)
+        return None if peak is None else operations_of(self.policy, rows) / seconds / peak
 
-        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T operations per token, forward and
-        backward, with N parameters, L layers, H heads of dimension Q, T tokens attended to. Here N excludes the
-        embeddings, the output layer counts only for tokens that predict a trained token, and T is the number of tokens
-        that a token attends to, without masked tokens.
-        """
-        peak = self._given.peak_tflops * 1e12 if self._given.peak_tflops else _peak(self.policy.device)
-        if peak is None:
-            return None
-        config, parameters = self.policy.config, dict(self.policy.model.named_parameters())
-        body = sum(value.numel() for name, value in parameters.items() if ".layers." in name)
-        width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-        operations = 0
-        for row in rows:
-            operations += 6 * body * len(row.layout.tokens)
-            operations += 6 * config.hidden_size * config.vocab_size * len(set(row.predictor.tolist()))
-            operations += 12 * width * int((row.layout.positions + 1).sum())
-        return operations / seconds / peak
+
+def operations_of(policy: Policy, rows: Iterable[Row]) -> int:
+    """Return the model's operations of these rows, forward and backward.
+
+    Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T operations per token, with N
+    parameters, L layers, H heads of dimension Q, T tokens attended to. Here N excludes the embeddings, the output layer
+    counts only for tokens that predict a trained token, and T is the number of tokens that a token attends to, without
+    masked tokens.
+    """
+    config = policy.config
+    body = sum(value.numel() for name, value in policy.model.named_parameters() if ".layers." in name)
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    operations = 0
+    for row in rows:
+        operations += 6 * body * len(row.layout.tokens)
+        operations += 6 * config.hidden_size * config.vocab_size * len(set(row.predictor.tolist()))
+        operations += 12 * width * int((row.layout.positions + 1).sum())
+    return operations
 
 
 def _batch(experiences: Sequence[Any]) -> Batch:
     return build(experiences, assign(experiences, AdvantageRule()), policy_version=0)
 
 
-def _peak(device: torch.device) -> float | None:
+def peak_operations(device: torch.device) -> float | None:
+    """Return the device's bfloat16 operations per second; None if they are not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

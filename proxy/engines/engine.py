@@ -267,13 +267,13 @@ class Engine:
         """
         return int((await self.ask("GET", "/get_world_size"))["world_size"])
 
-    async def receive_weights(self, init_info: Json) -> None:
+    async def receive_weights(self, init_info: Json, *, seconds: float) -> None:
         """Start to receive a version from a trainer, beside the running calls.
 
         Raises:
             EngineRefused: it was not started for transfers, or cannot receive this one.
         """
-        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, seconds=seconds)
 
     async def load_received(self, version: int, *, seconds: float) -> None:
         """Replace the base weights with a version that it received.

@@ -104,7 +104,7 @@ class Transfers:
         if started is None:
             return "the trainer does not hold it any more, or does not answer"
         try:
-            await engine.receive_weights(started["init_info"])
+            await engine.receive_weights(started["init_info"], seconds=self._seconds)
         except EngineError as error:
             if base is None:
                 raise

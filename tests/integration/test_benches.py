@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -38,3 +39,33 @@ def test_merged_sessions_train_faster_than_one_row_a_turn_here_and_in_trl():
     printed = run("training.py", "--turns", "10", "--sessions", "4", "--rounds", "2")
     assert float(re.search(r"row a turn .* ([0-9.]+)× the tokens", printed)[1]) > 5.5
     assert printed.count("TRL, row a") == 2
+
+
+def gpu_check(directory: Path, *arguments: str) -> tuple[int, dict]:
+    """Run the small form of `make gpu-check`; return its exit status and its report."""
+    argv = [sys.executable, str(BENCH / "gpu_check.py"), "--small", "--out", str(directory), *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=1200, check=False)
+    print(done.stdout, done.stderr)
+    return done.returncode, json.loads((directory / "report.json").read_text())
+
+
+def test_the_gpu_check_names_the_machine_and_goes_on_after_a_part_that_fails(tmp_path):
+    """A directory lies where the first part writes its figures."""
+    (tmp_path / "machine.json").mkdir()
+    status, report = gpu_check(tmp_path, "--parts", "machine", "kernels")
+    assert status == 1
+    assert report["is_small"]
+    assert report["parts"]["machine"]["status"] == "failed"
+    attention = report["parts"]["kernels"]["attention"]
+    assert attention["fewer_tokens"] == 1024 / 448  # 4 · (192 + 64) tokens apart, 192 + 4 · 64 in a forest
+    printed = (tmp_path / "table.md").read_text()
+    assert "| machine | | failed: " in printed
+    assert "| kernels | `loss.faster` |" in printed
+
+
+@pytest.mark.slow
+def test_every_part_of_the_gpu_check_gives_figures_with_the_stand_in(tmp_path):
+    status, report = gpu_check(tmp_path, "--engine", "fake")
+    assert status == 0, report
+    assert report["parts"]["publish"]["num_failed_calls"] == 0
+    assert report["parts"]["step-1.7b"]["trained_tokens"] == 4 * 10 * 16

@@ -24,10 +24,11 @@ import torch
 from openai import APIError, AsyncOpenAI, OpenAI
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_checkpoint, write_perturbed
-from support.control_plane import ask, policy, publish, wait_for_status
+from support.control_plane import ask, metric, policy, publish, wait_for_status
 from support.engines import RunningEngine, load_own_weights
 from support.proxies import RunningProxy, StartProxy, running_proxy
 from support.waiting import assert_stays, wait_until
+from support.weights_in_memory import weights_in_memory
 
 from turnwise.store import policies
 from turnwise.store.database import Database
@@ -137,9 +138,10 @@ def stalls(watched: Observed, reloads: list[tuple[float, float]]) -> list[float]
     ]
 
 
+@pytest.mark.parametrize("source", ["directory", "memory"])
 @pytest.mark.parametrize(("num_reloads", "num_streams"), SIZES)
 def test_no_stream_fails_during_reloads_and_every_token_has_the_version_that_its_turn_names(
-    served: RunningProxy, engine: RunningEngine, tmp_path: Path, num_reloads: int, num_streams: int
+    served: RunningProxy, engine: RunningEngine, tmp_path: Path, num_reloads: int, num_streams: int, source: str
 ):
     """0 failed, 0 cut; the published weights are served; first and last version match the tokens."""
     watched, reloads, gaps = Observed(), [], []
@@ -148,18 +150,29 @@ def test_no_stream_fails_during_reloads_and_every_token_has_the_version_that_its
         paths[version] = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)
     sampled = {version for version in paths if version % max(1, num_reloads // 10) == 0}
 
+    def publish_here(version: int, path: Path) -> None:
+        if source == "directory":
+            assert publish(served, path) == version
+        else:
+            trainer.hold(version, path)
+            publish_in_store(served, version, tmp_path / "nowhere" / path.name)
+
     async def reload_all() -> None:
         async with streams(served, num_streams, watched):
             for version in range(1, num_reloads + 1):
                 await asyncio.sleep(0.3)  # the pace of a trainer: streams start and end between reloads
                 begin = time.monotonic()
-                assert await asyncio.to_thread(publish, served, paths[version]) == version
+                await asyncio.to_thread(publish_here, version, paths[version])
                 await asyncio.to_thread(wait_for_status, served, version)
                 reloads.append((begin, time.monotonic()))
                 if version in sampled:
                     gaps.append(await asyncio.to_thread(greedy_gap, served, forward_of(paths[version])))
 
-    asyncio.run(reload_all())
+    with weights_in_memory(served.database_url) as trainer:
+        asyncio.run(reload_all())
+    assert metric(served, "turnwise_weight_transfers_total", result="sent") == (
+        num_reloads if source == "memory" else 0
+    )
     turns = [view for view in served.turns() if view.turn.sampling.get("temperature") == 1.0]
     counts = check_versions(turns, paths, limit=400)
     report(watched, reloads, gaps, counts)

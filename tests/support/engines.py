@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 from support.control_plane import ask
 
+from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
-from turnwise.processes.engine_command import EngineSettings, build_command
+from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin
 from turnwise.processes.stack import free_port
 from turnwise.processes.supervisor import is_ready, tail_of
 
@@ -65,9 +66,12 @@ def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @contextlib.contextmanager
 def running_engine(model_dir: Path, log: Path, *extra: str) -> Iterator[RunningEngine]:
     """Run a real vLLM with our flags and `extra` ones until the block ends."""
-    settings = EngineSettings(model=str(model_dir), port=free_port(), served_model_name="small", lora=True)
+    settings = EngineSettings(
+        model=str(model_dir), port=free_port(), served_model_name="small", lora=True, weight_transfer=True
+    )
     command = build_command(settings, extra, gpu=False)
-    assignments = [f"{name}={value}" for name, value in command.environment.items()]
+    environment = command.environment | plugin_environment(log.parent)
+    assignments = [f"{name}={value}" for name, value in environment.items()]
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["env", *assignments, *command.argv], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -78,6 +82,18 @@ def running_engine(model_dir: Path, log: Path, *extra: str) -> Iterator[RunningE
         yield RunningEngine(url, "small", model_dir, log, process.pid)
     finally:
         _end_group(process)
+
+
+def plugin_environment(directory: Path) -> dict[str, str]:
+    """Return the variables under which a vLLM finds our plugin, also where the installed metadata does not name it."""
+    if has_plugin():
+        return {}
+    metadata = directory / "turnwise_plugin-0.0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: turnwise-plugin\nVersion: 0.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\n{BACKEND} = turnwise.engine_plugin:register\n")
+    root = Path(__file__).parents[2]
+    return {"PYTHONPATH": os.pathsep.join([str(directory), str(root)])}
 
 
 def load_own_weights(engine: RunningEngine) -> None:

@@ -1,0 +1,42 @@
+"""A trainer's weights in the test's own process, announced in a proxy's ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from trainer.publish.weight_server import WeightRule, WeightServer
+from turnwise.store import weight_servers
+from turnwise.store.database import Database
+
+
+@dataclasses.dataclass
+class WeightsInMemory:
+    """The weights that a trainer would hold."""
+
+    server: WeightServer
+
+    def hold(self, version: int, directory: Path) -> None:
+        """Hold a directory's weights as a version."""
+        assert self.server.held.hold(version, load_file(directory / "model.safetensors"), {"token_ids": [1]})
+
+
+@contextlib.contextmanager
+def weights_in_memory(database_url: str, **settings: object) -> Iterator[WeightsInMemory]:
+    """Hand out weights until the block ends; deltas where an engine has the version before."""
+    server = WeightServer(WeightRule(**({"weight_deltas": True, "weight_seconds": 10.0} | settings)))
+    database = Database(database_url)
+    try:
+        for url in (server.url, None):
+            with database.write() as connection:
+                weight_servers.announce_weights(connection, "trainer", url, datetime.now(UTC))
+            if url is not None:
+                yield WeightsInMemory(server)
+    finally:
+        server.close()
+        database.close()
