@@ -243,6 +243,7 @@ def known_turn(turn: Turn, plan: Plan, chain_id: str) -> KnownTurn:
         messages_digest=turn.messages_digest,
         dialogue_digest=turn.dialogue_digest,
         prompt_digest=plan.history.messages[-1] if plan.history.messages else b"",
+        messages_state=plan.history.state_after(turn.response),
         reasoning=turn.response.get("reasoning") or "",
         call_ids=tool_call_ids(turn.response),
         is_aborted=turn.outcome is Outcome.ABORTED,

@@ -54,6 +54,12 @@ class History:
             state.update(digest)
         return states[0].digest(), states[1].digest(), states[2].digest()
 
+    def state_after(self, message: Json) -> Any:
+        """Return the running hash of `messages` after one more message, the reply."""
+        state = self.states[1].copy()
+        state.update(message_digest(message, self.fields))
+        return state
+
 
 def digest_history(messages: Sequence[Json], context: bytes, fields: frozenset[str] = NO_FIELDS) -> History:
     """Digest every prefix of `messages`.
@@ -152,15 +158,15 @@ def has_media(messages: Sequence[Json]) -> bool:
     )
 
 
-def prompt_digests(turns: Iterable[Turn], fields: frozenset[str]) -> dict[str, bytes]:
+def prompt_digests(turns: Iterable[Turn], states: dict[str | None, Any], fields: frozenset[str]) -> dict[str, bytes]:
     """Return the digest of each turn's prompt messages, as `History.messages` has it after the last message.
 
     Args:
-        turns: the turns of a session in the order of their commits.
+        turns: turns of a session in the order of their commits.
+        states: `History.state_after` of the turns that they extend, by id; those of `turns` are added.
         fields: what the template prints of `NAME` and `CALL_IDS`.
     """
     found: dict[str, bytes] = {}
-    states: dict[str | None, Any] = {}
     for turn in turns:
         state = states[turn.parent_turn_id].copy() if turn.parent_turn_id in states else _empty()
         for message in turn.messages:

@@ -14,6 +14,8 @@ class LiveSession:
 
     session: Session
     forest: Forest = dataclasses.field(default_factory=Forest)
+    num_read: int = 0
+    """The `seq` up to which stored turns have been read, or were found to be known."""
 
 
 @dataclasses.dataclass(slots=True)

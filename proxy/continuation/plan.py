@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class KnownTurn:
     dialogue_digest: bytes
     prompt_digest: bytes = b""
     """Digest of the prompt's messages alone."""
+    messages_state: Any = None
+    """The running hash of `messages_digest`; None once another turn extends this one."""
     reasoning: str = ""
     """The thinking that was sampled."""
     call_ids: frozenset[str] = frozenset()
@@ -89,6 +92,8 @@ class Forest:
         parent = self.by_id.get(turn.parent_turn_id or "")
         if parent is not None:
             parent.has_child = parent.has_child or not turn.is_aborted
+            if parent.has_child:
+                parent.messages_state = None
 
     def _add_root(self, turn: KnownTurn) -> None:
         if turn.side_task is None:

@@ -13,18 +13,18 @@ import itertools
 import logging
 import uuid
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from proxy.auth import Principal
 from proxy.continuation.candidates import Candidate, choose_candidate
 from proxy.continuation.chat_template import ChatTemplate
-from proxy.continuation.conversation import Conversation, read_conversation, tool_call_ids
-from proxy.continuation.digests import NO_FIELDS, prompt_digests
+from proxy.continuation.conversation import Conversation, read_conversation
+from proxy.continuation.digests import NO_FIELDS
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.identities import check_id
 from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.plan import KnownTurn, Plan, break_reason, new_chain, plan_call
-from proxy.continuation.roles import side_task, system_digest
+from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
@@ -32,9 +32,9 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
-from turnwise.store import history, ledger, lineage, queries
+from turnwise.store import history, ledger
 from turnwise.store.database import Database
-from turnwise.types import Outcome, Role, Session, SessionStatus, Turn
+from turnwise.types import Session, SessionStatus
 
 log = logging.getLogger(__name__)
 MAX_NAME = 240
@@ -156,39 +156,25 @@ class Sessions:
 
     async def refresh(self, live: LiveSession) -> None:
         """Add the turns that other processes have committed, or this process before a restart."""
-        views, digests = await asyncio.to_thread(self._read_unknown, live)
-        for view in views:
-            turn = view.turn
-            live.forest.add(
-                KnownTurn(
-                    turn_id=turn.turn_id,
-                    parent_turn_id=turn.parent_turn_id,
-                    chain_id=turn.chain_id,
-                    num_messages=len(view.messages) + 1,
-                    history_digest=turn.history_digest,
-                    messages_digest=turn.messages_digest,
-                    dialogue_digest=turn.dialogue_digest,
-                    prompt_digest=digests[turn.turn_id],
-                    reasoning=turn.response.get("reasoning") or "",
-                    call_ids=tool_call_ids(turn.response),
-                    is_aborted=turn.outcome is Outcome.ABORTED,
-                    role=turn.role or Role.MAIN,
-                    **_root_facts(turn),
-                    started_at=turn.created_at.timestamp(),
-                    ended_at=turn.created_at.timestamp() + turn.duration_seconds,
-                )
-            )
+        found, live.num_read = await asyncio.to_thread(self._read_unknown, live)
+        for turn in found:
+            if turn.turn_id not in live.forest.by_id:  # it may have been committed here meanwhile
+                live.forest.add(turn)
 
-    def _read_unknown(self, live: LiveSession) -> tuple[list[lineage.TurnView], dict[str, bytes]]:
-        """Return the stored turns that are not in memory, and the digests of their prompts."""
-        session, known = live.session, set(live.forest.by_id)
+    def _read_unknown(self, live: LiveSession) -> tuple[list[KnownTurn], int]:
+        """Return the stored turns that are not in memory, and the `seq` after the last stored turn."""
+        session, by_id = live.session, dict(live.forest.by_id)
+        read = functools.partial(history.unknown_turns, tenant=session.tenant, session_id=session.session_id)
         with self._database.read() as connection:
-            index = history.history_index(connection, session.tenant, session.session_id)
-            if all(entry.turn_id in known or entry.outcome is Outcome.ERROR for entry in index):
-                return [], {}
-            views, _ = queries.turns(connection, session.tenant, session.session_id, limit=len(index))
-        digests = prompt_digests((view.turn for view in views), self._fields_read)
-        return [view for view in views if view.turn.turn_id not in known and len(view.turn.token_ids)], digests
+            unknown, num_read = read(connection, first=live.num_read, known=by_id)
+            extended = [turn for turn in unknown if turn.parent_turn_id in by_id]
+            if any(by_id[turn.parent_turn_id or ""].messages_state is None for turn in extended):
+                # They extend a turn in the middle of a chain: the digests need all messages.
+                every, _ = read(connection, first=0, known=())
+                digested = digest_stored(every, {}, self._fields_read)
+            else:
+                digested = digest_stored(unknown, by_id, self._fields_read)
+        return known_turns(unknown, digested, by_id), num_read
 
     @property
     def _fields_read(self) -> frozenset[str]:
@@ -326,16 +312,6 @@ class Sessions:
                 self._inferred.setdefault((caller, turn.history_digest), {})[live.session.session_id] = None
         while len(self._inferred) > self._settings.cache_sessions:
             self._inferred.popitem(last=False)
-
-
-def _root_facts(turn: Turn) -> dict[str, Any]:
-    """Return what a later chain's role is found by; only of the root of a chain."""
-    if turn.parent_turn_id is not None:
-        return {}
-    return {
-        "side_task": side_task(turn.messages, turn.tools, turn.sampling),
-        "system_digest": system_digest(turn.messages),
-    }
 
 
 def _opened_by_call(session_id: str, tenant: str, *, continues: str | None = None) -> Session:

@@ -2,68 +2,55 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Literal
 
 import sqlalchemy as sa
 
-from turnwise.store import lineage, tables
+from turnwise.store import lineage, rows, tables
 from turnwise.store.queries import session_pk_of_turn
-from turnwise.types import Outcome, SessionStatus, TokenIds
+from turnwise.types import Outcome, SessionStatus, TokenIds, Turn
+
+_ADDED_COLUMNS = [
+    sa.literal(b"").label(column.name) if column.name in ("prompt_delta", "logprobs") else column
+    for column in tables.turns.c
+]
+"""A turn's columns, with nothing for the longest ones."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryEntry:
-    """The data of a turn that a request is compared with to find the turn that it extends."""
+def unknown_turns(
+    conn: sa.Connection, tenant: str, session_id: str, *, first: int, known: Container[str]
+) -> tuple[list[Turn], int]:
+    """Return the turns of a session whose ids are not known, in order, without prompt ids and logprobs.
 
-    turn_id: str
-    parent_turn_id: str | None
-    chain_id: str
-    seq: int
-    outcome: Outcome
-    prompt_length: int
-    num_sampled: int
-    """Number of sampled tokens; with `prompt_length`, the number of tokens that an extension starts with."""
-    history_digest: bytes
-    messages_digest: bytes
-    dialogue_digest: bytes
+    Args:
+        conn: A transaction.
+        tenant: The session's tenant.
+        session_id: The session.
+        first: The `seq` to start from: the second value that the last read returned.
+        known: Ids of turns that are not read.
 
-
-def history_index(conn: sa.Connection, tenant: str, session_id: str) -> list[HistoryEntry]:
-    """Return the entries of a session's turns, in order; empty if there is no such session."""
-    found = conn.execute(
-        sa.select(
-            tables.turns.c.turn_id,
-            tables.turns.c.parent_turn_id,
-            tables.turns.c.chain_id,
-            tables.turns.c.seq,
-            tables.turns.c.outcome,
-            tables.turns.c.prompt_length,
-            sa.func.length(tables.turns.c.token_ids).label("num_sampled_bytes"),
-            tables.turns.c.history_digest,
-            tables.turns.c.messages_digest,
-            tables.turns.c.dialogue_digest,
-        )
+    Returns:
+        The turns, each with the messages that it adds to its parent's, and the `seq` to start from next time.
+    """
+    of_session = (tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
+    listed = conn.execute(
+        sa.select(tables.turns.c.turn_id, tables.turns.c.seq)
         .join_from(tables.turns, tables.sessions)
-        .where(tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id)
+        .where(*of_session, tables.turns.c.seq >= first, tables.turns.c.outcome != Outcome.ERROR.value)
+        .order_by(tables.turns.c.seq)
+    ).all()
+    unknown = [row.seq for row in listed if row.turn_id not in known]
+    if not unknown:
+        return [], listed[-1].seq + 1 if listed else first
+    found = conn.execute(
+        sa.select(*_ADDED_COLUMNS, tables.sessions.c.session_id, tables.sessions.c.tenant)
+        .join_from(tables.turns, tables.sessions)
+        .where(*of_session, tables.turns.c.seq.between(unknown[0], unknown[-1]))
         .order_by(tables.turns.c.seq)
     )
-    return [
-        HistoryEntry(
-            turn_id=row.turn_id,
-            parent_turn_id=row.parent_turn_id,
-            chain_id=row.chain_id,
-            seq=row.seq,
-            outcome=Outcome(row.outcome),
-            prompt_length=row.prompt_length,
-            num_sampled=row.num_sampled_bytes // 4,
-            history_digest=row.history_digest,
-            messages_digest=row.messages_digest,
-            dialogue_digest=row.dialogue_digest,
-        )
-        for row in found
-    ]
+    wanted = set(unknown)
+    return [rows.TURNS.record(row) for row in found if row.seq in wanted], listed[-1].seq + 1
 
 
 def sessions_of_conversation(

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from support.ledger_samples import add_session, make_turn
 
 from proxy.auth import Principal
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
-from proxy.continuation.live import Placement
+from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.plan import KnownTurn
 from proxy.continuation.sessions import Sessions
 from proxy.dialects.base import Call
@@ -21,9 +22,9 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
-from turnwise.store import ledger
+from turnwise.store import history, ledger
 from turnwise.store.database import Connection, Database
-from turnwise.types import Json, Session
+from turnwise.types import Json, Outcome, Session, Turn
 
 AGENT = Principal(tenant="default", role="agent", key_id="key")
 HELLO: Json = {"role": "user", "content": "Hello."}
@@ -107,6 +108,64 @@ async def test_a_call_that_names_its_session_belongs_to_it_for_any_conversation(
     replied(sessions, await found(sessions, first), first)
     named = await found(sessions, call_of(HELLO, REPLY, HELLO, session_id="named"))
     assert (named.live.session.session_id, named.inferred_by) == ("named", None)
+
+
+@pytest.fixture
+def read_turns(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The ids of the turns that each read of the store returns."""
+    reads: list[list[str]] = []
+    unknown_turns = history.unknown_turns
+
+    def counted(*arguments, **options):
+        found = unknown_turns(*arguments, **options)
+        reads.append([turn.turn_id for turn in found[0]])
+        return found
+
+    monkeypatch.setattr(history, "unknown_turns", counted)
+    return reads
+
+
+def child_of(parent_id: str, number: int) -> Turn:
+    """Return a turn of the session `long` that extends another one."""
+    turn = make_turn(f"t{number}", session_id="long")
+    return dataclasses.replace(turn, turn_id=f"long-t{number}", parent_turn_id=parent_id, tools=None)
+
+
+async def test_of_a_session_in_memory_only_unknown_turns_are_read(
+    sessions: Sessions, database: CountedReads, read_turns: list[list[str]]
+):
+    """Two turns of another process, one of them without tokens, after twelve that were read before."""
+    session = add_session(database, "long", turns=12)
+    live = await sessions.open(session)
+    child = child_of("long-t12", 13)
+    empty = dataclasses.replace(child_of("long-t12", 14), token_ids=np.empty(0, np.int32), outcome=Outcome.ABORTED)
+    with database.write() as connection:
+        ledger.append_turns(connection, [empty, child])
+    for _ in range(3):
+        await sessions.refresh(live)
+    assert [len(read) for read in read_turns] == [12, 2, 0, 0]
+    assert read_turns[1] == ["long-t14", "long-t13"]
+    added = live.forest.by_id["long-t13"]
+    assert (added.num_messages, added.parent_turn_id, "long-t14" in live.forest.by_id) == (26, "long-t12", False)
+
+
+async def test_a_turn_that_is_read_alone_has_the_digests_that_it_has_when_all_are_read(
+    sessions: Sessions, database: CountedReads, read_turns: list[list[str]]
+):
+    """After the last turn, and after one in the middle of the chain, whose running hash is no longer in memory."""
+    session = add_session(database, "long", turns=4)
+    live = await sessions.open(session)
+    for number, parent in ((5, 4), (6, 2)):
+        with database.write() as connection:
+            ledger.append_turns(connection, [child_of(f"long-t{parent}", number)])
+        await sessions.refresh(live)
+    fresh = LiveSession(session)
+    await sessions.refresh(fresh)
+    assert live.forest.by_id.keys() == fresh.forest.by_id.keys()
+    for turn_id, turn in fresh.forest.by_id.items():
+        same = live.forest.by_id[turn_id]
+        assert (same.prompt_digest, same.num_messages) == (turn.prompt_digest, turn.num_messages)
+    assert [len(read) for read in read_turns] == [4, 1, 1, 6, 6]
 
 
 def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:

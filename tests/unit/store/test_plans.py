@@ -47,7 +47,7 @@ ASKS: dict[str, Ask] = {
     "a turn": lambda c: queries.turn(c, "t", "t-s-t1"),
     "an added turn": lambda c: queries.turn(c, "t", "t-s-t1", whole_prompt=False),
     "a turn's tokens": lambda c: history.full_tokens(c, "t-s-t1"),
-    "a session's history": lambda c: history.history_index(c, "t", "s"),
+    "a session's unknown turns": lambda c: history.unknown_turns(c, "t", "s", first=0, known=()),
     "a conversation": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
     "a repeated call": lambda c: queries.turn_by_request(c, "t", "s", "key"),
     "counts of a tenant": lambda c: queries.counts(c, "t"),

@@ -15,7 +15,7 @@ from turnwise.errors import NotFound
 from turnwise.store import experiences, history, ledger, policies, queries
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import Credit, Outcome, Reward, Session, SessionStatus, Split
+from turnwise.types import Credit, Reward, Session, SessionStatus, Split
 
 
 @pytest.fixture
@@ -85,18 +85,16 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
             ask()
 
 
-def test_the_history_index_has_the_fields_that_the_continuation_compares(connection: sa.Connection) -> None:
-    index = history.history_index(connection, "default", "s")
-    assert [(entry.turn_id, entry.parent_turn_id, entry.chain_id) for entry in index] == [
-        ("t1", None, "t1"),
-        ("t2", "t1", "t1"),
-        ("t3", "t1", "t3"),
-        ("t4", "t2", "t1"),
-    ]
-    assert (index[1].history_digest, index[1].messages_digest, index[1].dialogue_digest) == (b"h2", b"m2", b"d2")
-    assert [(entry.prompt_length, entry.num_sampled) for entry in index] == [(2, 2), (6, 2), (6, 2), (10, 2)]
-    assert index[0].outcome is Outcome.EXACT
-    assert history.history_index(connection, "default", "unknown") == []
+def test_unknown_turns_are_read_with_what_they_add_and_known_turns_are_not_read(connection: sa.Connection) -> None:
+    """The second read starts after the turns of the first one."""
+    found, num_read = history.unknown_turns(connection, "default", "s", first=0, known={"t1", "t3"})
+    assert ([turn.turn_id for turn in found], num_read) == (["t2", "t4"], 4)
+    assert (found[0].history_digest, found[0].messages_digest, found[0].dialogue_digest) == (b"h2", b"m2", b"d2")
+    assert (found[0].messages, found[0].parent_turn_id) == ([{"role": "user", "content": "question 2"}], "t1")
+    assert (found[0].prompt_length, found[0].token_ids.tolist(), found[0].prompt_delta.size) == (6, [22, 23], 0)
+    assert history.unknown_turns(connection, "default", "s", first=num_read, known=()) == ([], 4)
+    assert history.unknown_turns(connection, "default", "s", first=0, known={"t1", "t2", "t3", "t4"}) == ([], 4)
+    assert history.unknown_turns(connection, "default", "unknown", first=0, known=()) == ([], 0)
 
 
 def test_a_turn_is_found_by_the_key_of_its_request(connection: sa.Connection) -> None:
