@@ -51,6 +51,10 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False)
         click.echo(json.dumps({"summary": report.summary(results), "runs": runs}, indent=2))
     else:
         click.echo("\n".join(report.table(results)))
+    if results and not any(result.num_turns for result in results):
+        runner = import_module("turnwise.rollouts.runner")
+        click.echo(f"turnwise: no run made a model call: {runner.no_call_cause(results[0], settings)}", err=True)
+        sys.exit(1)
     problems = [result for result in results if result.error is not None]
     if problems:
         click.echo(

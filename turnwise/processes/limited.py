@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -20,6 +21,7 @@ from turnwise.processes import guard
 
 GRACE_SECONDS = 5.0
 """From the term signal to the kill."""
+_INTERPRETER = re.compile(r"(python|pypy|node|deno|bun|ruby|perl|php|bash|dash|zsh|sh)[0-9.]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,20 @@ async def run_limited(
             await process.wait()
     code = process.returncode or 0
     return Ended(code if code >= 0 else 128 - code, timed_out, time.monotonic() - started, output)
+
+
+def with_script(argv: Sequence[str], workdir: Path | None) -> list[str]:
+    """Return a command whose interpreter gets its script by an absolute path.
+
+    Programs are found from this process's directory although they run in another one. So are scripts: `python agent.py`
+    runs the `agent.py` of this directory, unless `workdir` holds a file of this name.
+    """
+    if len(argv) < 2 or not _INTERPRETER.fullmatch(Path(argv[0]).name):
+        return list(argv)
+    script = Path(argv[1])
+    if script.is_absolute() or not script.is_file() or (workdir is not None and (workdir / script).exists()):
+        return list(argv)
+    return [argv[0], str(script.absolute()), *argv[2:]]
 
 
 def split_command(text: str, setting: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from turnwise.client import AsyncClient
 from turnwise.errors import Conflict, GraderFailed, NotFound
-from turnwise.processes.limited import split_command
+from turnwise.processes.limited import split_command, with_script
 from turnwise.rewards import transcript
 from turnwise.rewards.command import CommandGrader
 from turnwise.rewards.verdict import Reward
@@ -38,7 +38,7 @@ class Grading:
         self._client = client
         self._grader: CommandGrader | None = None
         if settings.reward_command is not None:
-            argv = split_command(settings.reward_command, "--reward-command")
+            argv = with_script(split_command(settings.reward_command, "--reward-command"), settings.workdir)
             self._grader = CommandGrader(argv, settings.reward_timeout)
 
     def stored(self, directory: Path) -> Played | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwise.client import AsyncClient
 from turnwise.errors import SettingsError
-from turnwise.processes.limited import find_program
+from turnwise.processes.limited import find_program, with_script
 from turnwise.rollouts.agents import DEFAULT_CONTEXT_TOKENS, Model, find_agent
 from turnwise.rollouts.pacing import Pace
 from turnwise.rollouts.players import CommandPlayer, Player
@@ -137,7 +137,7 @@ def _player(settings: RunSettings, argv: Sequence[str]) -> Player:
     agent = find_agent(argv, settings.agent)
     return CommandPlayer(
         agent,
-        [find_program(argv[0], "the command"), *argv[1:]],
+        with_script([find_program(argv[0], "the command"), *argv[1:]], settings.workdir),
         timeout_seconds=settings.timeout_seconds,
         scratch_home=settings.scratch_home is not False,
     )

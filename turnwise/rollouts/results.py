@@ -63,14 +63,14 @@ class Results:
             raise SettingsError(f"another `turnwise run` uses {str(directory)!r}; give another --out") from error
         self.is_resumed = (directory / "plan.json").exists()
         """Whether an earlier start used the directory."""
+        self._path = directory / "results.jsonl"
+        self.finished = {result.key: result for result in read_results(self._path)}
         try:
             self.name = self._identify(plan)
             """Begins every session id of this directory."""
         except SettingsError:
             self._lock.close()
             raise
-        self._path = directory / "results.jsonl"
-        self.finished = {result.key: result for result in read_results(self._path)}
         self._file: TextIO = self._path.open("a", encoding="utf-8")
         if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):
             self._file.write("\n")  # a kill cut the last line, which is played again
@@ -90,15 +90,17 @@ class Results:
         self.finished[result.key] = result
 
     def _identify(self, plan: Json) -> str:
-        """Return the name of these results, which the first start chooses.
+        """Return the name of these results. The first start chooses it, and so does another plan if no run is finished.
 
         Raises:
             SettingsError: the directory holds results of another plan.
         """
         path = self.directory / "plan.json"
-        if not path.exists():
-            write_whole(path, {"name": f"run-{uuid.uuid4().hex[:8]}", **plan})
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        differing = [name for name, value in plan.items() if stored.get(name) != value]
+        if not stored or (differing and not self.finished):
+            stored = {"name": f"run-{uuid.uuid4().hex[:8]}", **plan}
+            write_whole(path, stored)
         for name, value in plan.items():
             if stored.get(name) != value:
                 raise SettingsError(

@@ -87,6 +87,7 @@ class Runner:
         self._places = asyncio.Semaphore(settings.parallel)
         self._num_finished = 0
         self._has_called = False
+        self._without_calls: list[RunResult] = []
         self.stopping = asyncio.Event()
         """Set, no further run starts; those that run are played to their end."""
 
@@ -110,7 +111,8 @@ class Runner:
                         break
         except* (TurnwiseError, OSError) as failures:
             raise _first(failures) from None
-        return [self._results.finished[each.key] for each in planned if each.key in self._results.finished]
+        finished = self._results.finished | {result.key: result for result in self._without_calls}
+        return [finished[each.key] for each in planned if each.key in finished]
 
     def num_finished(self, pass_index: int, split: str) -> int:
         """Return how many runs of a pass are finished."""
@@ -133,12 +135,21 @@ class Runner:
             result = await self._complete(planned)
         finally:
             self._places.release()
-        self._results.add(result)
         self._on_result(result)
         self._num_finished += 1
         self._has_called = self._has_called or result.num_turns > 0
-        if not self._has_called and self._num_finished >= MAX_RUNS_WITHOUT_CALLS:
-            raise RolloutFailed(self._no_call(result))
+        if not self._has_called:
+            self._without_calls.append(result)
+            if self._num_finished >= MAX_RUNS_WITHOUT_CALLS:
+                raise RolloutFailed(self._no_call(result))
+            return
+        self._record([*self._without_calls, result])
+
+    def _record(self, results: list[RunResult]) -> None:
+        """Record finished runs; those without a model call are held back until one run has made a call."""
+        self._without_calls = []
+        for result in results:
+            self._results.add(result)
 
     async def _complete(self, planned: _Planned) -> RunResult:
         """Bring one run to its end, from wherever an earlier start left it."""
@@ -151,7 +162,7 @@ class Runner:
             # A creation may be answered from a proxy's memory, without the turns so far.
             known = await self._client.session(session_id) if self._results.is_resumed else session.data
             if known["status"] == "ended":
-                if known["termination_reason"] == INTERRUPTED:
+                if known["termination_reason"] == INTERRUPTED or known["num_turns"] == 0:
                     continue
                 return _result(planned, known, known["termination_reason"] or "", 0.0)
             if known["status"] == "expired":
@@ -207,11 +218,18 @@ class Runner:
     def _no_call(self, result: RunResult) -> str:
         log = self._results.directory / "runs" / result.session_id / "agent.log"
         end = f"; the end of its log {log}:\n{tail_of(log)}" if log.exists() else ""
-        return (
-            f"the first {self._num_finished} runs made no model call ({result.error or result.termination_reason}): "
-            "the agent did not find the proxy; point it by TURNWISE_BASE_URL or OPENAI_BASE_URL, or name it with "
-            f"--as{end}"
-        )
+        ended = result.error or result.termination_reason
+        cause = no_call_cause(result, self._settings)
+        return f"the first {self._num_finished} runs made no model call ({ended}): {cause}{end}"
+
+
+def no_call_cause(result: RunResult, settings: RunSettings) -> str:
+    """Return the probable cause of a run without a model call, and what to do."""
+    if result.termination_reason not in ("exit_status_0", "timeout"):
+        return "the agent failed before its first call"
+    if settings.call is not None:
+        return "the function did not find the proxy; its client needs run.base_url and run.api_key"
+    return "the agent did not find the proxy; point it by TURNWISE_BASE_URL or OPENAI_BASE_URL, or name it with --as"
 
 
 def _fields(settings: RunSettings, planned: _Planned, session_id: str, results: Results) -> SessionFields:

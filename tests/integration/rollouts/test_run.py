@@ -295,6 +295,29 @@ def test_an_agent_that_makes_no_call_is_stopped_with_the_end_of_its_log(url, tmp
     assert "Traceback" not in done.stderr
 
 
+def test_runs_without_a_model_call_are_not_finished_and_the_repaired_agent_plays_them(url, client, tmp_path):
+    """Two tasks whose agent fails first: exit status 1 with the cause; the same command then plays both."""
+    write_agent(tmp_path, "sys.exit(2)\n")
+    tasks = write_tasks(tmp_path, {"task_id": "a"}, {"task_id": "b"})
+    options = ("--proxy", url, "--tasks", str(tasks), "--out", "out", "--", sys.executable, "agent.py")
+    failed = finished_run(tmp_path, *options)
+    assert failed.returncode == 1
+    assert "no run made a model call: the agent failed before its first call" in failed.stderr
+    assert (tmp_path / "out/results.jsonl").read_text() == ""
+    write_agent(tmp_path, "ask('hello')\n")
+    assert finished_run(tmp_path, *options).returncode == 0
+    played = [session["session_id"] for session in sessions_of(client, tmp_path, "out") if session["num_turns"] == 1]
+    assert len(played) == 2
+
+
+def test_a_function_that_makes_no_call_is_told_what_its_client_needs(url, tmp_path):
+    (tmp_path / "idle_agent.py").write_text("def play(task, run):\n    return 1.0\n")
+    tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(4)))
+    done = finished_run(tmp_path, "--proxy", url, "--tasks", str(tasks), "--call", "idle_agent:play", "--out", "out")
+    assert done.returncode == 1
+    assert "its client needs run.base_url and run.api_key" in done.stderr
+
+
 def test_results_of_another_command_are_not_mixed(url, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\n")
     tasks = write_tasks(tmp_path, {"task_id": "t"})

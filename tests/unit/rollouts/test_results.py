@@ -48,7 +48,17 @@ def test_only_one_process_at_a_time_may_write_a_directory(tmp_path):
 
 
 def test_results_of_another_plan_are_refused(tmp_path):
-    with Results(tmp_path, {"group_size": 8}):
-        pass
+    with Results(tmp_path, {"group_size": 8}) as results:
+        results.add(result("t1"))
     with pytest.raises(SettingsError, match="group_size 8, not 4"):
         Results(tmp_path, {"group_size": 4})
+
+
+def test_another_plan_replaces_one_without_a_finished_run_under_a_new_name(tmp_path):
+    with Results(tmp_path, {"command": ["mistyped"]}) as results:
+        name = results.name
+    with Results(tmp_path, {"command": ["right"]}) as results:
+        assert results.name != name
+        results.add(result("t1"))
+    with Results(tmp_path, {"command": ["right"]}) as results:
+        assert len(results.finished) == 1
