@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 from prometheus_client.metrics import MetricWrapperBase
+from pydantic import SecretStr
 
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
@@ -17,7 +18,7 @@ from turnwise.processes.engine_command import EngineSettings
 from turnwise.processes.stack import UpSettings
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rollouts.settings import RunSettings
-from turnwise.settings import Settings
+from turnwise.settings import Settings, describe_secret
 
 TARGET = Path(__file__).parent / "reference.md"
 SECTIONS: dict[str, type[Settings]] = {
@@ -79,7 +80,9 @@ def rows(settings: type[Settings]) -> list[str]:
     """Return one line a setting."""
     lines = []
     for name, field in settings.model_fields.items():
-        default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+        value = None if field.is_required() else field.get_default(call_default_factory=True)
+        shown = describe_secret(value) if isinstance(value, SecretStr) else value
+        default = "required" if field.is_required() else f"`{shown}`"
         # The page is the same on every machine.
         default = default.replace(sys.executable, "sys.executable")
         means = " ".join((field.description or "").split()).replace("|", "\\|")

@@ -34,6 +34,8 @@ DEFAULT_FILE = Path("turnwise.toml")
 """The file in the working directory that is read if no other file is given."""
 
 ENVIRONMENT_PREFIX = "TURNWISE_"
+MASK = "**********"
+"""Shown in place of a secret."""
 _CREDENTIALS = re.compile(r"(://)[^/@\s'\"]*@")
 
 
@@ -93,9 +95,10 @@ def load_settings(
 
 def describe(settings: Settings, section: str) -> str:
     """Return the resolved settings as a TOML table with masked secrets; `--dry-run` prints it."""
-    dumped = settings.model_dump(mode="json")
     lines = [f"[{section}]"]
-    for name, value in dumped.items():
+    for name, dumped in settings.model_dump(mode="json").items():
+        secret = getattr(settings, name)
+        value = describe_secret(secret) if isinstance(secret, pydantic.SecretStr) else dumped
         lines.append(f"# {name} is not set" if value is None else f"{name} = {mask_credentials(toml_value(value))}")
     return "\n".join(lines)
 
@@ -185,7 +188,7 @@ def _explain(
                 f"[{section}] needs {name!r}: set it in the file, as {variable_name(section, name)}, or by its flag"
             )
         else:
-            shown = "**********" if _is_secret(model_cls, head) else mask_credentials(repr(problem["input"]))
+            shown = MASK if _is_secret(model_cls, head) else mask_credentials(repr(problem["input"]))
             lines.append(f"[{section}] {name}={shown} (from {origin}) does not fit: {problem['msg']}")
     return "\n".join(lines)
 
@@ -195,9 +198,17 @@ def _is_secret(model_cls: type[Settings], name: str) -> bool:
     return field is not None and "Secret" in str(field.annotation)
 
 
+def describe_secret(secret: pydantic.SecretStr) -> str:
+    """Return a masked secret; of a URL, only its user, password and query are masked."""
+    url = secret.get_secret_value()
+    if "://" not in url:
+        return str(secret)
+    return re.sub(r"\?.*", f"?{MASK}", re.sub(r"(?<=://).*@", f"{MASK}@", url))
+
+
 def mask_credentials(text: str) -> str:
     """Return a text with user and password in its URLs masked."""
-    return _CREDENTIALS.sub(r"\1**********@", text)
+    return _CREDENTIALS.sub(rf"\1{MASK}@", text)
 
 
 def toml_value(value: object) -> str:

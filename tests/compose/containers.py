@@ -31,6 +31,8 @@ LABEL = f"label=com.docker.compose.project={PROJECT}"
 
 STRICT_PODMAN = """\
 #!/bin/sh
+# podman-compose splits a command before it fills in variables: an unset one becomes an empty argument.
+for word do shift && { [ -z "$word" ] || set -- "$@" "$word"; }; done
 # Docker gives a read-only container no tmpfs that it did not ask for; podman would.
 case "$1" in create | run) command="$1" && shift && set -- "$command" --read-only-tmpfs=false "$@" ;; esac
 exec podman "$@"

@@ -118,12 +118,14 @@ def test_tables_of_a_newer_release_give_one_sentence_and_status_two(tmp_path, da
     assert "newer release" in result.stderr
 
 
-def test_the_database_of_the_environment_is_used_and_never_shown(tmp_path, monkeypatch):
-    """A password in the URL is passed to the driver and never printed."""
+def test_the_database_of_the_environment_is_used_and_its_password_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("TURNWISE_PROXY_DATABASE", f"sqlite:///{tmp_path}/hidden.db")
     assert _run("db", "upgrade").exit_code == 0
     assert (tmp_path / "hidden.db").exists()
-    assert "hidden.db" not in _run("proxy", "--dry-run").output
+    monkeypatch.setenv("TURNWISE_PROXY_DATABASE", "postgresql+psycopg://turnwise:hunter2@db/name")
+    shown = _run("proxy", "--dry-run").output
+    assert 'database = "postgresql+psycopg://**********@db/name"' in shown
+    assert "hunter2" not in shown
 
 
 def test_a_key_is_shown_once_and_revoked_by_its_id(database):
@@ -146,6 +148,8 @@ def test_revoking_an_unknown_key_is_a_usage_error(database):
 
 def test_an_empty_store_has_no_sessions_and_no_experiences(database):
     assert json.loads(_run("sessions", "--database", database, "--json").output) == []
+    empty = _run("sessions", "--database", database)
+    assert f"no matching sessions in {database}" in empty.stderr, "the user may have meant another database"
     exported = _run("export", "--database", database, "--split", "train")
     assert (exported.exit_code, exported.output) == (0, "")
 

@@ -117,6 +117,19 @@ def test_the_description_is_toml_that_gives_the_same_settings_and_hides_secrets(
     assert load(bare) == Shop(port=9)
 
 
+@pytest.mark.parametrize(
+    ("secret", "shown"),
+    [
+        ("hunter2", "**********"),
+        ("sqlite:///turnwise.db", "sqlite:///turnwise.db"),
+        ("postgresql+psycopg://turnwise:p@ss/w@db:5432/name", "postgresql+psycopg://**********@db:5432/name"),
+        ("postgresql://db/name?user=a&password=b", "postgresql://db/name?**********"),
+    ],
+)
+def test_of_a_secret_url_the_description_shows_what_is_no_credential(secret, shown):
+    assert f'token = "{shown}"' in describe(Shop(token=SecretStr(secret)), "proxy")
+
+
 def test_a_secret_never_shows_in_an_error():
     with pytest.raises(SettingsError) as caught:
         load(token=["hunter2"])

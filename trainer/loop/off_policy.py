@@ -83,11 +83,11 @@ class ReplayBuffer:
         return [entries[int(index)].group_pk for index in drawn], _as_json(used)
 
     def can_sample(self, buffer: Json) -> bool:
-        """Whether enough is there to learn from."""
+        """Return whether the buffer contains enough groups for an update."""
         return len(self.entries(buffer)) >= self._min_groups
 
     def is_full(self, buffer: Json) -> bool:
-        """Whether the next arrival pushes the oldest group out."""
+        """Return whether the next group replaces the oldest one."""
         return len(self.entries(buffer)) >= self._capacity
 
     def read(self, group_pks: Sequence[int], rule: SourceRule) -> list[Experience]:

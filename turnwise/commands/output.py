@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import click
+from pydantic import SecretStr
+
+from turnwise.settings import describe_secret
 
 _COLOURS = {"engine": "magenta", "proxy": "cyan", "trainer": "green", "model": "blue", "up": "yellow"}
 
@@ -27,6 +30,21 @@ def print_records(value: Any, *, as_json: bool, columns: Iterable[str] = ()) -> 
     widths = [max(len(line[place]) for line in cells) for place in range(len(names))]
     for line in cells:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def print_stored(found: list[Any], noun: str, url: str, *, as_json: bool, columns: Iterable[str]) -> None:
+    """Print what a database contains; on stderr name the database if it contains nothing, because it may be another.
+
+    Args:
+        found: The records.
+        noun: What they are, in the plural.
+        url: The database.
+        as_json: Whether to print JSON.
+        columns: The columns of a table.
+    """
+    print_records(found, as_json=as_json, columns=columns)
+    if not found and not as_json:
+        click.echo(f"no {noun} in {describe_secret(SecretStr(url))}", err=True)
 
 
 def print_process_line(name: str, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from turnwise.commands.location import database_option, database_url, json_option
-from turnwise.commands.output import print_records
+from turnwise.commands.output import print_records, print_stored
 
 
 @click.group("db")
@@ -130,8 +130,9 @@ def keys_create(
 @json_option
 def keys_list(tenant: str | None, database: str | None, *, as_json: bool) -> None:
     """List the keys, revoked ones included."""
-    found = import_module("turnwise.commands.operate").list_keys(database_url(database), tenant=tenant)
-    print_records(found, as_json=as_json, columns=KEY_COLUMNS)
+    url = database_url(database)
+    found = import_module("turnwise.commands.operate").list_keys(url, tenant=tenant)
+    print_stored(found, "keys", url, as_json=as_json, columns=KEY_COLUMNS)
 
 
 @keys.command("revoke")
@@ -176,10 +177,10 @@ def _filter_of(given: dict[str, Any]) -> Any:
 @json_option
 def sessions(database: str | None, limit: int, *, as_json: bool, **chosen: Any) -> None:
     """List the newest sessions."""
-    operate = import_module("turnwise.commands.operate")
-    found = operate.list_sessions(database_url(database), _filter_of(chosen), limit=limit)
+    operate, url = import_module("turnwise.commands.operate"), database_url(database)
+    found = operate.list_sessions(url, _filter_of(chosen), limit=limit)
     columns = ("session_id", "status", "split", "task_id", "run", "num_turns", "num_chains", "reward", "created_at")
-    print_records(found, as_json=as_json, columns=columns)
+    print_stored(found, "matching sessions", url, as_json=as_json, columns=columns)
 
 
 @click.command("export")

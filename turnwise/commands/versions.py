@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from turnwise.commands.location import database_option, database_url, json_option
-from turnwise.commands.output import print_records
+from turnwise.commands.output import print_records, print_stored
 
 _COLUMNS = ("version", "status", "pinned", "on_disk", "reward_mean", "reload_seconds", "created_at", "error")
 _UPDATE_COLUMNS = ("update_id", "policy_version", "num_groups", "num_sessions", "num_tokens", "reward_mean", "seconds")
@@ -22,8 +22,9 @@ _UPDATE_COLUMNS = ("update_id", "policy_version", "num_groups", "num_sessions", 
 def policies(context: click.Context, limit: int, database: str | None, *, as_json: bool) -> None:
     """List the policy versions, newest first; `activate` and `follow` choose the served one."""
     if context.invoked_subcommand is None:
-        listed = _versions().list_versions(database_url(database), limit=limit)
-        print_records(listed, as_json=as_json, columns=_COLUMNS)
+        url = database_url(database)
+        listed = _versions().list_versions(url, limit=limit)
+        print_stored(listed, "policy versions", url, as_json=as_json, columns=_COLUMNS)
 
 
 @policies.command("activate")
@@ -60,8 +61,9 @@ def follow(database: str | None, *, as_json: bool) -> None:
 @json_option
 def updates(limit: int, database: str | None, *, as_json: bool) -> None:
     """List what was trained: each update with its version, its groups and its mean reward, newest first."""
-    listed = _versions().list_updates(database_url(database), limit=limit)
-    print_records(listed, as_json=as_json, columns=_UPDATE_COLUMNS)
+    url = database_url(database)
+    listed = _versions().list_updates(url, limit=limit)
+    print_stored(listed, "updates", url, as_json=as_json, columns=_UPDATE_COLUMNS)
 
 
 def _versions() -> Any:

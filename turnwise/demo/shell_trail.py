@@ -24,9 +24,6 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo "
 TOOLS: list[dict[str, Any]] | None = None
 """The format has no tools: commands are text."""
 
-COMMANDS = ("cat", "echo", "ls")
-"""The programs in the PATH of the commands."""
-
 
 def question(task: trail.TrailTask) -> str:
     """Return the question for the agent."""

@@ -25,7 +25,6 @@ class Progress:
         self._started = time.monotonic()
         self._printed_at = 0.0
         self.results: list[RunResult] = []
-        self.num_resumed = 0
 
     def add(self, result: RunResult, num_planned: int | None) -> None:
         """Count a run and print the line when it is due.
