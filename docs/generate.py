@@ -34,7 +34,12 @@ SECTIONS: dict[str, type[Settings]] = {
 def pages() -> dict[Path, str]:
     """Return all pages that are made from the code, by their file."""
     api_page = runpy.run_path(str(TARGET.with_name("api_page.py")))
-    return {TARGET: reference(), TARGET.with_name("api.md"): api_page["api"]()}
+    client_page = runpy.run_path(str(TARGET.with_name("client_page.py")))
+    return {
+        TARGET: reference(),
+        TARGET.with_name("api.md"): api_page["api"](),
+        TARGET.with_name("client.md"): client_page["client"](),
+    }
 
 
 def reference() -> str:

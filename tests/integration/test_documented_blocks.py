@@ -84,6 +84,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         )
 
 
+@pytest.mark.parametrize("block", [each for each in blocks("python") if each.page.name == "client.md"], ids=str)
+def test_the_client_examples_run(block: Block, site: Site) -> None:
+    program = block.text.replace("http://127.0.0.1:8100", site.places["http://127.0.0.1:8100"])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+        cwd=site.directory,
+        env=site.environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout, "each example prints what it read"
+
+
 def test_there_are_blocks_to_run() -> None:
     """A change of the pages' format must not leave this test without blocks."""
     assert {str(block.page.relative_to(ROOT)) for block in BLOCKS} >= {

@@ -67,7 +67,7 @@ class SessionHandle(_SessionState):
         return self._client.reward(value, session_id=self.session_id, **where)
 
     def end(self, *, reason: str | None = None, reward: float | None = None) -> Json:
-        """End the session: it is ready for training. Return its JSON."""
+        """End the session; return its JSON, in which `training_note` says what it waits for until it is trained."""
         return self._client.end_session(self.session_id, reason=reason, reward=reward)
 
     def turns(self) -> Iterator[Json]:
@@ -105,7 +105,7 @@ class Client(Connection):
         )
 
     def create_session(self, **fields: Unpack[SessionFields]) -> SessionHandle:
-        """Open a session, or find the one of this `session_id`."""
+        """Create a session, or return the existing session of this `session_id`."""
         return SessionHandle(self._json(wire.create_session(fields)), self)
 
     def served_model(self) -> str:
@@ -123,7 +123,7 @@ class Client(Connection):
         return self._rows(wire.page_of("/v1/sessions", filters), "session_id")
 
     def end_session(self, session_id: str, *, reason: str | None = None, reward: float | None = None) -> Json:
-        """End a session: it is ready for training. Return its JSON."""
+        """End a session; return its JSON, in which `training_note` says what it waits for until it is trained."""
         body = wire.given({"termination_reason": reason, "reward": reward})
         return self._json(wire.write(wire.session_path(session_id, "/end"), body))
 
@@ -234,7 +234,7 @@ class AsyncSessionHandle(_SessionState):
         return await self._client.reward(value, session_id=self.session_id, **where)
 
     async def end(self, *, reason: str | None = None, reward: float | None = None) -> Json:
-        """End the session: it is ready for training. Return its JSON."""
+        """End the session; return its JSON, in which `training_note` says what it waits for until it is trained."""
         return await self._client.end_session(self.session_id, reason=reason, reward=reward)
 
     def turns(self) -> AsyncIterator[Json]:
@@ -260,7 +260,7 @@ class AsyncClient(Connection):
         await self.pool.aclose()
 
     async def create_session(self, **fields: Unpack[SessionFields]) -> AsyncSessionHandle:
-        """Open a session, or find the one of this `session_id`."""
+        """Create a session, or return the existing session of this `session_id`."""
         return AsyncSessionHandle(await self._json(wire.create_session(fields)), self)
 
     async def served_model(self) -> str:
@@ -278,7 +278,7 @@ class AsyncClient(Connection):
         return self._rows(wire.page_of("/v1/sessions", filters), "session_id")
 
     async def end_session(self, session_id: str, *, reason: str | None = None, reward: float | None = None) -> Json:
-        """End a session: it is ready for training. Return its JSON."""
+        """End a session; return its JSON, in which `training_note` says what it waits for until it is trained."""
         body = wire.given({"termination_reason": reason, "reward": reward})
         return await self._json(wire.write(wire.session_path(session_id, "/end"), body))
 

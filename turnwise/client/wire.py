@@ -42,6 +42,7 @@ class SessionFields(TypedDict, total=False):
     session_id: str
     """An id chosen by the caller makes creation idempotent across restarts of the agent; by default a new id."""
     task_id: str
+    """Name of the task that the session plays."""
     run: int
     """Which rollout of the task this is, from 0."""
     group_id: str
@@ -53,22 +54,28 @@ class SessionFields(TypedDict, total=False):
     credit: str
     """`propagate`: every turn gets the session's reward; `step_wise`: each turn gets its own step's."""
     gamma: float
+    """Discount of a step-wise return, 0 to 1."""
     metadata: Json
+    """Any JSON object of the caller; it is stored and returned."""
     sampling: Json
     """Sampling parameters that override those of the session's calls."""
     key_may: Literal["call", "call_and_reward"]
     """Role of the session's key; by default it may only call the model."""
     key_expires_seconds: int
-    """How long the session's own key is accepted."""
+    """How many seconds the session's key is valid; by default as long as the session is open."""
 
 
 class RewardFields(TypedDict, total=False):
     """Optional fields of a reward: a step or a turn, a name, and the source."""
 
     step: int
+    """The step of the session that the reward is for."""
     turn_id: str
+    """The turn that the reward is for: the id of the completion."""
     name: str
+    """Rewards of different names add up; a later one of the same name replaces the earlier one."""
     source: str
+    """Who gave it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
