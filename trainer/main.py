@@ -83,7 +83,8 @@ def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
     if settings.tensorboard_dir is not None:
         recorders.append(TensorBoard(settings.tensorboard_dir))
     if settings.wandb_project is not None:
-        recorders.append(WeightsAndBiases(settings.wandb_project, settings.model_dump(mode="json")))
+        run_file = settings.policies_dir / "wandb-run.txt"
+        recorders.append(WeightsAndBiases(settings.wandb_project, settings.model_dump(mode="json"), run_file))
     return recorders
 
 

@@ -126,11 +126,14 @@ class WeightsAndBiases:
         SettingsError: The package is not installed.
     """
 
-    def __init__(self, project: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
         check_packages(None, project)
         import wandb
 
-        self._run: Any = wandb.init(project=project, config=dict(config))
+        known = run_file.read_text(encoding="utf-8").strip() if run_file.is_file() else None
+        self._run: Any = wandb.init(project=project, config=dict(config), id=known, resume="allow" if known else None)
+        run_file.parent.mkdir(parents=True, exist_ok=True)
+        run_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         # Without axes of their own, the optimizer steps of a batch would overwrite each other and the batch.
         self._run.define_metric("*", step_metric="batch")
         self._run.define_metric("update/*", step_metric="update/number")

@@ -7,9 +7,12 @@ settings under its own rule's type.
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors
 from pydantic import Field, SecretStr, model_validator
 
 from trainer.learning.optimizer import OptimizerRule
@@ -19,9 +22,10 @@ from trainer.policy.model import PolicySpec
 from trainer.publish.weight_server import WeightRule
 from trainer.source import SourceRule
 from turnwise.types import PolicyKind
+from turnwise.version_directory import weight_files
 
-LORA_LEARNING_RATE = 1e-5
-"""Default of `learning_rate` for adapters."""
+RATES = {30_000_000: (3e-4, 3e-3), 300_000_000: (1e-5, 1e-4), sys.maxsize: (1e-6, 1e-5)}
+"""Default of `learning_rate` for a model below so many parameters: for all weights, and for an adapter."""
 
 
 class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, PolicySpec, WeightRule):
@@ -67,9 +71,8 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, Polic
         """Fill in the defaults that depend on another setting."""
         if not isinstance(values, dict):
             return values
-        defaults: dict[str, Any] = {}
-        if values.get("kind") == PolicyKind.LORA:
-            defaults["learning_rate"] = LORA_LEARNING_RATE
+        rates = _default_rates(str(values.get("model") or ""))
+        defaults: dict[str, Any] = {"learning_rate": rates[values.get("kind") == PolicyKind.LORA]}
         if values.get("estimator") == "dr_grpo":
             defaults["aggregation"] = "session_sum"
         elif values.get("algorithm") in ("gspo", "topr"):
@@ -85,3 +88,21 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, Polic
     """Write TensorBoard event files there; needs the package `tensorboard`."""
     wandb_project: str | None = None
     """Log to this project of Weights & Biases; needs the package `wandb`."""
+
+
+def _default_rates(model: str) -> tuple[float, float]:
+    """Return the default learning rates for a model; one that is no directory counts as large."""
+    size = num_parameters(Path(model)) if model and Path(model).is_dir() else 0
+    return next(rates for limit, rates in RATES.items() if 0 < size < limit or limit == sys.maxsize)
+
+
+def num_parameters(directory: Path) -> int:
+    """Return the number of weights in a model's directory, from the heads of its files; 0 where none can be read."""
+    total = 0
+    for path in weight_files(directory):
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except (OSError, safetensors.SafetensorError):
+            return 0  # the load names what is wrong with the file
+    return total

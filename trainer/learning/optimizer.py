@@ -18,8 +18,8 @@ class OptimizerRule(Settings):
     """AdamW, its schedule, and the updates that one batch makes."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Default by kind: 1e-6 for full weights, as published recipes for models of 0.5 to 70 billion parameters use, and
-    1e-5 for LoRA. Models of a few million parameters learn with about 3e-4."""
+    """By default by size and kind: 1e-6 for all weights, as published recipes for models of 0.5 to 70 billion
+    parameters use, 1e-5 below 300 million parameters, 3e-4 below 30 million; for LoRA ten times as much."""
     betas: tuple[float, float] = (0.9, 0.95)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """Added to the denominator of Adam; a larger value makes smaller steps where gradients are tiny."""

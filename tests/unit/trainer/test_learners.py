@@ -6,13 +6,13 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from trainer.learning.optimizer import make_scheduler
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
-from trainer.settings import TrainerSettings
+from trainer.settings import TrainerSettings, num_parameters
 from turnwise.errors import SettingsError
 from turnwise.store import experiences
 
@@ -204,6 +204,30 @@ def test_settings_need_no_model_until_training_starts():
 def test_defaults_follow_the_kind_and_the_algorithm_unless_they_are_set(given, expected):
     settings = TrainerSettings(**given)
     assert {name: getattr(settings, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "kind", "rate"),
+    [
+        (29_999_999, "full", 3e-4),
+        (30_000_000, "full", 1e-5),
+        (299_999_999, "lora", 1e-4),
+        (300_000_000, "full", 1e-6),
+        (300_000_000, "lora", 1e-5),
+    ],
+)
+def test_the_default_learning_rate_follows_the_size_of_the_model(tmp_path, monkeypatch, num_parameters, kind, rate):
+    monkeypatch.setattr("trainer.settings.num_parameters", lambda _directory: num_parameters)
+    settings = TrainerSettings(model=str(tmp_path), kind=kind)
+    assert settings.learning_rate == pytest.approx(rate)
+
+
+def test_the_size_of_a_model_is_read_from_the_heads_of_its_files(tmp_path):
+    for name, shape in (("model-1", (3, 5)), ("model-2", (7,))):
+        save_file({"w": torch.zeros(shape)}, tmp_path / f"{name}.safetensors")
+    assert num_parameters(tmp_path) == 22
+    (tmp_path / "model-3.safetensors").write_bytes(b"no tensors")
+    assert num_parameters(tmp_path) == 0
 
 
 def test_several_devices_and_compilation_are_refused_together():

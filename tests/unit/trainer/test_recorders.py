@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib.machinery
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ def test_weights_and_biases_runs_offline_and_records_every_line(tmp_path, monkey
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    recorder = WeightsAndBiases("turnwise-test", {"seed": 0})
+    recorder = WeightsAndBiases("turnwise-test", {"seed": 0}, tmp_path / "policies" / "wandb-run.txt")
     record(recorder)
     summary = dict(recorder._run.summary)
     recorder.close()
@@ -63,11 +65,33 @@ def test_weights_and_biases_runs_offline_and_records_every_line(tmp_path, monkey
     }
 
 
+def test_a_restarted_trainer_goes_on_with_its_run_of_weights_and_biases(tmp_path, monkeypatch):
+    """The first start stores the run's id, the second one resumes the run of that id."""
+    starts = []
+
+    class Run:
+        id = "abc123"
+
+        def define_metric(self, *_names, **_options): ...
+
+    def init(**options):
+        starts.append((options["id"], options["resume"]))
+        return Run()
+
+    package = types.ModuleType("wandb")
+    package.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    package.init = init
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for _ in range(2):
+        WeightsAndBiases("project", {}, tmp_path / "policies" / "wandb-run.txt")
+    assert starts == [(None, None), ("abc123", "allow")]
+
+
 @pytest.mark.parametrize(
     ("package", "make"),
     [
         ("tensorboard", TensorBoard),
-        ("wandb", lambda _: WeightsAndBiases("project", {})),
+        ("wandb", lambda place: WeightsAndBiases("project", {}, place / "run.txt")),
     ],
 )
 def test_the_error_for_a_recorder_without_its_package_names_the_package(tmp_path, monkeypatch, package, make):
