@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from support.private_postgres import PrivatePostgres, binary
 from turnwise.store.database import Database
 
 pytest_plugins = ["support.engines", "support.node_projects", "support.proxies", "support.workers"]
+
+# Two test processes and their children share the cores, and idle threads of torch occupy a core while they wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 DIALECTS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 

@@ -1,7 +1,7 @@
 """Each example as a separate program, on a proxy in front of a fake engine: a tool call first, then an answer.
 
-One decision: what each README says is what runs. Its diff is taken from it, so that the test runs the agent with that
-line, and the agent without it, as its framework's documentation would have it, with the address in the environment.
+The test applies the diff of the example's README and runs the agent with that line. It also runs the agent without it,
+as in the framework's documentation, with the proxy's address in the environment.
 """
 
 from __future__ import annotations

@@ -273,14 +273,14 @@ def test_every_experience_is_acked_exactly_once_under_kills_stops_and_clock_jump
             clock.jump(next(jumps))
             crew.release()
 
-        blows = [crew.kill_and_restart, crew.freeze_beyond_the_lease, jump]
-        waves = np.array_split(np.arange(num_experiences // GROUP_SIZE), num_rounds * len(blows) + 1)
+        faults = [crew.kill_and_restart, crew.freeze_beyond_the_lease, jump]
+        waves = np.array_split(np.arange(num_experiences // GROUP_SIZE), num_rounds * len(faults) + 1)
         for number, wave in enumerate(waves):
             _wait_for(int(wave[0]), lambda: num_trained(database), "groups trained")
             crew.hold()
             finish(database, range(GROUP_SIZE * int(wave[0]), GROUP_SIZE * (int(wave[-1]) + 1)))
             if number < len(waves) - 1:
-                blows[number % len(blows)]()
+                faults[number % len(faults)]()
         crew.kill_for_good()
         clock.jump(LAST_JUMP)
         _wait_for(num_experiences // GROUP_SIZE, lambda: num_trained(database), "groups trained")

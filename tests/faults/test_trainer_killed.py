@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN
+from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, Trainers, running_trainers
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from turnwise.store import queries
 
-PROGRAM = Path(__file__).parents[1] / "support" / "killed_trainer.py"
 VERSIONS = (1, 2)
 
 
@@ -28,7 +26,7 @@ def play(directory: Path, model: Path) -> Path:
     return directory
 
 
-def train(directory: Path, model: Path, *die_at: str) -> int:
+def train(trainers: Trainers, directory: Path, model: Path, *die_at: str) -> int:
     """Run a trainer over the ledger; return its exit status."""
     config = directory / "trainer.toml"
     config.write_text(
@@ -46,7 +44,7 @@ def train(directory: Path, model: Path, *die_at: str) -> int:
         progress = false
         """
     )
-    return subprocess.run([sys.executable, str(PROGRAM), str(config), *die_at], timeout=180, check=False).returncode
+    return trainers.train(config, *die_at)
 
 
 def state_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
@@ -63,15 +61,21 @@ def state_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    with running_trainers() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, model):
+def uninterrupted(tmp_path_factory, trainers, model):
     """The result of a trainer that is not killed."""
     directory = play(tmp_path_factory.mktemp("straight") / "run", model)
-    assert train(directory, model) == 0
+    assert train(trainers, directory, model) == 0
     return directory
 
 
@@ -79,11 +83,13 @@ def uninterrupted(tmp_path_factory, model):
     "stage",
     [stage if stage in STAGES_IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
 )
-def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(tmp_path, model, uninterrupted, stage):
+def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
+    tmp_path, trainers, model, uninterrupted, stage
+):
     """Bit for bit, each group trained once, no files left behind, and no wait for the killed trainer's lease."""
     killed = play(tmp_path / "run", model)
-    assert train(killed, model, STAGES[stage]) == -signal.SIGKILL
-    assert train(killed, model) == 0
+    assert train(trainers, killed, model, STAGES[stage]) == -signal.SIGKILL
+    assert train(trainers, killed, model) == 0
     for version in VERSIONS:
         expected, resumed = state_of(uninterrupted, version), state_of(killed, version)
         assert expected.keys() == resumed.keys()

@@ -34,6 +34,7 @@ def test_open_sessions_take_no_more_than_their_share_of_300_megabytes():
     run("memory.py", "--sessions", "2000")
 
 
+@pytest.mark.slow
 def test_merged_sessions_train_faster_than_one_row_a_turn_here_and_in_trl():
     """Sessions of 10 turns: the bench itself checks losses and targets; (10 + 1) / 2 times the tokens, and more."""
     printed = run("training.py", "--turns", "10", "--sessions", "4", "--rounds", "2")

@@ -16,13 +16,14 @@ import pytest
 from compose import compose_file
 from compose.check import TRAIN_CONFIG
 from compose.compose_file import Service
+from compose.deadline import wait_until
 from compose.play import GROUP_SIZE, NUM_GROUPS, Proxy, play
 from support.private_postgres import PrivatePostgres
 
 from turnwise.processes.stack import command, free_port
 from turnwise.processes.supervisor import Child, State, Supervisor
 
-pytestmark = [pytest.mark.engine, pytest.mark.postgres]
+pytestmark = pytest.mark.postgres
 
 PROGRAMS = {
     # The `vllm` command looks up a distribution that the CPU build lacks; the image's entrypoint is `vllm serve`.
@@ -51,9 +52,14 @@ class Processes:
             "/etc/turnwise/train.toml": str(TRAIN_CONFIG),
         }
 
-    def child(self, name: str, service: Service, *more: str) -> Child:
+    def fake_engine(self, name: str, service: Service) -> Child:
+        """Return a process that serves the fake engine in place of vLLM."""
+        argv = command("fake-engine", "--port", str(self.engine_port), "--model", "policy")
+        return Child(name=name, argv=argv, ready=self._health_check(service))
+
+    def child(self, name: str, service: Service) -> Child:
         """Return the process of a service."""
-        words = [*shlex.split(self._here(service["command"])), *more]
+        words = shlex.split(self._here(service["command"]))
         environment = {
             key: self._database_url if key.endswith("_DATABASE") else value
             for key, value in service["environment"].items()
@@ -87,21 +93,35 @@ def database_url(postgres_server: PrivatePostgres) -> str:
     return postgres_server.url(postgres_server.create_database())
 
 
+@pytest.mark.parametrize("vllm", [False, pytest.param(True, marks=[pytest.mark.engine, pytest.mark.slow])])
 def test_the_services_commands_serve_and_train_when_started_in_the_files_order(
-    small_model_dir: Path, database_url: str, tmp_path: Path
+    small_model_dir: Path, database_url: str, tmp_path: Path, vllm: bool
 ) -> None:
-    """Migrate, serve, reward, train and reload with nothing but the commands of the compose file."""
+    """Migrate, serve, reward, train and reload with nothing but the commands of the compose file.
+
+    The short form has a fake engine, whose logprobs are not the model's: it ends when the trainer waits for groups.
+    """
     services = compose_file.services("cpu", {"MODEL_DIR": str(small_model_dir)})
     processes = Processes(small_model_dir, tmp_path, database_url)
     # The test has its own database server and password, and the model exists already.
     elsewhere = {"secrets", "postgres", "model"}
-    children = [processes.child(name, service) for name, service in services.items() if name not in elsewhere]
+    children = [
+        processes.fake_engine(name, service) if name == "engine-cpu" and not vllm else processes.child(name, service)
+        for name, service in services.items()
+        if name not in elsewhere
+    ]
     (tmp_path / "operator").mkdir()
 
     with Supervisor(children, log_directory=tmp_path) as running:
         key = (tmp_path / "operator" / "admin-key").read_text().strip()
         assert key in (tmp_path / "migrate.log").read_text()
-        played = play(Proxy(f"http://127.0.0.1:{processes.proxy_port}", key), running.check)
+        proxy = Proxy(f"http://127.0.0.1:{processes.proxy_port}", key)
+        if not vllm:
+            call = {"model": "policy", "messages": [{"role": "user", "content": "Hello."}]}
+            assert proxy.ask("/v1/chat/completions", call)["choices"][0]["message"]["content"]
+            assert wait_until("the status of the trainer", 180.0, lambda: proxy.ask("/v1/counts")["trainers"])
+            return
+        played = play(proxy, running.check)
         assert running.state("trainer-cpu") is State.READY
 
     assert len(played.rewards) == NUM_GROUPS * GROUP_SIZE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -34,19 +33,6 @@ THINKING = Reply(
 @pytest.fixture
 def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
     return shared_proxy.proxy
-
-
-@pytest.fixture
-def engine_calls(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
-    """The fake engine, with its default script restored."""
-    yield shared_proxy.engine
-    shared_proxy.engine.state.script.rules.clear()
-    shared_proxy.engine.state.script.faults.clear()
-
-
-@pytest.fixture
-def session_id() -> str:
-    return uuid.uuid4().hex
 
 
 def messages_client(proxy: RunningProxy, session_id: str) -> anthropic.Anthropic:
@@ -91,10 +77,10 @@ def one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int) -> boo
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str, *, stream: bool
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
 ) -> None:
     """The blocks of a reply, sent again, are the reply that was sampled."""
-    engine_calls.answer(Rule(reply=THINKING, contains="first", count=1))
+    shared_engine.answer(Rule(reply=THINKING, contains="first", count=1))
     client, tools = messages_client(proxy, session_id), [MESSAGES_TOOL]
     asked: list[Any] = [{"role": "user", "content": "first"}]
     first = message(client, stream=stream, system="Be kind.", messages=asked, tools=tools)
@@ -115,10 +101,10 @@ def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str, *, stream: bool
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
 ) -> None:
     """The items of a reply, sent again, are the reply that was sampled."""
-    engine_calls.answer(Rule(reply=THINKING, contains="first", count=1))
+    shared_engine.answer(Rule(reply=THINKING, contains="first", count=1))
     client = responses_client(proxy, session_id)
     asked: list[Any] = [{"role": "user", "content": "first"}]
     fixed: Any = {"instructions": "Be kind.", "tools": [RESPONSES_TOOL]}
@@ -135,10 +121,10 @@ def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(
 
 
 def test_a_previous_response_is_found_in_the_store_and_in_its_session(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine
+    proxy: RunningProxy, shared_engine: RunningFakeEngine
 ) -> None:
     """The second call names neither session nor history, only the response that it goes on from."""
-    assert engine_calls.url
+    assert shared_engine.url
     client = openai.OpenAI(base_url=proxy.v1, api_key=uuid.uuid4().hex, max_retries=0)
     first = client.responses.create(model="fake", input="one", instructions="Be kind.")
     second = client.responses.create(model="fake", input="two", instructions="Be kind.", previous_response_id=first.id)
@@ -154,10 +140,10 @@ def test_a_previous_response_is_found_in_the_store_and_in_its_session(
 
 
 def test_new_instructions_replace_those_of_the_previous_response(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """OpenAI's rule; the new chain names this as its reason."""
-    assert engine_calls.url
+    assert shared_engine.url
     client = responses_client(proxy, session_id)
     first = client.responses.create(model="fake", input="one", instructions="Be kind.")
     client.responses.create(model="fake", input="two", instructions="Be brief.", previous_response_id=first.id)
@@ -168,10 +154,10 @@ def test_new_instructions_replace_those_of_the_previous_response(
 
 
 def test_each_dialect_reports_its_own_finish_reason(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """Length, a stop sequence, and a plain end."""
-    engine_calls.answer(Rule(reply=Reply(text="one two three"), contains="count"))
+    shared_engine.answer(Rule(reply=Reply(text="one two three"), contains="count"))
     claude, client = messages_client(proxy, session_id), responses_client(proxy, session_id)
     count: Any = [{"role": "user", "content": "count"}]
     for stream in (False, True):
@@ -186,7 +172,7 @@ def test_each_dialect_reports_its_own_finish_reason(
 
 
 def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """`text.format` becomes the engine's response format; logprobs come only where they were included."""
     client = responses_client(proxy, session_id)
@@ -194,7 +180,7 @@ def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(
     made = client.responses.create(
         model="fake", input="a", text=wanted, include=["message.output_text.logprobs"], top_logprobs=2
     )
-    sent = engine_calls.calls[-1].body
+    sent = shared_engine.calls[-1].body
     assert sent["response_format"]["json_schema"] == {"name": "x", "schema": SCHEMA, "strict": True}
     assert len(made.output[0].content[0].logprobs) == made.usage.output_tokens
     plain = client.responses.create(model="fake", input="a")
@@ -202,10 +188,10 @@ def test_a_schema_and_logprobs_are_translated_from_the_dialects_fields(
 
 
 def test_the_token_count_equals_the_prompt_tokens_of_the_call(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """The engine's own template and tokenizer count."""
-    assert engine_calls.url
+    assert shared_engine.url
     client = messages_client(proxy, session_id)
     asked: Any = {"system": "Be kind.", "tools": [MESSAGES_TOOL], "messages": [{"role": "user", "content": "Hi."}]}
     counted = client.messages.count_tokens(model="fake", **asked)
@@ -213,7 +199,7 @@ def test_the_token_count_equals_the_prompt_tokens_of_the_call(
 
 
 def test_anthropics_hosted_tools_are_dropped_and_the_count_respects_disabled_thinking(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """A count renders with the same template arguments as the call."""
     asked: Any = {
@@ -225,7 +211,7 @@ def test_anthropics_hosted_tools_are_dropped_and_the_count_respects_disabled_thi
     client = messages_client(proxy, session_id)
     raw = client.messages.with_raw_response.create(max_tokens=9, extra_headers={"anthropic-beta": "x"}, **asked)
     assert raw.headers["x-turnwise-dropped-tools"] == "web_search"
-    sent = engine_calls.calls[-1].body
+    sent = shared_engine.calls[-1].body
     assert [tool["function"]["name"] for tool in sent["tools"]] == ["look"]
     assert [message["role"] for message in sent["messages"]] == ["user", "system"]
     assert client.messages.count_tokens(**asked).input_tokens == raw.parse().usage.input_tokens
@@ -263,10 +249,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_errors_have_the_dialects_own_shape_and_name_the_field(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, case: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, case: str
 ) -> None:
     """Anthropic's errors carry a type at two levels; OpenAI's have four fields."""
-    assert engine_calls.url
+    assert shared_engine.url
     route, body, status, named = REFUSED[case]
     refused = httpx2.post(f"{proxy.v1}/{route}", json=body)
     assert refused.status_code == status, refused.text
@@ -280,19 +266,19 @@ def test_errors_have_the_dialects_own_shape_and_name_the_field(
 
 
 def test_a_stream_that_the_engine_cuts_off_ends_with_the_dialects_error(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """There is no terminal event, and the sampled tokens are stored."""
     broken = Fault(kind=FaultKind.RESET_STREAM, after_chunks=3)
     asked = {"model": "fake", "stream": True}
-    engine_calls.fail_next(broken.model_copy())
+    shared_engine.fail_next(broken.model_copy())
     said = httpx2.post(
         f"{proxy.session_v1(session_id)}/messages",
         json={**asked, "max_tokens": 50, "messages": [{"role": "user", "content": "a long tale"}]},
     ).text
     assert "event: error\n" in said
     assert "message_stop" not in said
-    engine_calls.fail_next(broken.model_copy())
+    shared_engine.fail_next(broken.model_copy())
     said = httpx2.post(f"{proxy.session_v1(session_id)}/responses", json={**asked, "input": "a long tale"}).text
     assert "event: error\n" in said
     assert "response.completed" not in said

@@ -70,7 +70,7 @@ def test_held_out_sessions_are_played_by_the_version_that_was_just_published(pro
 
 
 def test_an_evaluation_counts_no_session_twice(proxy, database, tmp_path):
-    """Nor does it count sessions of earlier evaluations, also of other processes."""
+    """Sessions of earlier evaluations, also of other processes, are not counted either."""
     version = publish(proxy, write_weights(tmp_path / "v1"))
     evaluator(database, proxy, ("eval", 0.0, 1)).evaluate(version)
     next_process = evaluator(database, proxy, ("eval", 1.0, 1), ("eval", 0.5, 1))

@@ -253,7 +253,7 @@ def test_a_text_completion_has_vllms_shape(name, streamed, real, fake):
 
 
 def test_prompt_logprobs_have_vllms_shape(real, fake):
-    """They come in plain replies alone."""
+    """Only plain replies contain them."""
     case = {"model": "small", "prompt": "Hello", "max_tokens": 1, "prompt_logprobs": 1}
     theirs, ours = (http.post(TEXT, json=case).raise_for_status().json() for http in (real, fake))
     assert _shape([ours]) == _shape([theirs])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -42,17 +40,6 @@ def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
     return shared_proxy.proxy
 
 
-@pytest.fixture
-def engine(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
-    yield shared_proxy.engine
-    shared_proxy.engine.state.script.rules.clear()
-
-
-@pytest.fixture
-def session_id() -> str:
-    return uuid.uuid4().hex
-
-
 def assert_one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int) -> None:
     turns = [view.turn for view in proxy.turns(session_id)]
     assert [(turn.outcome, turn.reason) for turn in turns] == [(Outcome.EXACT, None)] * num_turns
@@ -61,10 +48,10 @@ def assert_one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int)
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_namespaces_and_freeform_tools_come_back_as_the_client_named_them(
-    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str, *, stream: bool
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
 ) -> None:
     """The engine sees functions; the client sees its own tools; the next call stays on the chain."""
-    engine.answer(Rule(reply=REPLY, contains="first", count=1))
+    shared_engine.answer(Rule(reply=REPLY, contains="first", count=1))
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
     tools: Any = [SPAWN, PATCH, {"type": "web_search"}, {"type": "local_shell"}]
     given: list[Any] = [{"role": "user", "content": "first"}]
@@ -87,7 +74,7 @@ def test_namespaces_and_freeform_tools_come_back_as_the_client_named_them(
         {"task": "t"},
     )
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", TEXT)
-    sent = [tool["function"] for tool in engine.calls[-1].body["tools"]]
+    sent = [tool["function"] for tool in shared_engine.calls[-1].body["tools"]]
     assert [function["name"] for function in sent] == ["agents__spawn", "apply_patch"]
     assert 'start: "x"' in sent[1]["description"]
     given += [item.model_dump(exclude={"parsed_arguments"}) for item in made.output]
@@ -105,7 +92,7 @@ def test_namespaces_and_freeform_tools_come_back_as_the_client_named_them(
 
 
 def test_shell_calls_of_an_earlier_reply_are_accepted(
-    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
     given: list[Any] = [
@@ -120,16 +107,16 @@ def test_shell_calls_of_an_earlier_reply_are_accepted(
         {"type": "local_shell_call_output", "id": "call_1", "output": "file"},
     ]
     client.responses.create(model="fake", input=given)
-    call, result = engine.calls[-1].body["messages"][1:]
+    call, result = shared_engine.calls[-1].body["messages"][1:]
     assert json.loads(call["tool_calls"][0]["function"]["arguments"])["command"] == ["ls"]
     assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "call_1", "file")
 
 
 def test_an_item_reference_is_resolved_from_the_stored_turn(
-    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """By default the AI SDK sends ids in place of the items of a reply."""
-    engine.answer(Rule(reply=REPLY, contains="first", count=1))
+    shared_engine.answer(Rule(reply=REPLY, contains="first", count=1))
     client = openai.OpenAI(base_url=proxy.session_v1(session_id), api_key="any", max_retries=0)
     asked: Any = {"model": "fake", "tools": [SPAWN, PATCH]}
     given: list[Any] = [{"role": "user", "content": "first"}]
@@ -144,10 +131,10 @@ def test_an_item_reference_is_resolved_from_the_stored_turn(
 
 
 def test_a_session_key_cannot_read_a_response_of_another_session(
-    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """`previous_response_id` and an item reference are both answered as unknown."""
-    assert engine.url
+    assert shared_engine.url
     other = openai.OpenAI(base_url=proxy.session_v1(f"{session_id}-other"), api_key="any", max_retries=0)
     secret = other.responses.create(model="fake", input="the secret")
     key = httpx2.post(f"{proxy.v1}/sessions", json={"session_id": session_id}).json()["api_key"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -21,17 +19,6 @@ def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
     return shared_proxy.proxy
 
 
-@pytest.fixture
-def engine(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
-    yield shared_proxy.engine
-    shared_proxy.engine.state.script.rules.clear()
-
-
-@pytest.fixture
-def session_id() -> str:
-    return uuid.uuid4().hex
-
-
 def ask(proxy: RunningProxy, session_id: str, **fields: Any) -> httpx2.Response:
     asked = {"messages": [{"role": "user", "content": "Hello there"}], **fields}
     reply = httpx2.post(f"{proxy.session_v1(session_id)}/chat/completions", json=asked)
@@ -42,16 +29,18 @@ def ask(proxy: RunningProxy, session_id: str, **fields: Any) -> httpx2.Response:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reason", ["abort", "error", "repetition"])
 def test_a_reply_that_the_engine_cut_off_is_untrainable(
-    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str, reason: Any, *, stream: bool
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, reason: Any, *, stream: bool
 ) -> None:
-    engine.answer(Rule(reply=Reply(text="One two", finish_reason=reason)))
+    shared_engine.answer(Rule(reply=Reply(text="One two", finish_reason=reason)))
     ask(proxy, session_id, stream=stream)
     (view,) = proxy.turns(session_id)
     assert (view.turn.outcome, view.turn.reason) == (Outcome.UNTRAINABLE, f"engine_{reason}")
 
 
-def test_beam_search_and_media_are_untrainable(proxy: RunningProxy, engine: RunningFakeEngine, session_id: str) -> None:
-    assert engine.url
+def test_beam_search_and_media_are_untrainable(
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
+) -> None:
+    assert shared_engine.url
     ask(proxy, session_id, use_beam_search=True)
     ask(proxy, session_id, messages=[{"role": "user", "content": [{"type": "text", "text": "Look."}, PICTURE]}])
     ask(proxy, session_id)
@@ -60,17 +49,17 @@ def test_beam_search_and_media_are_untrainable(proxy: RunningProxy, engine: Runn
 
 
 def test_fields_that_control_the_engine_are_removed_and_counted(
-    proxy: RunningProxy, engine: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """This covers calls and the sampling parameters of a session."""
     steering = {"kv_transfer_params": {"prompt_token_ids": [1]}, "vllm_xargs": {"a": 1}, "priority": -5}
     pinned = {"session_id": session_id, "sampling": {"vllm_xargs": {"b": 1}, "min_p": 0.5}}
     httpx2.post(f"{proxy.v1}/sessions", json=pinned).raise_for_status()
     ask(proxy, session_id, **steering, top_k=3)
-    sent = engine.calls[-1].body
+    sent = shared_engine.calls[-1].body
     assert not steering.keys() & sent.keys()
     assert (sent["top_k"], sent["min_p"]) == (3, 0.5)
     httpx2.post(f"{proxy.v1}/completions", json={"prompt": "x", "max_tokens": 1, **steering}).raise_for_status()
-    assert not steering.keys() & engine.calls[-1].body.keys()
+    assert not steering.keys() & shared_engine.calls[-1].body.keys()
     metrics = httpx2.get(f"{proxy.url}/metrics").text
     assert 'turnwise_dropped_fields_total{field="kv_transfer_params"} 2.0' in metrics

@@ -32,8 +32,8 @@ def _parsed_by_vllm(*argvs: list[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_the_flags_of_a_gpu_engine_are_vllms() -> None:
-    """What follows `vllm serve`: as `turnwise engine` builds it, and as the compose file has it."""
+def test_vllm_accepts_the_flags_of_turnwise_engine_and_of_the_compose_file() -> None:
+    """The arguments after `vllm serve`."""
     settings = EngineSettings(
         model="owner/name",
         gpus=[0, 1],
@@ -46,8 +46,12 @@ def test_the_flags_of_a_gpu_engine_are_vllms() -> None:
     )
     command = build_command(settings, gpu=True)
     variables = {"ENGINE_FLAGS": "--enable-lora --max-lora-rank 16 --max-loras 2", "ENGINE_TENSOR_PARALLEL": "2"}
-    service = compose_file.services("gpu", variables)["engine"]
-    built, composed = _parsed_by_vllm(list(command.argv[2:]), shlex.split(service["command"]))
+    gpu = compose_file.services("gpu", variables)["engine"]
+    cpu = compose_file.services("cpu", {})["engine-cpu"]
+    built, composed, composed_for_cpu = _parsed_by_vllm(
+        list(command.argv[2:]), shlex.split(gpu["command"]), shlex.split(cpu["command"])
+    )
+    assert (composed_for_cpu["max_model_len"], composed_for_cpu["dtype"]) == (2048, "float32")
     assert built["tensor_parallel_size"] == composed["tensor_parallel_size"] == 2
     assert built["gpu_memory_utilization"] == composed["gpu_memory_utilization"] == 0.4
     assert built["enable_lora"] is composed["enable_lora"] is True

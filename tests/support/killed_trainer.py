@@ -1,26 +1,32 @@
-"""A trainer that is killed at the n-th call of a function.
+"""Trainer processes that are killed at the n-th call of a function.
 
-    python killed_trainer.py CONFIG [MODULE:FUNCTION:N]
+    python killed_trainer.py
 
-As a program it ends as under `kill -9`. At `torch:save:N` half of the N-th file is on disk; every other function is
-killed before it runs.
+It reads lines of JSON, `[CONFIG, "MODULE:FUNCTION:N", ...]`, runs a trainer for each line, and prints its exit status.
+Each trainer is a fork of this process, which has imported torch already: importing it takes longer than the training.
+A trainer ends as under `kill -9`. At `torch:save:N` half of the N-th file is on disk; every other function is killed
+before it runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
+import json
 import os
+import select
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.main import run
-from trainer.settings import TrainerSettings
-from turnwise.settings import load_settings
+TRAIN_SECONDS = 180.0
+IMPORTED = ("transformers.models.qwen3.modeling_qwen3", "trainer.main", "alembic.command")
+"""What every trainer needs."""
 
 STAGES = {
     "claimed": "trainer.loop.workflows:select:2",
@@ -47,6 +53,34 @@ STAGES_IN_EVERY_RUN = (
 """The others are slow tests."""
 
 
+class Trainers:
+    """The program, as a child of the test."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def train(self, config: Path, *die_at: str) -> int:
+        """Run a trainer with these settings; return its exit status, or the negative number of its signal."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        print(json.dumps([str(config), *die_at]), file=stdin, flush=True)
+        assert select.select([stdout], [], [], TRAIN_SECONDS)[0], "the trainer did not end in time"
+        return int(stdout.readline())
+
+
+@contextlib.contextmanager
+def running_trainers() -> Iterator[Trainers]:
+    """Run the program until the block ends."""
+    with subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield Trainers(process)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def dying(where: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callable[..., Any]]:
     """Return module, name and replacement of the function; the replacement kills at its n-th call."""
     module_name, name, number = where.split(":")
@@ -65,7 +99,28 @@ def dying(where: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callabl
     return module, name, kill_at_nth_call
 
 
-if __name__ == "__main__":
-    for where in sys.argv[2:]:
+def run_trainer(config: str, *die_at: str) -> int:
+    """Run a trainer in this process; return its exit status."""
+    from trainer.main import run
+    from trainer.settings import TrainerSettings
+    from turnwise.settings import load_settings
+
+    for where in die_at:
         setattr(*dying(where, lambda: os.kill(os.getpid(), signal.SIGKILL)))
-    sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="trainer", overrides={})))
+    return run(load_settings(TrainerSettings, config=Path(config), section="trainer", overrides={}))
+
+
+def main() -> None:
+    """Run trainers until stdin ends."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(run_trainer(*json.loads(line)))
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -190,6 +191,20 @@ def shared_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyAndE
     ):
         engine.calls.clear()
         yield ProxyAndEngine(proxy, engine)
+
+
+@pytest.fixture
+def shared_engine(shared_proxy: ProxyAndEngine) -> Iterator[RunningFakeEngine]:
+    """The fake engine of the module's proxy; the rules and faults of a test are removed after the test."""
+    yield shared_proxy.engine
+    shared_proxy.engine.state.script.rules.clear()
+    shared_proxy.engine.state.script.faults.clear()
+
+
+@pytest.fixture
+def session_id() -> str:
+    """An id that no other test has."""
+    return uuid.uuid4().hex
 
 
 def assert_served_is_stored(proxy: RunningProxy, engine: RunningFakeEngine) -> None:

@@ -189,8 +189,8 @@ def assert_nothing_is_lost_or_doubled(agents: Agents, proxy: RunningProxy, engin
     assert agents.num_seen
     for turn_id, view in stored.items():
         if len(view.turn.token_ids):
-            told = view.turn.token_ids.tolist()
-            assert told == sampled[turn_id][: len(told)]
+            kept = view.turn.token_ids.tolist()
+            assert kept == sampled[turn_id][: len(kept)]
     by_session = collections.defaultdict(list)
     for view in stored.values():
         by_session[view.turn.session_id].append(view)

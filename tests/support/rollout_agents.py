@@ -1,4 +1,4 @@
-"""Agents for the tests of `turnwise run`: plain programs that know nothing of Turnwise, and start in milliseconds."""
+"""Agents for the tests of `turnwise run`: plain programs that do not use Turnwise and start in milliseconds."""
 
 from __future__ import annotations
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from trainer.settings import TrainerSettings
 from turnwise.store import ledger
 from turnwise.store.database import Database
 from turnwise.types import Credit, Reward, Session, Turn
@@ -18,23 +20,26 @@ GOOD = 24
 """Sampled tokens below this are rewarded: training makes them more probable."""
 
 
-def make_model(directory: Path, *, seed: int = 0) -> Path:
-    """Write a Qwen3 of 15 thousand parameters, without a tokenizer."""
+def make_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a Qwen3 of 15 thousand parameters, without a tokenizer; `changes` are fields of its configuration."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=0,
-        dtype="float32",
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "initializer_range": 0.2,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 256,
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            "dtype": "float32",
+            **changes,
+        }
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
@@ -122,3 +127,19 @@ def new_ledger(path: Path) -> Database:
     db = Database(f"sqlite:///{path}")
     db.upgrade()
     return db
+
+
+def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSettings:
+    """Return the settings of a trainer over `ledger.db` in a directory: small batches, and no wait for more groups."""
+    values: dict[str, Any] = {
+        "database": f"sqlite:///{directory / 'ledger.db'}",
+        "model": str(model),
+        "policies_dir": directory / "policies",
+        "groups_per_batch": 3,
+        "num_minibatches": 1,
+        "learning_rate": 3e-3,
+        "wait_seconds": 0.0,
+        "poll_seconds": 0.05,
+        "progress": False,
+    }
+    return TrainerSettings(**(values | changes))

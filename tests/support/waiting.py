@@ -19,7 +19,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = WAIT
     """
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain until {what}"
+        assert time.monotonic() < deadline, f"after {seconds:.0f} s it is still not true that {what}"
         time.sleep(POLL_SECONDS)
 
 

@@ -7,44 +7,14 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
 
 from trainer.loop import base
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World
 from trainer.policy import model as policy_model
 from trainer.policy.model import Policy, PolicySpec
-from trainer.settings import TrainerSettings
 from turnwise.store import queries
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.set_num_threads(1)
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    db = new_ledger(tmp_path / "ledger.db")
-    yield db
-    db.close()
-
-
-def settings_for(tmp_path, model, **changes):
-    values = {
-        "database": f"sqlite:///{tmp_path / 'ledger.db'}",
-        "model": str(model),
-        "policies_dir": tmp_path / "policies",
-        "groups_per_batch": 3,
-        "num_minibatches": 1,
-        "total_batches": 1,
-        "learning_rate": 3e-3,
-        "wait_seconds": 0.0,
-        "poll_seconds": 0.05,
-        "progress": False,
-    }
-    return TrainerSettings(**(values | changes))
 
 
 def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkeypatch):
@@ -64,7 +34,9 @@ def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(base, "join_world", join)
     monkeypatch.setattr(policy_model, "_load", lambda *_: Gpu())
-    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, kl_coef=0.1), enable_multi_devices=True)
+    workflow = OnPolicyWorkflow.build_from_config(
+        settings_for(tmp_path, model, total_batches=1, kl_coef=0.1), enable_multi_devices=True
+    )
     for policy in (workflow.agent.policy, workflow.agent._reference):
         with pytest.raises(InterruptedError):
             policy.load(0)
@@ -95,7 +67,7 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
     twin = new_ledger(other / "ledger.db")
     Rollouts(twin, load_model(model)).play("a", num_groups=3)
     twin.close()
-    changes = {"row_tokens": 200, "proximal": proximal}
+    changes = {"total_batches": 1, "row_tokens": 200, "proximal": proximal}
     states = []
     for directory, most_tokens in ((other, 1000), (tmp_path, 40)):
         small_memory(monkeypatch, most_tokens)
@@ -117,7 +89,7 @@ def test_a_group_that_does_not_fit_into_memory_is_refused_and_training_continues
     Rollouts(ledger, load_model(model)).play("short", num_groups=2)
     Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)
     small_memory(monkeypatch, 20)
-    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model), enable_jit=False)
+    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, total_batches=1), enable_jit=False)
     state = workflow.learn(workflow.setup(0))
     workflow.close()
     assert state.metrics["num_groups_out_of_memory"] == 1
@@ -129,19 +101,9 @@ def test_a_group_that_does_not_fit_into_memory_is_refused_and_training_continues
 
 def test_weights_for_engines_are_written_once_and_in_the_precision_of_the_computation(tmp_path):
     """A tied output layer is stored under one name, and bfloat16 halves what engines load."""
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    make_model(tmp_path / "model", tie_word_embeddings=True)
     policy = Policy(PolicySpec(model=str(tmp_path / "model"), device="cpu", dtype="bfloat16"))
     policy.load(0)
     (tmp_path / "version").mkdir()
@@ -154,19 +116,7 @@ def test_weights_for_engines_are_written_once_and_in_the_precision_of_the_comput
 
 
 def test_dropout_is_off(tmp_path):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attention_dropout=0.5,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    make_model(tmp_path, attention_dropout=0.5)
     policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
     policy.load(0)
     ids = torch.arange(1, 9)[None]

@@ -1,41 +1,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, settings_for
 
 from trainer.loop.off_policy import OffPolicyWorkflow, ReplayBuffer
-from trainer.settings import TrainerSettings
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    db = new_ledger(tmp_path / "ledger.db")
-    yield db
-    db.close()
 
 
 def workflow_for(tmp_path, model, **changes):
-    torch.set_num_threads(1)
-    values = {
-        "database": f"sqlite:///{tmp_path / 'ledger.db'}",
-        "model": str(model),
-        "policies_dir": tmp_path / "policies",
-        "groups_per_batch": 2,
-        "num_minibatches": 1,
-        "buffer_groups": 4,
-        "buffer_min_groups": 4,
-        "wait_seconds": 0.0,
-        "poll_seconds": 0.05,
-        "progress": False,
-    }
-    return OffPolicyWorkflow.build_from_config(TrainerSettings(**(values | changes)), enable_jit=False)
+    defaults = {"groups_per_batch": 2, "buffer_groups": 4, "buffer_min_groups": 4, "learning_rate": 1e-6}
+    return OffPolicyWorkflow.build_from_config(settings_for(tmp_path, model, **(defaults | changes)), enable_jit=False)
 
 
 def test_the_buffer_warms_up_then_trains_and_evicts_the_oldest(tmp_path, model, ledger):

@@ -84,7 +84,7 @@ def test_a_group_of_long_chains_is_refused_with_the_reason():
 
 
 def test_dpo_pairs_every_better_session_with_every_worse_one():
-    """Rewards 2, 1, 0: three pairs, of best and worst alone one."""
+    """Rewards 2, 1, 0: three pairs; one pair if only the best and the worst are compared."""
     group = [experience(session_id=f"s{reward}", reward=reward) for reward in (2.0, 1.0, 0.0)]
     found = {}
     for pairs in ("all", "best_worst"):

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import trainer_ledger
 from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, dying
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, new_ledger
 
 from trainer.learning.losses import loss_of
 from trainer.loop.off_policy import OffPolicyWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
 from trainer.policy import agent
-from trainer.settings import TrainerSettings
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import policies, queries, trained
 from turnwise.version_directory import check_digests, read_manifest, weights_digest
@@ -37,34 +37,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    db = new_ledger(tmp_path / "ledger.db")
-    yield db
-    db.close()
-
-
 def settings_for(tmp_path, model, **changes):
-    values = {
-        "database": f"sqlite:///{tmp_path / 'ledger.db'}",
-        "model": str(model),
-        "policies_dir": tmp_path / "policies",
-        "groups_per_batch": 3,
-        "num_minibatches": 2,
-        "total_batches": 2,
-        "max_staleness": 10,
-        "learning_rate": 3e-3,
-        "wait_seconds": 0.0,
-        "poll_seconds": 0.05,
-        "row_tokens": 64,
-        "progress": False,
-    }
-    return TrainerSettings(**(values | changes))
+    defaults = {"num_minibatches": 2, "total_batches": 2, "max_staleness": 10, "row_tokens": 64}
+    return trainer_ledger.settings_for(tmp_path, model, **(defaults | changes))
 
 
 def train(settings):

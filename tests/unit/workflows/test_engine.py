@@ -314,7 +314,7 @@ def test_several_trajectories_keep_their_own_rewards_without_stepwise_advantage(
 
 
 class Foreign:
-    """An engine with rLLM's interface alone: it knows nothing of runs, and its own methods are synchronous."""
+    """An engine with only rLLM's interface: it has no runs, and its own methods are synchronous."""
 
     def __init__(self):
         self.seen = []

@@ -307,7 +307,7 @@ def test_a_second_run_of_one_object_is_a_second_session(proxy, model):
 
 
 def test_history_has_the_captured_turns_of_every_kind_of_call(model):
-    """Plain, n = 2, streams, raw replies: Trinity records `create` alone, the ledger all of them."""
+    """Plain, n = 2, streams, raw replies: Trinity records only `create`, the ledger records all."""
     client = model.get_openai_client()
     ask(client)
     ask(client, n=2)
