@@ -23,7 +23,7 @@ from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
 from proxy.engines.pool import EnginePool
-from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora
+from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora, load_unchecked_template
 from proxy.fault import FaultPoints
 from proxy.limits import Limits
 from proxy.metrics import Metrics
@@ -207,6 +207,8 @@ async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySetti
         EngineUnsuitable: it lacks a required feature, and the check is strict.
     """
     if settings.engine_check == "off":
+        if sessions.template is None:
+            sessions.template = await load_unchecked_template(engine, settings.tokenizer)
         return
     engine.has_lora = await has_lora(engine)
     try:

@@ -52,7 +52,9 @@ class ProxySettings(Settings):
     engine_certificate_key: Path | None = None
     """PEM file with that certificate's private key, unless the certificate's file holds it."""
     engine_check: Literal["strict", "warn", "off"] = "strict"
-    """What to do about an engine that lacks what exact capture needs: refuse it, log a warning, or skip the check."""
+    """What to do about an engine that lacks what exact capture needs: refuse it, log a warning, or skip the check.
+    `off` takes the chat template of `tokenizer`, or of the directory that the engine serves, as it is; without one no
+    turn continues another."""
     tokenizer: str | None = None
     """Directory or id of the served model's tokenizer; by default the engine's own model path."""
     continuation: bool = True

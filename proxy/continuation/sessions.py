@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import functools
 import itertools
 import logging
@@ -31,8 +32,8 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.errors import Conflict
-from turnwise.store import history, ledger
+from turnwise.errors import Conflict, NotFound
+from turnwise.store import history, ledger, queries
 from turnwise.store.database import Database
 from turnwise.types import Session, SessionStatus
 
@@ -201,6 +202,41 @@ class Sessions:
         tokens = None if parent is None else await self._tokens(live, parent)
         keep_thinking = self._settings.thinking == "keep"
         return plan_call(call, conversation, live.forest, self.template, parent, tokens, keep_thinking=keep_thinking)
+
+    async def continued_length(self, call: Call, principal: Principal) -> int | None:
+        """Return the number of prompt tokens of a call that would extend a stored turn; None if it extends none.
+
+        It stores nothing: a session that does not exist is not created.
+        """
+        conversation = self.read_conversation(call)
+        session_id = principal.session_id or call.session_id
+        if session_id is None:
+            found = await self._find_by_conversation(conversation, Caller(principal.tenant, principal.key_id))
+            live = None if found is None else found.live
+        else:
+            live = await self._existing(principal.tenant, session_id)
+        if live is None or live.session.status is not SessionStatus.OPEN:
+            return None
+        placement = Placement(live)
+        try:
+            plan = await self.plan(placement, call, conversation)
+        finally:
+            self.release(placement)
+        return None if plan.prompt is None else plan.prompt.num_ids
+
+    async def _existing(self, tenant: str, session_id: str) -> LiveSession | None:
+        """Return a session that is in memory or in the store."""
+
+        def read() -> Session | None:
+            with self._database.read() as connection, contextlib.suppress(NotFound):
+                return queries.session(connection, tenant, session_id)
+            return None
+
+        live = self._live.get((tenant, session_id))
+        if live is not None:
+            return live
+        stored = await asyncio.to_thread(read)
+        return None if stored is None else await self.open(stored)
 
     def _reserve(self, placement: Placement, parent: KnownTurn) -> None:
         placement.parent = parent

@@ -145,6 +145,11 @@ def _chat_part(block: Json) -> Json:
             return {"type": "image_url", "image_url": {"url": url}}
         case "image", "url":
             return {"type": "image_url", "image_url": {"url": source.get("url")}}
+        case "image", kind:
+            raise InvalidRequest(
+                f"an image with a source of type {kind!r:.40} cannot be served; send its source as `base64` or `url`",
+                param="messages",
+            )
         case "document", "text":
             return {"type": "text", "text": str(source.get("data", ""))}
         case kind, _:

@@ -139,6 +139,37 @@ async def find_template(engine: Engine, tokenizer: str | None) -> ChatTemplate |
     return None
 
 
+async def load_unchecked_template(engine: Engine, tokenizer: str | None) -> ChatTemplate | None:
+    """Return the template of the tokenizer or of the engine's model, without comparing it with the engine's.
+
+    Without a template it logs a warning: no turn continues another.
+    """
+    path = tokenizer or engine.model_path
+    try:
+        template = await asyncio.to_thread(_load_local_template, path, is_named=tokenizer is not None)
+    except (OSError, ValueError) as error:
+        log.warning(
+            "the engine at %s is not checked and has no known chat template (%s): no turn continues another, each turn "
+            "with a history is tokenised again; set --tokenizer to the model's directory",
+            engine.url,
+            error,
+        )
+        return None
+    log.warning("the engine at %s is not checked: the chat template of %r may differ from its own", engine.url, path)
+    return template
+
+
+def _load_local_template(path: str, *, is_named: bool) -> ChatTemplate:
+    """Load a template; of a path that nobody has named only a directory, since an id is looked up over the network.
+
+    Raises:
+        OSError, ValueError: there is none.
+    """
+    if not is_named and not Path(path).is_dir():
+        raise FileNotFoundError(f"{path!r} is no directory on this machine")
+    return load_chat_template(path, "string")
+
+
 async def _difference(engine: Engine, template: ChatTemplate) -> str | None:
     """Return the first conversation that is rendered differently, None if all are equal."""
     for messages, tools in CONVERSATIONS:

@@ -15,7 +15,7 @@ from proxy.auth import Principal
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Dialect, WireRoute, template_arguments
 from proxy.routes import upstream
-from proxy.routes.calls import Sample, query_of
+from proxy.routes.calls import Sample, identify, query_of
 from proxy.routes.reply import Reply
 from turnwise.errors import TurnwiseError
 from turnwise.types import Json
@@ -70,7 +70,7 @@ class Query:
             await reply.fail(error, self._services)
 
     async def _count_tokens(self, scope: Scope, receive: Receive, principal: Principal, _: Dialect) -> Json:
-        """Return the length of a prompt, by the engine's own template and tokenizer."""
+        """Return the length of a prompt, continued from a stored turn or rendered by the engine."""
         principal.require("call")
         services, settings = self._services, self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
@@ -78,6 +78,12 @@ class Query:
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
         request = self._dialect.count_request(body)
         services.model_names.check(str(request.get("model") or ""), services.pool.engines)
+        call = registry.DIALECTS[0].parse(request, max_choices=1, max_messages=settings.max_messages)
+        call.original = body
+        identify(call, scope, dict(scope["headers"]), settings.ignored_ids)
+        continued = await services.sessions.continued_length(call, principal)
+        if continued is not None:
+            return self._dialect.encode_count(continued)
         engine = services.pool.route(principal.key_id)
         rendered = {field: request[field] for field in COUNTED_FIELDS if field in request} | {"model": engine.model}
         if arguments := template_arguments(request):

@@ -198,6 +198,28 @@ def test_the_token_count_equals_the_prompt_tokens_of_the_call(
     assert counted.input_tokens == message(client, stream=False, **asked).usage.input_tokens
 
 
+def test_the_token_count_of_a_continued_chain_equals_the_prompt_tokens_of_the_call(
+    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+) -> None:
+    """The sampled arguments have no spaces, and rendering them again would add some. A count creates no session."""
+    client = messages_client(proxy, session_id)
+    call = ToolCall(name="look", arguments='{"key":"a","more":[1,2,3]}')
+    engine_calls.answer(Rule(reply=Reply(tool_calls=[call]), count=1))
+    asked: Any = {"tools": [MESSAGES_TOOL], "messages": [{"role": "user", "content": "Hi."}]}
+    counted = client.messages.count_tokens(model="fake", **asked)
+    with pytest.raises(httpx2.HTTPStatusError):
+        httpx2.get(f"{proxy.v1}/sessions/{session_id}").raise_for_status()
+    first = message(client, stream=False, **asked)
+    assert counted.input_tokens == first.usage.input_tokens
+    block = next(block for block in first.content if block.type == "tool_use")
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "b"}
+    asked["messages"] += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    counted = client.messages.count_tokens(model="fake", **asked)
+    second = message(client, stream=False, **asked)
+    assert counted.input_tokens == second.usage.input_tokens
+    assert one_exact_chain(proxy, session_id, 2)
+
+
 def test_anthropics_hosted_tools_are_dropped_and_the_count_respects_disabled_thinking(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
@@ -232,6 +254,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
         {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "tools": [3]},
         400,
         "input_schema",
+    ),
+    "an image as a file": (
+        "messages",
+        {
+            "max_tokens": 1,
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "file_1"}}]}
+            ],
+        },
+        400,
+        "send its source as `base64` or `url`",
     ),
     "no input": ("responses", {}, 400, "input"),
     "an unknown item": ("responses", {"input": [{"type": "song"}]}, 400, "song"),

@@ -47,3 +47,24 @@ def test_side_calls_are_stored_with_their_role_and_not_trained(proxy: RunningPro
     assert httpx2.get(f"{proxy.v1}/turns/{sub}").json()["role_reason"] == "corrected"
     assert httpx2.post(f"{proxy.v1}/turns/none/role", json={"role": "side"}).status_code == 404
     assert 'turnwise_turns_by_role_total{role="sub_agent"} 1.0' in httpx2.get(f"{proxy.url}/metrics").text
+
+
+def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy: RunningProxy):
+    """The summary is a side call of the first chain; the agent goes on under its system message without a history."""
+    first = call(proxy, CODER, USER, tools=TOOLS)
+    reply = {"role": "assistant", "content": "Fix the bug."}
+    compact = {"role": "user", "content": "Summarize our conversation so far."}
+    summary = call(proxy, CODER, USER, reply, compact, tools=TOOLS)
+    on = call(proxy, CODER, {"role": "user", "content": "So far: the bug is found. Go on."}, tools=TOOLS)
+    httpx2.post(f"{proxy.v1}/sessions/s/end", json={"reward": 1.0}).raise_for_status()
+    turns = httpx2.get(f"{proxy.v1}/sessions/s/turns").json()["data"]
+    assert [(turn["turn_id"], turn["role"], turn["outcome"]) for turn in turns] == [
+        (first, "main", "exact"),
+        (summary, "side", "exact"),
+        (on, "main", "exact"),
+    ]
+    lines = httpx2.get(f"{proxy.v1}/experiences", params={"merge": "chain"}).raise_for_status().text.splitlines()
+    trained = [orjson.loads(line) for line in lines]
+    assert [experience["turn_ids"] for experience in trained] == [[first], [on]]
+    assert len({(each["session_id"], each["eid"]["task"], each["eid"]["run"]) for each in trained}) == 1
+    assert [each["turn_rewards"] for each in trained] == [[1.0], [1.0]]
