@@ -2,7 +2,8 @@
 
 A session is named by, in this order: the URL's path, `X-Session-Id`, `metadata.session_id`, and the native ids of
 `NATIVE_IDS`. A session of a native id is called `<entry>:<id>`, so that ids of different kinds never meet. Each entry
-is turned off by its name in the setting `ignored_ids`.
+is turned off by its name in the setting `ignored_ids`. With `x-parent-session-id` the session is the parent's, and
+`X-Session-Id` names the agent.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ NATIVE_IDS = (
 """In the order in which they are tried."""
 OWN_HEADER = "x-session-id"
 _OWN_HEADER = OWN_HEADER.encode()
+_PARENT_HEADER = b"x-parent-session-id"
+"""What opencode sends with the calls of a sub-agent, whose `X-Session-Id` is its own."""
 
 
 def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str]) -> None:
@@ -116,7 +119,7 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
     metadata = call.body.get("metadata") or {}
     explicit = {
         "path": path_id,
-        OWN_HEADER: None if OWN_HEADER in ignored else _text(headers, _OWN_HEADER),
+        OWN_HEADER: None if OWN_HEADER in ignored else _own_session(call, headers),
         "metadata": metadata.get("session_id"),
     }
     for source, session_id in explicit.items():
@@ -129,6 +132,15 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
         if isinstance(native, str) and native:
             call.session_id, call.session_source = _native_session_id(entry.name, native), entry.name
             return
+
+
+def _own_session(call: Call, headers: Headers) -> str | None:
+    """Return the session of `X-Session-Id`; of a sub-agent the parent's, and set its own id as the agent's."""
+    own, parent = _text(headers, _OWN_HEADER), _text(headers, _PARENT_HEADER)
+    if parent is None:
+        return own
+    call.agent_id = call.agent_id or own
+    return parent
 
 
 def _native_session_id(name: str, native: str) -> str:

@@ -50,6 +50,7 @@ def named(
         ("conversation", {}, {"conversation": {"id": "conv_1"}}, "conversation:conv_1", None),
         ("prompt-cache-key", {}, {"prompt_cache_key": UUID}, f"prompt-cache-key:{UUID}", None),
         ("x-session-id", {"x-session-id": "ses_1"}, {}, "ses_1", None),
+        ("x-session-id", {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}, {}, "ses_1", "ses_2"),
     ],
 )
 def test_a_native_id_names_the_session_unless_it_is_turned_off(entry, headers, body, session_id, agent_id):
@@ -85,3 +86,8 @@ def test_an_explicit_session_name_takes_precedence():
     order += [named(native, body), named(native)]
     assert [call.session_id for call in order] == ["p", "h", "m", f"claude-code:{UUID}"]
     assert {call.agent_id for call in order} == {"a1"}
+
+
+def test_a_sub_agent_of_opencode_is_named_also_where_the_path_names_the_session():
+    call = named({"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}, path="kim-0")
+    assert (call.session_id, call.agent_id) == ("kim-0", "ses_2")
