@@ -14,7 +14,7 @@ from turnwise.processes.stack import command, free_port
 from turnwise.processes.supervisor import is_ready
 from turnwise.store.database import Database
 
-START_SECONDS = 60
+START_SECONDS = 180
 
 
 @dataclasses.dataclass(frozen=True)

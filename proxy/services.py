@@ -19,6 +19,7 @@ from proxy.budgets import Budgets
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
+from proxy.dialects.known_requests import KnownRequests
 from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
@@ -64,6 +65,7 @@ class Services:
     limits: Limits
     budgets: Budgets
     replays: Replays
+    known_requests: KnownRequests
 
 
 def services_of(request: Request) -> Services:
@@ -143,6 +145,7 @@ async def _open_services(settings: ProxySettings) -> Services:
         limits=Limits(settings, metrics),
         budgets=Budgets(settings, database, writer, metrics),
         replays=Replays(settings.replay_bytes),
+        known_requests=KnownRequests(settings.request_cache_bytes),
     )
 
 

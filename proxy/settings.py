@@ -125,6 +125,9 @@ class ProxySettings(Settings):
 
     token_cache_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for the tokens of turns that a call may extend; others are read back from the store."""
+    request_cache_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Memory for the messages of long requests, so that a call decodes only those that are new; others are decoded
+    again."""
     replay_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for answers that a retried call may repeat."""
 

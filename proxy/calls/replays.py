@@ -162,8 +162,8 @@ def check_same_request(identity: RequestIdentity, first_digest: bytes | None) ->
         )
 
 
-def identify_request(call: Call, principal: Principal, raw: bytes) -> RequestIdentity:
-    """Return what a retry of the call must have in common with it."""
+def identify_request(call: Call, principal: Principal, raw: bytes, digest: bytes | None = None) -> RequestIdentity:
+    """Return what a retry of the call must have in common with it; `digest` is of `raw`, if it is known."""
     request = raw
     if call.idempotency_key is not None:
         fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
@@ -173,7 +173,7 @@ def identify_request(call: Call, principal: Principal, raw: bytes) -> RequestIde
         principal.key_id,
         principal.session_id or call.session_id or "",
         call.idempotency_key,
-        blake2b(request, digest_size=DIGEST_BYTES).digest(),
+        digest if digest is not None and request is raw else blake2b(request, digest_size=DIGEST_BYTES).digest(),
         (call.dialect.name, call.stream),
     )
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.long_probes import LongProbe, long_probes
-from proxy.continuation.outline import Outliner, marks_of
+from proxy.continuation.outline import Outline, Outliner, marks_of
 from proxy.continuation.reply import Reply
 from turnwise.types import Json, TokenIds
 
@@ -154,17 +154,26 @@ class ChatTemplate:
         return answers[0] == answers[1]
 
     def continuation(
-        self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
+        self,
+        messages: Sequence[Json],
+        replied: int,
+        reply: Reply,
+        tools: Any,
+        arguments: Json,
+        *,
+        keep_thinking: bool,
+        outlines: list[Outline] | None = None,
     ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.
 
         A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
+        `outlines` are of the same messages; they are used again and completed.
 
         Raises:
             Unsafe: as `whole_continuation`.
         """
         if self._outliner is not None:
-            messages, replied = self._outliner.shortened(messages, replied)
+            messages, replied = self._outliner.shortened(messages, replied, outlines)
         return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
 
     def whole_continuation(

@@ -52,7 +52,10 @@ def tool_call_ids(message: Json) -> frozenset[str]:
 def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:
     """Compute the digests of a call's conversation; `fields` are what the template prints beside the text."""
     context = context_digest(call.tools, call.template_arguments)
-    history = digest_history(call.messages, context, fields)
+    known = call.known if call.known is not None and call.known.messages is call.messages else None
+    history = digest_history(call.messages, context, fields, None if known is None else known.history)
+    if known is not None:
+        known.history = history
     return Conversation(call.messages, history, reply_position(call.messages))
 
 

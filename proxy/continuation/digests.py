@@ -45,6 +45,8 @@ class History:
     """The three running hashes after the last message."""
     fields: frozenset[str] = NO_FIELDS
     """What the template prints of `NAME` and `CALL_IDS`."""
+    context: bytes = b""
+    """The digest of tools and template arguments."""
 
     def extended(self, message: Json) -> tuple[bytes, bytes, bytes]:
         """Return the three digests after one more message, the reply."""
@@ -61,17 +63,26 @@ class History:
         return state
 
 
-def digest_history(messages: Sequence[Json], context: bytes, fields: frozenset[str] = NO_FIELDS) -> History:
+def digest_history(
+    messages: Sequence[Json], context: bytes, fields: frozenset[str] = NO_FIELDS, earlier: History | None = None
+) -> History:
     """Digest every prefix of `messages`.
 
     Args:
         messages: the conversation.
         context: the digest of tools and template arguments.
         fields: what the template prints of `NAME` and `CALL_IDS`.
+        earlier: the digests of the first messages.
     """
-    full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
-    history = History([], [], [], (full, plain, dialogue), fields)
-    for message in messages:
+    if earlier is not None and (earlier.context, earlier.fields) == (context, fields):
+        full, plain, dialogue = (state.copy() for state in earlier.states)
+        history = History(
+            earlier.full[:], earlier.messages[:], earlier.dialogue[:], (full, plain, dialogue), fields, context
+        )
+    else:
+        full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
+        history = History([], [], [], (full, plain, dialogue), fields, context)
+    for message in messages[len(history.full) :]:
         digest = message_digest(message, fields)
         full.update(digest)
         plain.update(digest)

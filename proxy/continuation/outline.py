@@ -41,6 +41,14 @@ class Kind(NamedTuple):
     """The template's marks in its text."""
 
 
+class Outline(NamedTuple):
+    """A message and its short form."""
+
+    source: Json
+    message: Json
+    kind: Kind
+
+
 def marks_of(source: str) -> tuple[str, ...] | None:
     """Return the texts that a template may look for in messages; None where the template cannot be parsed.
 
@@ -61,13 +69,31 @@ class Outliner:
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = marks
 
-    def shortened(self, messages: Sequence[Json], replied: int) -> tuple[list[Json], int]:
-        """Return a conversation that is short before the reply at index `replied`, and the reply's index in it."""
-        before = [self.outline(message) for message in messages[:replied]]
+    def shortened(
+        self, messages: Sequence[Json], replied: int, known: list[Outline] | None = None
+    ) -> tuple[list[Json], int]:
+        """Return a conversation that is short before the reply at index `replied`, and the reply's index in it.
+
+        Args:
+            messages: the conversation.
+            replied: the reply's index.
+            known: outlines of the same messages, used again and completed.
+        """
+        outlines = [] if known is None else known
+        del outlines[replied:]
+        for position, message in enumerate(messages[:replied]):
+            if position == len(outlines):
+                outlines.append(self._outlined(message))
+            elif outlines[position].source is not message:
+                outlines[position] = self._outlined(message)
+        kept = outlines
         if replied >= MIN_MESSAGES:
-            kept = kept_positions([self.kind(message) for message in before])
-            before = [before[position] for position in kept]
-        return [*before, *messages[replied:]], len(before)
+            kept = [outlines[position] for position in kept_positions([outline.kind for outline in outlines])]
+        return [*(outline.message for outline in kept), *messages[replied:]], len(kept)
+
+    def _outlined(self, message: Json) -> Outline:
+        short = self.outline(message)
+        return Outline(message, short, self.kind(short))
 
     def outline(self, message: Json) -> Json:
         """Return a message whose long texts without marks have lost their middle."""

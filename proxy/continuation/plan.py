@@ -200,6 +200,7 @@ def plan_call(
             call.tools,
             call.template_arguments,
             keep_thinking=keep_thinking,
+            outlines=None if call.known is None else call.known.outlines,
         )
     except Unsafe as unsafe:
         return new_chain(conversation, unsafe.reason)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from proxy.dialects import sse
+from proxy.dialects.known_requests import KnownRequest
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 
@@ -78,6 +79,8 @@ class Call:
     """Request fields that would steer the engine itself, removed from the request."""
     previous_turn_id: str | None = None
     """The stored turn that the call continues without repeating its messages."""
+    known: KnownRequest | None = None
+    """The call's own messages, with what was derived from those that an earlier request had too."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 
@@ -195,6 +198,8 @@ class Dialect(abc.ABC):
 
     name: ClassVar[str]
     """Stored with each turn."""
+    repeats_messages: ClassVar[bool] = False
+    """Whether the messages of a request are used as they are, so that those of an earlier request can be used again."""
     routes: ClassVar[Sequence[WireRoute]]
     error_prefixes: ClassVar[tuple[str, ...]] = ()
     """Path prefixes under which unknown routes are answered in this dialect's error shape."""

@@ -27,6 +27,7 @@ class ChatCompletions(Dialect):
     """OpenAI's chat completions, as vLLM serves them."""
 
     name = "chat"
+    repeats_messages = True
     routes: ClassVar[Sequence[WireRoute]] = (
         WireRoute(
             path="/v1/chat/completions",

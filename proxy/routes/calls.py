@@ -24,6 +24,7 @@ from proxy.connections import LEFT
 from proxy.continuation.identities import name_session
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
+from proxy.dialects.known_requests import MIN_BYTES
 from proxy.routes.reply import Reply
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
@@ -77,7 +78,7 @@ class Sample:
         principal.require("call")
         settings = services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
-        call = await self._read_call(raw, scope, headers, query, principal)
+        call, digest = await self._read_call(raw, scope, headers, query, principal)
         reply.encoder = call.encoder
         services.model_names.check(call.model, services.pool.engines)
         self._report_dropped(call, reply)
@@ -85,7 +86,9 @@ class Sample:
             await self._resume(call, principal)
         if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
             principal.require_session(call.session_id)
-        await self._answer(call, principal, identify_request(call, principal, raw), reply, scope["extensions"][LEFT])
+        await self._answer(
+            call, principal, identify_request(call, principal, raw, digest), reply, scope["extensions"][LEFT]
+        )
 
     def _report_dropped(self, call: Call, reply: Reply) -> None:
         """Count what was removed from the request, and name the removed tools in a header of the reply."""
@@ -191,17 +194,25 @@ class Sample:
 
     async def _read_call(
         self, raw: bytes, scope: Scope, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
-    ) -> Call:
+    ) -> tuple[Call, bytes | None]:
+        """Return the call, and the digest of a long request."""
         settings = self._services.settings
-        body = await parse_object(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
+        limits = {"max_depth": settings.max_json_depth, "max_containers": settings.max_json_containers}
+        known, digest = None, None
+        if self._dialect.repeats_messages and len(raw) >= MIN_BYTES:
+            caller = principal.tenant, principal.key_id
+            body, digest, known = await self._services.known_requests.read(caller, raw, **limits)
+        else:
+            body = await parse_object(raw, **limits)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
         if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
             views = await self._read_turns(turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
         call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
+        call.known = known
         identify(call, scope, headers, settings.ignored_ids)
-        return call
+        return call, digest
 
 
 def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:

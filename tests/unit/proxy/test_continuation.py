@@ -157,7 +157,7 @@ class Canned:
         self.refuses = refuses
         self.seen: list[tuple[list[Json], int, Reply]] = []
 
-    def continuation(self, messages, replied, reply, tools, arguments, *, keep_thinking):
+    def continuation(self, messages, replied, reply, tools, arguments, *, keep_thinking, outlines=None):
         self.seen.append((messages, replied, reply))
         if self.refuses:
             raise self.refuses

@@ -1,0 +1,206 @@
+"""Long requests that begin with the messages of an earlier request of the same caller.
+
+An agent repeats its whole conversation with every call. The part up to the end of the last message is recognised by a
+hash of its bytes. Then only the bytes after it are decoded, and what was derived from the earlier messages is used
+again. The same pass over the bytes gives the digest of the whole request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import os
+import re
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import msgspec
+import orjson
+
+from proxy.asgi import check_nesting, parse_object
+from turnwise.types import Json
+
+MIN_BYTES = 64 * 2**10
+"""Shorter requests are decoded as a whole."""
+HASHED_HERE_BYTES = 2 * 2**20
+"""Longer requests are hashed in a thread, without the interpreter's lock."""
+DIGEST_BYTES = 16
+TAIL_BYTES = 48
+"""Bytes at the end of the known part that are compared before it is hashed."""
+MAX_HASHED = 2
+"""Known requests with an equal tail that are compared with one request."""
+MESSAGES = re.compile(rb'"messages"\s*:\s*')
+SPACE = b" \t\r\n"
+_NEW = "new_messages_" + os.urandom(8).hex()
+"""A field that no request has."""
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+Caller = tuple[str, str]
+"""A tenant and the id of an API key."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class KnownRequest:
+    """A request up to the end of its last message."""
+
+    num_bytes: int
+    digest: bytes
+    tail: bytes
+    head: Json
+    """The fields before `messages`."""
+    messages: list[Json]
+    history: Any = None
+    """The `History` of the messages; None until it is computed."""
+    outlines: list[Any] = dataclasses.field(default_factory=list)
+    """The `Outline`s of the messages, as far as they were needed."""
+
+
+class ReadRequest(NamedTuple):
+    """A decoded request."""
+
+    body: Json
+    digest: bytes
+    """Of all bytes."""
+    known: KnownRequest | None
+    """What a later request is recognised by, with what was derived from an earlier one; None where it cannot be."""
+
+
+class _Rest(NamedTuple):
+    """What follows the known part of a request."""
+
+    body: Json
+    end: int
+
+
+class KnownRequests:
+    """The last request of each conversation, up to a number of bytes; the least recently used ones are dropped."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._by_caller: dict[Caller, dict[KnownRequest, None]] = {}
+        self._order: collections.OrderedDict[KnownRequest, Caller] = collections.OrderedDict()
+
+    async def read(self, caller: Caller, raw: bytes, *, max_depth: int, max_containers: int) -> ReadRequest:
+        """Decode a request.
+
+        Raises:
+            InvalidRequest: it is not a JSON object.
+            TooLarge: what must be decoded is nested deeper than `max_depth`, or has more than `max_containers` arrays
+                and objects.
+        """
+        earlier, hashed = await self._find(caller, raw)
+        rest = None
+        if earlier is not None:
+            rest = await _read_rest(raw, earlier, max_depth=max_depth, max_containers=max_containers)
+        if earlier is None or rest is None:
+            body = await parse_object(raw, max_depth=max_depth, max_containers=max_containers)
+            end, head = _locate_messages(raw)
+            history, outlines = None, []
+        else:
+            body, end = rest
+            head, history, outlines = earlier.head, earlier.history, earlier.outlines
+        start = earlier.num_bytes if earlier is not None else 0
+        if not start <= end:
+            end, start, hashed = 0, 0, blake2b(digest_size=DIGEST_BYTES)
+        part, digest = await _hash(hashed, memoryview(raw), start, end)
+        if not end or not isinstance(body.get("messages"), list):
+            return ReadRequest(body, digest, None)
+        known = KnownRequest(end, part, raw[max(0, end - TAIL_BYTES) : end], head, body["messages"], history, outlines)
+        self._replace(caller, earlier if rest is not None else None, known)
+        return ReadRequest(body, digest, known)
+
+    async def _find(self, caller: Caller, raw: bytes) -> tuple[KnownRequest | None, Any]:
+        """Return the longest known request that this one begins with, and the hash after its bytes."""
+        alike = [
+            known
+            for known in self._by_caller.get(caller, ())
+            if known.num_bytes <= len(raw) and raw.endswith(known.tail, 0, known.num_bytes)
+        ]
+        alike.sort(key=lambda known: known.num_bytes, reverse=True)
+        for known in alike[:MAX_HASHED]:
+            hashed = blake2b(digest_size=DIGEST_BYTES)
+            part, _ = await _hash(hashed, memoryview(raw)[: known.num_bytes], 0, known.num_bytes)
+            if part == known.digest:
+                return known, hashed
+        return None, blake2b(digest_size=DIGEST_BYTES)
+
+    def _replace(self, caller: Caller, earlier: KnownRequest | None, known: KnownRequest) -> None:
+        if earlier is not None:
+            self._drop(earlier)
+        self._by_caller.setdefault(caller, {})[known] = None
+        self._order[known] = caller
+        self._num_bytes += known.num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._order)))
+
+    def _drop(self, known: KnownRequest) -> None:
+        caller = self._order.pop(known, None)
+        if caller is None:
+            return
+        self._num_bytes -= known.num_bytes
+        of_caller = self._by_caller[caller]
+        del of_caller[known]
+        if not of_caller:
+            del self._by_caller[caller]
+
+
+async def _hash(hashed: Any, raw: memoryview, start: int, end: int) -> tuple[bytes, bytes]:
+    """Continue a hash from `start`; return the digests at `end` and after all bytes."""
+
+    def update() -> tuple[bytes, bytes]:
+        hashed.update(raw[start:end])
+        part = hashed.digest()
+        if end < len(raw):
+            hashed.update(raw[end:])
+        return part, hashed.digest()
+
+    return await asyncio.to_thread(update) if len(raw) - start > HASHED_HERE_BYTES else update()
+
+
+async def _read_rest(raw: bytes, earlier: KnownRequest, *, max_depth: int, max_containers: int) -> _Rest | None:
+    """Decode what follows the known messages; None where the request must be decoded as a whole.
+
+    The rest of the request is made an object of its own: its first field is the list of the new messages.
+    """
+    rest = raw[earlier.num_bytes :].lstrip(SPACE)
+    has_more = rest[:1] == b","
+    if not (has_more or rest[:1] == b"]") or _NEW.encode() in rest:
+        return None
+    begin = b'{"%b":' % _NEW.encode()
+    text = begin + b"[" + (rest[1:] if has_more else rest)
+    await check_nesting(text, max_depth=max_depth, max_containers=max_containers)
+    try:
+        fields: Json = orjson.loads(text)
+        num_array = len(bytes(_fields.decode(text)[_NEW]))
+    except (orjson.JSONDecodeError, msgspec.DecodeError):
+        return None  # decoding the whole request names the error
+    new = fields.pop(_NEW)
+    if "messages" in fields or bool(new) != has_more or not all(isinstance(message, dict) for message in new):
+        return None
+    body = {**earlier.head, "messages": [*earlier.messages, *new], **fields}
+    return _Rest(body, _end_of_last(raw, len(raw) - len(text) + len(begin) + num_array))
+
+
+def _locate_messages(raw: bytes) -> tuple[int, Json]:
+    """Return the end of the last message and the fields before `messages`; 0 where it is not found."""
+    found = MESSAGES.search(raw)
+    if found is None:
+        return 0, {}
+    try:
+        head = orjson.loads(raw[: found.start()] + b'"messages":0}')
+        array = bytes(_fields.decode(raw)["messages"])
+    except (orjson.JSONDecodeError, msgspec.DecodeError, KeyError):
+        return 0, {}
+    if not array.startswith(b"[") or not raw.startswith(array, found.end()) or head.pop("messages") != 0:
+        return 0, {}
+    return _end_of_last(raw, found.end() + len(array)), head
+
+
+def _end_of_last(raw: bytes, end: int) -> int:
+    """Return the end of the last message of an array that ends at `end`; 0 if the array is empty."""
+    end -= 1
+    while raw[end - 1 : end] in (b" ", b"\t", b"\r", b"\n"):
+        end -= 1
+    return end if raw[end - 1 : end] == b"}" else 0

@@ -1,0 +1,57 @@
+"""Long conversations, whose repeated part is neither decoded nor rendered again, are stored token for token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from support.proxies import RunningProxy, StartProxy, assert_served_is_stored
+
+from turnwise.fake_engine import Script, running_fake_engine
+from turnwise.types import Outcome
+
+TEXT = 'Some text of a long conversation, 誰 — with what JSON escapes: "quoted", \\ and \n. ' * 40
+
+
+def said(number: int) -> list[dict[str, Any]]:
+    call = {"id": f"c{number}", "type": "function", "function": {"name": "shell", "arguments": f'{{"n": {number}}}'}}
+    return [
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": f"c{number}", "content": f"{number}: {TEXT}"},
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_long_conversation_that_grows_and_is_edited_is_exact(start_proxy: StartProxy, stream: bool) -> None:
+    """Three turns, a branch from the second one, a compaction, and a turn after it."""
+    with running_fake_engine(Script(max_model_len=1_000_000)) as engine:
+        proxy = start_proxy(engine.url)
+        engine.calls.clear()
+        play(proxy, stream=stream)
+        assert_served_is_stored(proxy, engine)
+        views = proxy.turns("long")
+    assert [view.turn.outcome for view in views] == [Outcome.EXACT] * 4 + [Outcome.RETOKENISED, Outcome.EXACT]
+    ids = [view.turn.turn_id for view in views]
+    assert [view.turn.parent_turn_id for view in views] == [None, ids[0], ids[1], ids[1], None, ids[4]]
+
+
+def play(proxy: RunningProxy, *, stream: bool) -> None:
+    messages = [{"role": "user", "content": TEXT}, *(each for number in range(40) for each in said(number))]
+    with httpx.Client(timeout=60) as http:
+
+        def ask() -> None:
+            body = {"model": "fake", "messages": messages, "stream": stream, "max_tokens": 20}
+            http.post(f"{proxy.session_v1('long')}/chat/completions", json=body).raise_for_status()
+            text = "".join(view.turn.response["content"] for view in proxy.turns("long")[-1:])
+            messages.append({"role": "assistant", "content": text})
+
+        for number in range(3):
+            messages.append({"role": "user", "content": f"Question {number}."})
+            ask()
+        messages[-2:] = [{"role": "user", "content": "Another question."}]
+        ask()
+        messages[1:-2] = [{"role": "user", "content": f"A summary. {TEXT * 25}"}]
+        ask()
+        messages.append({"role": "user", "content": "Go on."})
+        ask()

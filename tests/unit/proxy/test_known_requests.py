@@ -1,0 +1,148 @@
+"""A long request is decoded from where an earlier one ends, with the same result as when it is decoded whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.continuation.conversation import read_conversation
+from proxy.dialects.base import Call
+from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.known_requests import DIGEST_BYTES, KnownRequests, ReadRequest
+from turnwise.errors import InvalidRequest
+
+CALLER = ("default", "key")
+LIMITS = {"max_depth": 64, "max_containers": 10_000}
+USER = {"role": "user", "content": 'Hello "there" ]}, 誰'}
+REPLY = {
+    "role": "assistant",
+    "content": "Hi.",
+    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+}
+NEXT = {"role": "tool", "tool_call_id": "1", "content": "[1, 2]"}
+
+
+def read(requests: KnownRequests, raw: bytes, caller: tuple[str, str] = CALLER) -> ReadRequest:
+    return asyncio.run(requests.read(caller, raw, **LIMITS))
+
+
+def test_only_what_follows_the_known_messages_is_decoded():
+    """The messages of the earlier request are the same objects."""
+    requests = KnownRequests(10**6)
+    first = read(requests, orjson.dumps({"model": "m", "messages": [USER], "tools": [1]}))
+    second = read(requests, orjson.dumps({"model": "m", "messages": [USER, REPLY, NEXT], "tools": [2]}))
+    assert second.body == {"model": "m", "messages": [USER, REPLY, NEXT], "tools": [2]}
+    assert second.body["messages"][0] is first.body["messages"][0]
+    third = read(requests, orjson.dumps({"model": "m", "messages": [USER, REPLY, NEXT]}))
+    assert third.body == {"model": "m", "messages": [USER, REPLY, NEXT]}
+    assert third.body["messages"][2] is second.body["messages"][2]
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"model": "m", "messages": [{**USER, "content": "other"}, REPLY]},
+        {"model": "n", "messages": [USER, REPLY]},
+        {"messages": [USER, REPLY], "model": "m"},
+    ],
+    ids=["an edited message", "another field before", "another order"],
+)
+def test_a_request_with_other_bytes_before_is_decoded_whole(later: dict[str, Any]):
+    requests = KnownRequests(10**6)
+    first = read(requests, orjson.dumps({"model": "m", "messages": [USER]}))
+    found = read(requests, orjson.dumps(later))
+    assert found.body == later
+    assert found.body["messages"][0] is not first.body["messages"][0]
+
+
+def test_the_requests_of_another_caller_are_not_used():
+    requests = KnownRequests(10**6)
+    first = read(requests, orjson.dumps({"messages": [USER]}))
+    other = read(requests, orjson.dumps({"messages": [USER, REPLY]}), ("default", "other"))
+    assert other.body["messages"][0] is not first.body["messages"][0]
+
+
+def test_requests_above_the_limit_are_dropped_and_the_least_recent_first():
+    raw = [orjson.dumps({"messages": [{"role": "user", "content": str(number) * 100}]}) for number in range(3)]
+    requests = KnownRequests(2 * len(raw[0]))
+    found = [read(requests, each).body["messages"][0] for each in raw]
+    again = [read(requests, each).body["messages"][0] for each in reversed(raw)]
+    assert [new is old for new, old in zip(again, reversed(found), strict=True)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b",]}",
+        b',{"role":"user"}',
+        b",5]}",
+        b"x]}",
+        b'],"messages":[]}',
+        b',{"role":"user"}],"messages":[{}]}',
+        b"]",
+        b"",
+    ],
+)
+def test_what_is_wrong_after_the_known_messages_is_answered_as_in_a_whole_request(tail: bytes):
+    """An error, or the last of two fields of one name."""
+    raw = orjson.dumps({"model": "m", "messages": [USER]})
+    requests = KnownRequests(10**6)
+    read(requests, raw)
+    later = raw[:-2] + tail
+    try:
+        whole = orjson.loads(later)
+    except orjson.JSONDecodeError:
+        with pytest.raises(InvalidRequest, match="not JSON"):
+            read(requests, later)
+    else:
+        assert read(requests, later).body == whole
+
+
+MESSAGE = st.sampled_from(
+    [USER, REPLY, NEXT, {"role": "system", "content": ""}, {"role": "assistant", "content": "x", "messages": [{}]}]
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(["model", "metadata", "tools", "n"]),
+    st.sampled_from(["a", 1, {"messages": [USER]}, [], None]),
+    max_size=3,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 8), st.lists(MESSAGE, max_size=4)), min_size=2, max_size=6),
+    head=FIELDS,
+    tails=st.lists(FIELDS, min_size=6, max_size=6),
+    spaced=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_random_conversations_are_read_as_they_are_decoded_whole(edits, head, tails, spaced):
+    """They grow, are cut, edited and compacted; some clients put spaces between. Body, digest and history agree."""
+    requests, messages = KnownRequests(10**6), []
+    for (kept, added), tail, has_spaces in zip(edits, tails, spaced, strict=False):
+        messages = [*messages[: len(messages) if kept > 3 else kept], *added]
+        body = {**head, "messages": messages, **{field: value for field, value in tail.items() if field not in head}}
+        raw = json.dumps(body, separators=(", ", ": ") if has_spaces else (",", ":"), ensure_ascii=False).encode()
+        found = read(requests, raw)
+        assert found.body == body
+        assert found.digest == blake2b(raw, digest_size=DIGEST_BYTES).digest()
+        call = Call(
+            dialect=ChatCompletions(),
+            body=found.body,
+            messages=found.body["messages"],
+            stream=False,
+            num_choices=1,
+            wants_logprobs=False,
+            wants_token_ids=False,
+        )
+        fresh = read_conversation(call).history
+        call.known = found.known
+        continued = read_conversation(call).history
+        assert (continued.full, continued.messages, continued.dialogue) == (fresh.full, fresh.messages, fresh.dialogue)
+        assert continued.extended(REPLY) == fresh.extended(REPLY)
