@@ -1,6 +1,6 @@
-"""Any agent as rollouts: each run in a session of its own, graded, recorded once, resumable.
+"""Plays any agent as rollouts: each run has its own session, is graded and recorded once, and can be resumed.
 
-`opened(settings)` gives a `Runner`; its `play(tasks, group_size=8)` plays and returns the results.
+`opened(settings)` yields a `Runner`; its `play(tasks, group_size=8)` plays the tasks and returns the results.
 """
 
 from turnwise.rollouts.opening import opened, play_all

@@ -1,4 +1,4 @@
-"""The table of known agents: what each one needs to find the proxy.
+"""The table of known agents: the variables, files and flags that point each one at the proxy.
 
 An agent that reads the variables of the OpenAI, Anthropic or Google SDKs needs no entry. An entry adds what its agent
 needs beyond them: variables, configuration files in a scratch home that goes with the run, or flags.
@@ -16,26 +16,26 @@ from turnwise.errors import SettingsError
 from turnwise.types import Json
 
 DEFAULT_CONTEXT_TOKENS = 32_768
-"""Context length for agents that need one, where the engine does not state its own."""
+"""Context length for agents that need one, if the engine does not report one."""
 MAX_OUTPUT_TOKENS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where one run finds its model."""
+    """Address of the model for one run."""
 
     base_url: str
-    """What OpenAI clients take: `…/sessions/ID/v1`."""
+    """Base URL for OpenAI clients: `…/sessions/ID/v1`."""
     api_key: str
     model: str
     home: Path
-    """A directory of the run's own for configuration files."""
+    """Directory for the configuration files of this run."""
     context_tokens: int = DEFAULT_CONTEXT_TOKENS
-    """Longest context of the model. An agent that assumes less compacts too early."""
+    """Context length of the model. An agent that assumes a shorter one compacts too early."""
 
     @property
     def root(self) -> str:
-        """What Anthropic and Google clients take: the same without `/v1`."""
+        """Base URL for Anthropic and Google clients, without `/v1`."""
         return self.base_url.removesuffix("/v1")
 
 
@@ -53,14 +53,14 @@ class Agent:
 
     name: str
     programs: tuple[str, ...] = ()
-    """Names of its program."""
+    """File names of the agent's program."""
     variables: Callable[[Address], dict[str, str]] = field(default=lambda _: {})
     files: Callable[[Address], dict[str, str]] = field(default=lambda _: {})
     """Path below the scratch home → content."""
     flags: Callable[[Address], list[str]] = field(default=lambda _: [])
     """Inserted after the program's name."""
     scratch_home: bool = True
-    """HOME is a scratch directory, so that the user's own settings are neither read nor changed."""
+    """Use a scratch directory as HOME, so that the user's own settings are neither read nor changed."""
 
 
 def _json(value: Json) -> str:
@@ -204,7 +204,7 @@ AGENTS: Mapping[str, Agent] = {
 
 
 def find_agent(argv: Sequence[str], name: str | None = None) -> Agent:
-    """Return the entry of a command: the named one, else the one whose program it is, else `any`.
+    """Return the entry of a command: by name, else by the name of its program, else `any`.
 
     Raises:
         SettingsError: no agent has this name.
@@ -218,7 +218,7 @@ def find_agent(argv: Sequence[str], name: str | None = None) -> Agent:
 
 
 def variables(agent: Agent, address: Address) -> dict[str, str]:
-    """Return the variables of a run: those that SDKs read, and those of its agent."""
+    """Return the environment variables of a run that SDKs and the agent read."""
     return {
         "OPENAI_BASE_URL": address.base_url,
         "OPENAI_API_BASE": address.base_url,
@@ -239,7 +239,7 @@ def variables(agent: Agent, address: Address) -> dict[str, str]:
 
 
 def environment(agent: Agent, address: Address, *, scratch_home: bool) -> dict[str, str]:
-    """Return the whole environment of a run: this process's own, without keys and homes of the user's agents."""
+    """Return the environment of a run: the inherited one without Turnwise settings, and the variables of the run."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNWISE_")}
     home = {"HOME": str(address.home), "XDG_CONFIG_HOME": str(address.home / ".config")} if scratch_home else {}
     if scratch_home:
@@ -258,5 +258,5 @@ def write_files(agent: Agent, address: Address) -> None:
 
 
 def command_line(agent: Agent, argv: Sequence[str], address: Address) -> list[str]:
-    """Return the command with the flags that its agent needs, before the user's own."""
+    """Return the command with the agent's flags before the user's arguments."""
     return [argv[0], *agent.flags(address), *argv[1:]]

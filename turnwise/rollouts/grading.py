@@ -22,7 +22,7 @@ from turnwise.rollouts.settings import RunSettings
 from turnwise.types import Json
 
 PLAYED_FILE = "played.json"
-"""Written when a run was played to its end: from here on it is only graded."""
+"""Written when the agent of a run has ended; after that, a restart only grades the run."""
 SOURCE = "turnwise run"
 
 
@@ -30,7 +30,7 @@ class Grading:
     """Grades runs by the reward command, or by what the called function returned."""
 
     def __init__(self, settings: RunSettings, client: AsyncClient) -> None:
-        """Find the grader.
+        """Prepare the grader.
 
         Raises:
             SettingsError: there is no such program.
@@ -42,7 +42,7 @@ class Grading:
             self._grader = CommandGrader(argv, settings.reward_timeout)
 
     def stored(self, directory: Path) -> Played | None:
-        """Return how the run of a directory ended; None if it was not played to its end."""
+        """Return the stored end of a run; None if the agent did not end."""
         path = directory / PLAYED_FILE
         if not path.exists():
             return None
@@ -52,11 +52,11 @@ class Grading:
         return Played(**fields)
 
     def store(self, directory: Path, played: Played) -> None:
-        """Record that a run was played to its end."""
+        """Store how the agent of a run ended."""
         write_whole(directory / PLAYED_FILE, dataclasses.asdict(played))
 
     async def grade(self, run: Run, played: Played) -> tuple[Json, str | None]:
-        """Reward a run and end its session; return the session, and why it has no reward."""
+        """Reward a run and end its session; return the session and, if grading failed, the error."""
         error = None
         rewards: Sequence[Reward] = played.rewards or []
         if self._grader is not None and played.error is None:

@@ -1,4 +1,4 @@
-"""Puts the parts of rollouts together: client, player, results and runner; and plays all passes of a tasks file."""
+"""Builds a runner from its parts (client, player, results), and plays all passes of a tasks file."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from turnwise.rollouts.tasks import load_tasks
 from turnwise.rollouts.workers import CallPlayer
 
 READY_SECONDS = 4.0
-"""How long a proxy that is starting is waited for."""
+"""Time to wait for a proxy that is starting."""
 
 
 @contextlib.asynccontextmanager
 async def opened(
     settings: RunSettings, argv: Sequence[str] = (), on_result: OnResult = lambda _: None
 ) -> AsyncIterator[Runner]:
-    """Give a runner of these settings, for as long as the block lasts.
+    """Yield a runner with these settings; its workers end with the block.
 
     Args:
-        settings: What to play and how; `tasks` is not read here.
-        argv: The agent's command, where `call` names none.
+        settings: The settings; `tasks` is not read here.
+        argv: The agent's command, unless `call` names a function.
         on_result: Called with each finished run.
 
     Raises:
@@ -97,7 +97,7 @@ async def play_all(settings: RunSettings, argv: Sequence[str], progress: Progres
 
 @contextlib.contextmanager
 def _interrupts(runner: Runner, message: Callable[[str], None]) -> Any:
-    """Turn signals into a stop: the first waits for running runs, the second cancels them."""
+    """Handle interrupts: the first waits for the running runs, the second cancels them."""
     loop, playing = asyncio.get_running_loop(), asyncio.current_task()
     assert playing is not None
 
@@ -118,7 +118,7 @@ def _interrupts(runner: Runner, message: Callable[[str], None]) -> Any:
 
 
 def _plan(settings: RunSettings, argv: Sequence[str]) -> dict[str, Any]:
-    """Return what must be the same for results to belong together."""
+    """Return the settings that must be equal for all results of a directory."""
     return {"command": [settings.call] if settings.call else list(argv), "group_size": settings.group_size}
 
 

@@ -1,4 +1,4 @@
-"""Holds training groups back until the trainer has used earlier ones, so that what is played stays fresh."""
+"""Delays training groups until the trainer has used earlier ones, so that sessions stay fresh."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from turnwise.client import AsyncClient
 
 POLL_SECONDS = 0.25
-"""How often the active policy version is asked for."""
+"""Interval between requests for the active policy version."""
 
 
 class Pace:
-    """Admits at most `lead` versions' worth of groups more than the trainer has used."""
+    """Admits groups for at most `lead` versions more than the trainer has published."""
 
     def __init__(self, client: AsyncClient, *, groups_per_version: int, lead: float) -> None:
         self._client = client
@@ -22,7 +22,7 @@ class Pace:
         self._first_version: int | None = None
         self._polled_at = float("-inf")
         self.version = 0
-        """The active policy version when it was last asked for."""
+        """The active policy version at the last request."""
 
     async def admit(self, stopping: asyncio.Event) -> None:
         """Wait until one more group may start, or until the runner stops."""

@@ -1,4 +1,4 @@
-"""How one run is played: as a command in a process tree of its own, or as a call in a warm worker."""
+"""Plays one run: as a command with its own process tree, or as a call in a warm worker."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """What the agent printed."""
+        """Output of the agent."""
         return self.directory / "agent.log"
 
 
@@ -52,7 +52,7 @@ class Played:
     """`exit_status_N`, `timeout` or `error`."""
     seconds: float
     rewards: Sequence[Reward] | None = None
-    """What the called function returned; None where a grader decides."""
+    """Rewards that the called function returned; None for a command."""
     error: str | None = None
 
 
@@ -63,7 +63,7 @@ class Player(Protocol):
         """Play one run to its end."""
 
     async def close(self) -> None:
-        """Release what it holds."""
+        """Release its resources."""
 
 
 class CommandPlayer:
@@ -99,4 +99,4 @@ class CommandPlayer:
         return Played(termination_reason=reason, seconds=ended.seconds)
 
     async def close(self) -> None:
-        """Hold nothing between runs."""
+        """Do nothing: no resources are kept between runs."""

@@ -1,4 +1,4 @@
-"""What a person sees of rollouts: a progress line while they run, and a table at the end."""
+"""The output of rollouts: a progress line while they run, and a table at the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TextIO
 from turnwise.rollouts.results import RunResult
 
 MAX_TABLE_TASKS = 40
-"""More tasks than this are summed up in one line."""
+"""Above this number of tasks, the table has only the row of all tasks."""
 SECONDS_BETWEEN_LINES = 10.0
-"""Between two progress lines where the output is no terminal."""
+"""Time between two progress lines if the output is not a terminal."""
 COLUMNS = ("task_id", "runs", "reward_mean", "reward_min", "reward_max", "turns_mean", "seconds_mean", "failed")
 
 
@@ -59,7 +59,7 @@ class Progress:
         return f"{len(self.results)}{total} runs  {reward}  {seconds:.0f} s" + (f"  ({problems})" if problems else "")
 
     def message(self, text: str) -> None:
-        """Print a sentence."""
+        """Print a message."""
         self._print(text, same_line=False)
 
     def _print(self, text: str, *, same_line: bool) -> None:
@@ -69,7 +69,7 @@ class Progress:
 
 
 def summary(results: Sequence[RunResult]) -> dict[str, Any]:
-    """Return the sums over runs."""
+    """Return counts and means over all runs."""
     rewards = [result.reward for result in results if result.reward is not None]
     return {
         "num_runs": len(results),
@@ -85,7 +85,7 @@ def summary(results: Sequence[RunResult]) -> dict[str, Any]:
 
 
 def by_task(results: Sequence[RunResult]) -> list[dict[str, Any]]:
-    """Return one row a task, in the order in which they were first finished."""
+    """Return one row per task, in the order of their first finished runs."""
     groups: dict[str, list[RunResult]] = defaultdict(list)
     for result in results:
         groups[result.task_id].append(result)
@@ -93,7 +93,7 @@ def by_task(results: Sequence[RunResult]) -> list[dict[str, Any]]:
 
 
 def table(results: Sequence[RunResult]) -> list[str]:
-    """Return the table as lines of text: one a task where they fit, and the sum."""
+    """Return the table as lines of text: one per task, up to the maximum, and one for all tasks."""
     rows = by_task(results)
     shown = rows if len(rows) <= MAX_TABLE_TASKS else []
     total = {"task_id": f"all {len(rows)} tasks", **_row(results)}
@@ -103,7 +103,7 @@ def table(results: Sequence[RunResult]) -> list[str]:
 
 
 def is_failed(result: RunResult) -> bool:
-    """Tell whether the agent ended with an error of its own."""
+    """Return whether the agent ended with an error."""
     return result.termination_reason not in {"exit_status_0", "timeout"}
 
 

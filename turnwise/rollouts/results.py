@@ -27,28 +27,28 @@ class RunResult:
     pass_index: int
     split: str
     reward: float | None
-    """The session's reward; None where none was given."""
+    """The session's reward; None if it has none."""
     termination_reason: str
     num_turns: int
     seconds: float
     error: str | None = None
-    """What went wrong with the run or with its grader, in a sentence."""
+    """The error of the run or of its grader, as a sentence."""
 
     @property
     def key(self) -> Key:
-        """What identifies the run."""
+        """The key of the run."""
         return (self.pass_index, self.split, self.task_id, self.run)
 
 
 class Results:
-    """The results of one directory, which one process may write at a time."""
+    """The results of one directory; only one process at a time may write them."""
 
     def __init__(self, directory: Path, plan: Json) -> None:
         """Open the ledger.
 
         Args:
-            directory: Where it is kept.
-            plan: What must be the same for results to belong together.
+            directory: The directory of the results.
+            plan: The settings that must be equal for all results of the directory.
 
         Raises:
             SettingsError: another process uses the directory, or it holds results of another plan.
@@ -67,7 +67,7 @@ class Results:
         self.finished = {result.key: result for result in read_results(self._path)}
         try:
             self.name = self._identify(plan)
-            """Begins every session id of this directory."""
+            """Prefix of every session id of this directory."""
         except SettingsError:
             self._lock.close()
             raise
@@ -111,7 +111,7 @@ class Results:
 
 
 def read_results(path: Path) -> list[RunResult]:
-    """Return the results of a ledger; a line that a kill cut is left out."""
+    """Return the results of a ledger without a line that a kill truncated."""
     if not path.exists():
         return []
     found = []
@@ -125,7 +125,7 @@ def read_results(path: Path) -> list[RunResult]:
 
 
 def write_whole(path: Path, value: Json) -> None:
-    """Write JSON so that a kill leaves the whole file or none."""
+    """Write JSON atomically: after a kill the file is complete or missing."""
     staged = path.with_suffix(".tmp")
     staged.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
     staged.replace(path)

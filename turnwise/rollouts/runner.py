@@ -1,4 +1,4 @@
-"""Plays runs of tasks through the proxy: a session each, graded, recorded once, resumable after any kill.
+"""Plays runs of tasks through the proxy: each has its own session, is graded and recorded once, and survives a kill.
 
 Three records give the state of a run, in this order: its line in `results.jsonl` (finished), its session at the
 proxy (ended: finished, the line is missing), and `played.json` in its directory (played, not yet rewarded). A session
@@ -31,7 +31,7 @@ from turnwise.types import Json
 INTERRUPTED = "interrupted"
 """Termination reason of a session whose run did not end; it is never rewarded."""
 MAX_RUNS_WITHOUT_CALLS = 3
-"""When the first so many runs made no model call, the agent is not pointed at the proxy."""
+"""Number of first runs without a model call after which the runner stops with an error."""
 
 OnResult = Callable[[RunResult], None]
 
@@ -65,15 +65,15 @@ class Runner:
         pace: Pace | None = None,
         on_result: OnResult = lambda _: None,
     ) -> None:
-        """Make a runner.
+        """Initialise the runner.
 
         Args:
-            settings: What to play and how.
+            settings: The settings.
             client: The proxy.
-            player: How a run is played.
-            results: Where finished runs are recorded.
+            player: Plays the runs.
+            results: Records the finished runs.
             model: Name and context length of the served model.
-            pace: Holds training groups back until the trainer has used earlier ones; None holds nothing back.
+            pace: Delays training groups until the trainer has used earlier ones; None means no delay.
             on_result: Called with each finished run.
         """
         self._settings = settings
@@ -89,12 +89,12 @@ class Runner:
         self._has_called = False
         self._without_calls: list[RunResult] = []
         self.stopping = asyncio.Event()
-        """Set, no further run starts; those that run are played to their end."""
+        """If set, no further run starts; running runs are completed."""
 
     async def play(
         self, tasks: Iterable[Task], *, split: str = "train", group_size: int = 1, pass_index: int = 0
     ) -> list[RunResult]:
-        """Play each task `group_size` times; return all results, those of an earlier start included.
+        """Play each task `group_size` times; return all results, including those of an earlier start.
 
         Raises:
             RolloutFailed: the agent never calls the model.
@@ -119,7 +119,7 @@ class Runner:
         return sum(key[:2] == (pass_index, split) for key in self._results.finished)
 
     async def _start(self, group: list[_Planned], running: asyncio.TaskGroup) -> None:
-        """Start those runs of a group that are not finished, each as soon as there is a place."""
+        """Start the unfinished runs of a group, at most `parallel` runs at a time."""
         missing = [each for each in group if each.key not in self._results.finished]
         if missing and self._pace is not None and missing[0].split == "train":
             await self._pace.admit(self.stopping)
@@ -152,7 +152,7 @@ class Runner:
             self._results.add(result)
 
     async def _complete(self, planned: _Planned) -> RunResult:
-        """Bring one run to its end, from wherever an earlier start left it."""
+        """Complete one run from the state in which an earlier start left it."""
         attempt = 0
         while True:
             attempt += 1
@@ -201,7 +201,7 @@ class Runner:
         return _result(planned, ended, played.termination_reason, played.seconds, played.error or error)
 
     def _prepare(self, run: Run) -> None:
-        """Make the run's directory afresh: what an interrupted attempt left there goes."""
+        """Create the run's directory; the files of an interrupted attempt are deleted."""
         if run.directory.exists():
             shutil.rmtree(run.directory)
         run.address.home.mkdir(parents=True)
@@ -233,7 +233,7 @@ def no_call_cause(result: RunResult, settings: RunSettings) -> str:
 
 
 def _fields(settings: RunSettings, planned: _Planned, session_id: str, results: Results) -> SessionFields:
-    """Return what the session of a run is created with."""
+    """Return the fields of a run's new session."""
     fields = SessionFields(
         session_id=session_id,
         task_id=planned.task.task_id,
@@ -265,7 +265,7 @@ def _result(planned: _Planned, session: Json, reason: str, seconds: float, error
 
 
 def _clean(directory: Path, *, keep: bool) -> None:
-    """Remove a finished run's copies; keep its log where it has one of its own."""
+    """Delete a finished run's copies, or its whole directory if it has no log."""
     if not keep:
         shutil.rmtree(directory, ignore_errors=True)
         return

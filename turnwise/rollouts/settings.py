@@ -21,21 +21,21 @@ class RunSettings(Settings):
     proxy: str = DEFAULT_BASE_URL
     """Address of the proxy."""
     api_key: SecretStr | None = None
-    """Key of the proxy that may create sessions and give rewards; none where the proxy asks for none."""
+    """Key of the proxy that may create sessions and give rewards; none if the proxy has no keys."""
     agent: str | None = None
     """Known agent whose variables, files and flags the command needs; by default the command's name decides."""
     model: str | None = None
     """Model name for the agents; by default the served one."""
     tasks: Path | None = None
-    """JSON Lines file, one task a line; without it the command runs once, in this directory."""
+    """JSON Lines file with one task per line; without it the command runs once, in this directory."""
     split: Literal["train", "eval"] = "train"
-    """Which tasks to play, and what their sessions are for; eval sessions are never trained on."""
+    """Which tasks to play; sessions of `eval` are never trained on."""
     group_size: int = Field(default=1, ge=1)
-    """Runs of each task; their rewards are compared with each other."""
+    """Number of runs of each task; their rewards are compared with each other."""
     parallel: int = Field(default=4, ge=1)
-    """Runs at a time."""
+    """Number of concurrent runs."""
     workdir: Path | None = None
-    """Directory of which each run gets a fresh copy; by default each run starts in an empty directory."""
+    """Directory that is copied for each run; by default each run starts in an empty directory."""
     reward_command: str | None = None
     """Grader: reads the session as JSON, answers with an exit status, a number or JSON Lines."""
     reward_timeout: float = Field(default=60.0, gt=0)
@@ -47,9 +47,9 @@ class RunSettings(Settings):
     gamma: float = Field(default=0.0, ge=0, le=1)
     """Discount of the return over steps."""
     passes: int = Field(default=1, ge=1)
-    """How often all tasks are played."""
+    """Number of times that all tasks are played."""
     watch: bool = False
-    """Play pass after pass until interrupted, and read the tasks file anew for each."""
+    """Play pass after pass until interrupted, and read the tasks file again for each."""
     groups_per_version: int | None = Field(default=None, ge=1)
     """Groups that make one policy version: rollouts wait for the trainer; by default they do not wait."""
     lead: float = Field(default=2.0, ge=1)
@@ -63,7 +63,7 @@ class RunSettings(Settings):
     call: str | None = None
     """`module:function` to call instead of a command, in warm worker processes."""
     workers: int = Field(default=1, ge=1)
-    """Worker processes of `call`; they share the parallel runs as threads."""
+    """Number of worker processes of `call`; the parallel runs are divided among them."""
     python: str = sys.executable
     """Interpreter of the workers; the agent's packages may live in an environment of its own."""
 
@@ -73,14 +73,14 @@ class RunSettings(Settings):
         return self.timeout or DEFAULT_TIMEOUT_SECONDS
 
     def directory(self) -> Path:
-        """Return where the results go."""
+        """Return the directory of the results."""
         if self.out is not None:
             return self.out
         return Path("runs") / (self.tasks.stem if self.tasks is not None else "run")
 
 
 def check(settings: RunSettings, argv: tuple[str, ...]) -> None:
-    """Check what no single setting shows.
+    """Check the combination of the settings.
 
     Raises:
         SettingsError: the settings do not fit together.

@@ -24,7 +24,7 @@ from turnwise.rollouts.tasks import Task
 
 
 async def run_once(settings: RunSettings, argv: Sequence[str], say: Callable[[str], None]) -> RunResult:
-    """Run the command once, reward it where a grader is given, and end its session.
+    """Run the command once, reward it if there is a grader, and end its session.
 
     Raises:
         SettingsError: there is no such program or agent.
@@ -122,4 +122,4 @@ async def _in_this_terminal(argv: list[str], environment: dict[str, str]) -> int
 
 
 def _leave_to_the_command() -> None:
-    """Ignore an interrupt: the command decides what it means."""
+    """Ignore an interrupt: the command receives it too and handles it."""

@@ -1,4 +1,4 @@
-"""Tasks: one JSON object a line, with the fields that the agent and the grader need."""
+"""Tasks: one JSON object per line, with the fields for the agent and the grader."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Task:
     fields: Json
     """The whole line."""
     split: str | None = None
-    """`train` or `eval` where the line has one; None fits both."""
+    """`train` or `eval`; None belongs to both."""
 
     @property
     def slug(self) -> str:
-        """The id as a part of a session id and of a path; ids that differ have slugs that differ."""
+        """The id as a part of session ids and paths; different ids have different slugs."""
         slug = _UNSAFE.sub("-", self.task_id)[:MAX_SLUG_LENGTH]
         if slug == self.task_id:
             return slug
         return f"{slug}-{hashlib.blake2b(self.task_id.encode(), digest_size=4).hexdigest()}"
 
     def variables(self) -> dict[str, str]:
-        """Return the line as environment variables: all of it, and each text, number and truth value by its name."""
+        """Return the line as environment variables: the whole line, and each string, number and boolean by its name."""
         scalars = {name: value for name, value in self.fields.items() if isinstance(value, str | int | float | bool)}
         named = {f"TURNWISE_TASK_{_NO_NAME.sub('_', name).upper()}": as_text(value) for name, value in scalars.items()}
         whole = json.dumps(self.fields, ensure_ascii=False)
@@ -46,17 +46,17 @@ class Task:
 
 
 def as_text(value: Any) -> str:
-    """Return a JSON value as the text that an argument or a variable holds."""
+    """Return a JSON value as text for an argument or a variable."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def fill(argument: str, values: Mapping[str, Any]) -> str:
-    """Replace each `{name}` of a known name by its value; anything else in braces stays."""
+    """Replace each `{name}` of a known name by its value; other braces are unchanged."""
     return _PLACEHOLDER.sub(lambda found: as_text(values[found[1]]) if found[1] in values else found[0], argument)
 
 
 def load_tasks(path: Path, split: str | None = None) -> list[Task]:
-    """Return the tasks of a JSON Lines file, those of one split where it is given.
+    """Return the tasks of a JSON Lines file, only those of one split if it is given.
 
     Raises:
         SettingsError: the file cannot be read, a line is not a task, two lines have one id, or no task is left.

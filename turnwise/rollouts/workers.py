@@ -1,4 +1,4 @@
-"""Warm worker processes for agents that are a library: importing one takes seconds, calling it does not.
+"""Warm worker processes for agents that are a library, so that the import, which takes seconds, happens once.
 
 A run that exceeds its time limit cannot be stopped inside its process. Its worker is retired: it gets no further runs
 and is ended as soon as its other runs have ended or have reached their own limits.
@@ -28,9 +28,9 @@ from turnwise.rollouts.players import Played, Run
 from turnwise.types import Json
 
 START_SECONDS = 180.0
-"""The longest that importing the agent may take."""
+"""Maximum duration of the import of the agent."""
 LINE_BYTES = 64 * 1024 * 1024
-"""The longest answer of a worker."""
+"""Maximum length of an answer of a worker."""
 
 
 class CallPlayer:
@@ -47,16 +47,16 @@ class CallPlayer:
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Plan the pool; a worker starts when it is first needed.
+        """Initialise the pool; a worker starts when it is first needed.
 
         Args:
             target: `module:function`; it is called with the task and a `Run`, and may return rewards.
-            parallel: Runs at a time, over all workers.
-            num_workers: Worker processes.
+            parallel: Maximum number of concurrent runs of all workers.
+            num_workers: Number of worker processes.
             timeout_seconds: Time limit of a run.
-            log: What the workers and the agent print.
+            log: Output of the workers and of the agent.
             python: Interpreter of the workers.
-            environment: Variables besides this process's own.
+            environment: Variables in addition to the inherited ones.
 
         Raises:
             SettingsError: there is no such interpreter.
@@ -127,12 +127,12 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes calls."""
+        """Whether the process accepts calls."""
         return self._reading is not None and not self._reading.done()
 
     @property
     def num_calls(self) -> int:
-        """Calls without an answer."""
+        """Number of calls without an answer."""
         return len(self._calls)
 
     async def start(self, argv: list[str], environment: Mapping[str, str], target: str) -> None:
@@ -180,7 +180,7 @@ class _Worker:
             del self._calls[number]
 
     async def end(self) -> None:
-        """End the process with all that it started."""
+        """End the process and all processes that it started."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
