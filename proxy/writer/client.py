@@ -47,6 +47,8 @@ class _Waiting(NamedTuple):
     future: asyncio.Future[Any]
     submitted_at: float
     """On the monotonic clock."""
+    num_turns: int
+    """Turns to append; 0 for a job of the control plane."""
 
 
 class Writer:
@@ -168,7 +170,7 @@ class Writer:
         now = time.monotonic()
         self._outgoing += frame(Job(number, now + self._timeout_seconds, work))
         future: asyncio.Future[Any] = loop.create_future()
-        self._waiting[number] = _Waiting(future, now)
+        self._waiting[number] = _Waiting(future, now, len(work) if isinstance(work, list) else 0)
         return future
 
     def _check_deadline(self) -> None:
@@ -178,7 +180,7 @@ class Writer:
         if self._ready_at is None:
             longest = max(longest, START_SECONDS)
         while self._waiting:
-            number, (future, submitted_at) = next(iter(self._waiting.items()))
+            number, (future, submitted_at, _) = next(iter(self._waiting.items()))
             # Jobs that wait for a process to start have their time from when it can write.
             if now - max(submitted_at, self._ready_at or 0.0) <= longest:
                 return
@@ -209,29 +211,27 @@ class Writer:
             self._ready_at = now
         if not report.results:  # the first report only says that the process can write
             return
-        metrics.commit_batch.observe(len(report.results))
         if report.num_retries:
             metrics.retries.labels("commit").inc(report.num_retries)
         if report.num_errors:
             metrics.background_errors.labels("writer").inc(report.num_errors)
+        num_committed = 0
         for number, result in report.results.items():
             waiting = self._waiting.pop(number, None)
             if waiting is None:  # its deadline has passed
                 continue
-            future, submitted_at = waiting
-            metrics.commit_seconds.observe(now - submitted_at)
-            if future.cancelled():
-                continue
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+            if waiting.num_turns and not isinstance(result, Exception):
+                metrics.commit_seconds.observe(now - waiting.submitted_at)
+                num_committed += waiting.num_turns
+            _settle(waiting.future, result)
+        if num_committed:
+            metrics.commit_batch.observe(num_committed)
 
     def lost(self) -> None:
         """Fail the jobs of a writing process that ended, and replace it unless the proxy is closing."""
         self._transport = None
         waiting, self._waiting, self._outgoing = self._waiting, {}, []
-        for future, _ in waiting.values():
+        for future, _, _ in waiting.values():
             if not future.done():
                 future.set_exception(
                     StoreUnavailable("the writing process ended; whether this was stored is not known, retry")
@@ -252,6 +252,16 @@ class Writer:
             except OSError as error:
                 log.warning("no writing process could be started: %s", error)
                 self._metrics.background_errors.labels("writer").inc()
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    """Give a caller its result, unless it has left."""
+    if future.cancelled():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:

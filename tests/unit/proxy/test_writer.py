@@ -117,6 +117,30 @@ def test_a_job_waits_for_a_locked_store(locked):
     assert len(stored(database)) == 3
 
 
+def test_the_commit_metrics_count_the_wait_of_committed_turns_and_nothing_else(locked):
+    """Three turns wait 0.3 s for the lock, queue included; jobs of the control plane do not count."""
+    _, url, holder = locked
+    metrics = Metrics()
+
+    async def run() -> float:
+        async with writing(url, metrics=metrics) as writer:
+            started = time.monotonic()
+            calls = [asyncio.ensure_future(writer.append([turn(f"t{number}")])) for number in range(3)]
+            await asyncio.sleep(0)
+            threading.Timer(0.3, holder.rollback).start()
+            await asyncio.gather(*calls, writer.do(pid_of_writer))
+            elapsed = time.monotonic() - started
+            with contextlib.suppress(NotFound):
+                await writer.append([turn("refused", "nobody")])
+            return elapsed
+
+    elapsed = asyncio.run(run())
+    value = metrics.registry.get_sample_value
+    assert value("turnwise_commit_seconds_count") == 3
+    assert 3 * 0.3 <= value("turnwise_commit_seconds_sum") <= 3 * elapsed
+    assert value("turnwise_commit_batch_turns_sum") == 3
+
+
 def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(locked):
     """Twenty callers with half a second each wait concurrently. None of their jobs is stored later."""
     database, url, holder = locked

@@ -1,0 +1,94 @@
+"""`turnwise prune`, `forget` and `db backup`, and the proxy's setting `retention_days`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.in_process import in_process_proxy
+from support.waiting import wait_until
+
+from turnwise.commands.cli import main
+from turnwise.store import experiences, keys, ledger, queries
+from turnwise.store.database import Database
+from turnwise.types import Session, Split, utc_now
+
+TEN_DAYS = datetime.timedelta(days=10)
+LONG_AGO = utc_now() - TEN_DAYS
+
+
+def add_ended(database: Database, *session_ids: str, tenant: str = "default", at: datetime.datetime = LONG_AGO) -> None:
+    """Add sessions for evaluation that were over long ago; no trainer waits for them."""
+    with database.write() as connection:
+        for session_id in session_ids:
+            session = Session(
+                session_id=session_id,
+                tenant=tenant,
+                split=Split.EVAL,
+                created_at=at,
+                last_active_at=at,
+            )
+            ledger.create_session(connection, session)
+            ledger.end_session(connection, tenant, session_id, now=at)
+
+
+def session_ids(database: Database) -> set[str]:
+    with database.read() as connection:
+        listed, _ = queries.sessions(connection, experiences.SessionFilter(), limit=100)
+    return {session.session_id for session in listed}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Database:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    database.upgrade()
+    return database
+
+
+def run(tmp_path: Path, *arguments: str) -> Any:
+    done = CliRunner().invoke(main, [*arguments, "--database", f"sqlite:///{tmp_path}/store.db", "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output)
+
+
+def test_prune_deletes_what_is_older_than_asked(store: Database, tmp_path: Path) -> None:
+    add_ended(store, "old-1", "old-2")
+    assert run(tmp_path, "prune", "--older-than-days", "11")["num_sessions"] == 0
+    assert run(tmp_path, "prune", "--older-than-days", "9")["num_sessions"] == 2
+    assert session_ids(store) == set()
+
+
+def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store: Database, tmp_path: Path) -> None:
+    add_ended(store, "a", "b", tenant="acme")
+    add_ended(store, "c", tenant="other")
+    with store.write() as connection:
+        keys.create_key(connection, "acme", keys.Role.AGENT, "")
+    gone = {"num_sessions": 1, "num_turns": 0, "policy_versions": []}
+    assert run(tmp_path, "forget", "--tenant", "acme", "--session-id", "a") == gone
+    assert session_ids(store) == {"b", "c"}
+    assert run(tmp_path, "forget", "--tenant", "acme") == gone
+    assert session_ids(store) == {"c"}
+    assert run(tmp_path, "keys", "list") == []
+
+
+def test_a_backup_is_a_database_of_its_own(store: Database, tmp_path: Path) -> None:
+    add_ended(store, "a")
+    made = run(tmp_path, "db", "backup", str(tmp_path / "backup.db"))
+    assert made["num_bytes"] == (tmp_path / "backup.db").stat().st_size
+    copy = Database(f"sqlite:///{tmp_path}/backup.db")
+    copy.check_schema()
+    assert session_ids(copy) == {"a"}
+
+
+def test_the_proxy_deletes_what_is_older_than_its_setting(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/turnwise.db")
+    database.upgrade()
+    add_ended(database, "ten-days")
+    add_ended(database, "twenty-days", at=LONG_AGO - TEN_DAYS)
+    with in_process_proxy(tmp_path, retention_days=15.0) as (http, _):
+        wait_until(lambda: session_ids(database) == {"ten-days"}, "the proxy deletes the older session only")
+        assert http.get("/v1/sessions/twenty-days").status_code == 404
