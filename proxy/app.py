@@ -95,7 +95,8 @@ def _sentence(request: Request, first: Mapping[str, Any], where: str) -> str:
         return f"The body was not read as JSON (content-type: {sent}). Send content-type: application/json."
     if first["type"] == "missing":
         return f"`{where}` is missing."
-    return f"`{where}`: {first['msg'].removeprefix('Value error, ')}"
+    message: str = first["msg"].removeprefix("Value error, ")
+    return message if where == "body" and first["type"] == "value_error" else f"`{where}`: {message}"
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:

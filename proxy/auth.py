@@ -172,8 +172,9 @@ class Authenticator:
     async def _verify(self, presented: str, digest: bytes) -> Principal:
         key = await asyncio.to_thread(self._read_key, presented) if presented else None
         if key is None:
+            problem = "the API key is unknown, expired or revoked" if presented else "this proxy needs an API key"
             raise Unauthorized(
-                "present an API key as `Authorization: Bearer …`; `turnwise keys create` makes one",
+                f"{problem}; send one as `Authorization: Bearer …`, `turnwise keys create` makes one",
                 code="invalid_api_key",
             )
         principal = Principal(
