@@ -59,6 +59,7 @@ class Storm:
         crowd = self._world.crowd
         try:
             self._wait_for_progress()
+            self._round()  # on a slow machine the time may be up already
             while time.monotonic() < self._started + seconds:
                 self._round()
             self._world.clock.jump(0.0)

@@ -467,7 +467,7 @@ def test_a_synchronous_run_does_not_block_an_asynchronous_runner(model):
     assert (status.ok, status.completed_runs) == (True, 2)
 
 
-def test_the_runner_leaves_a_task_that_the_workflow_set_and_means_metrics(proxy, model):
+def test_the_runner_keeps_a_task_that_the_workflow_set_and_averages_metrics(proxy, model):
     """`eid.task` is filled in only where it is unset; a run's metrics are means over its experiences.
 
     Four experiences with 1, 1, 1 and 3 make 1.5.
