@@ -15,7 +15,6 @@ from typing import cast
 from fastapi import Request
 
 from proxy.auth import Authenticator
-from proxy.budgets import Budgets
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.continuation.sessions import Sessions
@@ -26,7 +25,8 @@ from proxy.engines.http_client import Access
 from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora, load_unchecked_template
 from proxy.fault import FaultPoints
-from proxy.limits import Limits
+from proxy.limits.budgets import Budgets
+from proxy.limits.calls import Limits
 from proxy.metrics import Metrics
 from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ def test_links_between_pages_have_an_existing_target(page):
     """No page links to a missing file."""
     for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_contributing_names_every_room_of_the_contracts_and_every_path_of_its_table_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer for contract in contracts if contract["type"] == "layers" for layer in contract["layers"]]
+    rooms = {room for layer in layers for room in re.split(r" [|:] ", layer)} - {"__main__"}
+    assert rooms <= set(re.findall(r"\w+", text[text.index("```") : text.rindex("```")]))
+    table = text[text.index("## To change X") : text.index("## What a change")]
+    for path in re.findall(r"`([\w./*]+/[\w./*]*)`", table):
+        assert list(ROOT.glob(path.rstrip("/"))), f"{path} does not exist"
 
 
 @pytest.mark.parametrize("reason", ["edited_history", "system_changed", "tools_changed", "thinking_stripped", "media"])

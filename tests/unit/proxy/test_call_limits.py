@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.auth import Principal
-from proxy.limits import Admission, Bucket, Limits
+from proxy.limits.calls import Admission, Bucket, Limits
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from turnwise.errors import Overloaded
