@@ -1,22 +1,45 @@
-"""Closed-loop HTTP load over keep-alive connections, in one process: requests per second and latencies."""
+"""The load of bench/load.lua in Python, for machines without `wrk`: it takes several times its CPU for each call."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import time
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import uvloop
+
+NUM_TURNS = 8
+SYSTEM = "You are a careful agent that works step by step. " * 30
+TASK = "Do the thing that was asked for, and do it well. " * 10
+REPLY = " word" * 100
+
+
+def requests(host: str, path: str, *, stream: bool, marked: bool) -> Iterator[bytes]:
+    """Yield the requests of one connection: sessions of eight turns, each with the whole conversation so far."""
+    fields = (
+        f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nauthorization: Bearer bench\r\n"
+    )
+    while True:
+        session_id = f"bench-{random.getrandbits(64):016x}"
+        named = f"x-session-id: {session_id}\r\n" if marked else ""
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Task {session_id}: {TASK}"}]
+        for turn in range(2, NUM_TURNS + 2):
+            wanted = {"model": "canned", "messages": messages, "temperature": 1.0, "stream": stream}
+            body = json.dumps(wanted, separators=(",", ":"))
+            yield f"{fields}{named}content-length: {len(body)}\r\n\r\n{body}".encode()
+            messages += [{"role": "assistant", "content": REPLY}, {"role": "user", "content": f"Now do step {turn}."}]
 
 
 class Connection(asyncio.Protocol):
     """Sends the next request as soon as the last answer is complete."""
 
-    def __init__(self, request: bytes, until: float, latencies: list[float]) -> None:
-        self._request = request
+    def __init__(self, requests: Iterator[bytes], until: float, latencies: list[float]) -> None:
+        self._requests = requests
         self._until = until
         self._latencies = latencies
         self.done = asyncio.get_running_loop().create_future()
@@ -29,7 +52,7 @@ class Connection(asyncio.Protocol):
     def _next(self) -> None:
         self._data = bytearray()
         self._started = time.perf_counter()
-        self._transport.write(self._request)
+        self._transport.write(next(self._requests))
 
     def data_received(self, data: bytes) -> None:
         """Count a complete answer."""
@@ -64,18 +87,16 @@ class Connection(asyncio.Protocol):
             self.done.set_exception(exc or ConnectionError("the server closed the connection"))
 
 
-async def load(url: str, body: bytes, connections: int, seconds: float) -> dict[str, float]:
-    """Return requests per second and the median latency, seconds."""
+async def load(url: str, connections: int, seconds: float, *, stream: bool, marked: bool) -> dict[str, float]:
+    """Return the number of calls, the time they took, and their median latency."""
     parts = urlsplit(url)
     until = time.perf_counter() + seconds
     latencies: list[float] = []
     waiting = []
-    for number in range(connections):
-        head = f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
-        head += f"authorization: Bearer bench\r\nx-session-id: bench-{number}\r\ncontent-length: {len(body)}\r\n\r\n"
-        request = head.encode() + body
+    for _ in range(connections):
+        sent = requests(parts.netloc, parts.path, stream=stream, marked=marked)
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda request=request: Connection(request, until, latencies),  # type: ignore[misc]
+            lambda sent=sent: Connection(sent, until, latencies),  # type: ignore[misc]
             parts.hostname,
             parts.port,
         )
@@ -83,7 +104,7 @@ async def load(url: str, body: bytes, connections: int, seconds: float) -> dict[
     started = time.perf_counter()
     await asyncio.gather(*waiting)
     spent = time.perf_counter() - started
-    return {"requests_per_second": len(latencies) / spent, "p50_seconds": statistics.median(latencies)}
+    return {"calls": len(latencies), "seconds": spent, "p50_seconds": statistics.median(latencies), "errors": 0}
 
 
 if __name__ == "__main__":
@@ -92,7 +113,12 @@ if __name__ == "__main__":
     parser.add_argument("--connections", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--unmarked", action="store_true", help="send no session id")
     given = parser.parse_args()
-    wanted = {"model": "canned", "messages": [{"role": "user", "content": "Say something long."}], "temperature": 1.0}
-    payload = json.dumps({**wanted, "stream": given.stream}, separators=(",", ":")).encode()
-    print(json.dumps(uvloop.run(load(given.url, payload, given.connections, given.seconds))))
+    print(
+        json.dumps(
+            uvloop.run(
+                load(given.url, given.connections, given.seconds, stream=given.stream, marked=not given.unmarked)
+            )
+        )
+    )

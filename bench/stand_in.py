@@ -1,4 +1,4 @@
-"""A minimal engine for benchmarks: prepared bytes for every POST; only a request's length is parsed."""
+"""A minimal engine for benchmarks: prepared bytes for every POST, with as many prompt ids as the request is long."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import orjson
 import uvloop
 
 MODELS = orjson.dumps({"object": "list", "data": [{"id": "canned", "object": "model", "root": "canned"}]})
-NUM_TOKENS = 600
-NUM_CHUNKS = 100
-PROMPT = list(range(100, 132))
+NUM_TOKENS = 100
+"""Of a reply; a stream has one event for each."""
+CHARACTERS_PER_TOKEN = 4
+"""Of a prompt, roughly."""
+IDS = b",".join(b"%d" % (10_000 + number) for number in range(40_000))
+ID_BYTES = len(b"10000,")
+MARK = "the prompt's ids"
+"""Stands for the prompt's ids in a prepared reply."""
 
 
 def whole_reply() -> bytes:
-    """Return a chat completion of 600 tokens in vLLM's shape."""
+    """Return a chat completion of 100 tokens in vLLM's shape."""
     entries = [
         {"token": " word", "logprob": -0.125, "bytes": [32, 119, 111, 114, 100], "top_logprobs": []}
     ] * NUM_TOKENS
@@ -27,29 +32,28 @@ def whole_reply() -> bytes:
         "stop_reason": None,
         "token_ids": [1234] * NUM_TOKENS,
     }
-    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": NUM_TOKENS, "total_tokens": len(PROMPT) + NUM_TOKENS}
+    usage = {"prompt_tokens": 500, "completion_tokens": NUM_TOKENS, "total_tokens": 500 + NUM_TOKENS}
     head = {"id": "chatcmpl-canned", "object": "chat.completion", "created": 1, "model": "canned"}
-    return orjson.dumps({**head, "choices": [choice], "usage": usage, "prompt_token_ids": PROMPT})
+    return orjson.dumps({**head, "choices": [choice], "usage": usage, "prompt_token_ids": MARK})
 
 
 def streamed_reply() -> bytes:
-    """Return the same completion as 100 events."""
+    """Return the same completion as 100 events of one token."""
     head = {"id": "chatcmpl-canned", "object": "chat.completion.chunk", "created": 1, "model": "canned"}
     first = {
         **head,
         "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
-        "prompt_token_ids": PROMPT,
+        "prompt_token_ids": MARK,
     }
-    each = NUM_TOKENS // NUM_CHUNKS
-    entries = [{"token": " word", "logprob": -0.125, "bytes": [32, 119, 111, 114, 100], "top_logprobs": []}] * each
+    entry = {"token": " word", "logprob": -0.125, "bytes": [32, 119, 111, 114, 100], "top_logprobs": []}
     choice = {
         "index": 0,
-        "delta": {"content": " word" * each},
-        "logprobs": {"content": entries},
+        "delta": {"content": " word"},
+        "logprobs": {"content": [entry]},
         "finish_reason": None,
-        "token_ids": [1234] * each,
+        "token_ids": [1234],
     }
-    events = [first, *[{**head, "choices": [choice]}] * (NUM_CHUNKS - 2)]
+    events = [first, *[{**head, "choices": [choice]}] * (NUM_TOKENS - 1)]
     events.append({**head, "choices": [{**choice, "finish_reason": "stop"}]})
     return b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
@@ -59,12 +63,16 @@ def answer(body: bytes, kind: bytes = b"application/json") -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (kind, len(body), body)
 
 
-WHOLE, STREAMED, MODEL_LIST, EMPTY = (
-    answer(whole_reply()),
-    answer(streamed_reply(), b"text/event-stream"),
-    answer(MODELS),
-    answer(b"{}"),
-)
+WHOLE, STREAMED = (reply.split(orjson.dumps(MARK)) for reply in (whole_reply(), streamed_reply()))
+MODEL_LIST, EMPTY = answer(MODELS), answer(b"{}")
+
+
+def completion(request: bytes) -> bytes:
+    """Return the answer to a request, with an id for every few characters of it."""
+    is_stream = b'"stream":true' in request
+    before, after = STREAMED if is_stream else WHOLE
+    ids = IDS[: len(request) // CHARACTERS_PER_TOKEN * ID_BYTES - 1]
+    return answer(b"%b[%b]%b" % (before, ids, after), b"text/event-stream" if is_stream else b"application/json")
 
 
 class Connection(asyncio.Protocol):
@@ -90,7 +98,7 @@ class Connection(asyncio.Protocol):
     @staticmethod
     def _answer(head: bytes, body: bytes) -> bytes:
         if head.startswith(b"post /v1/chat/completions"):
-            return STREAMED if b'"stream":true' in body else WHOLE
+            return completion(body)
         return MODEL_LIST if head.startswith(b"get /v1/models") else EMPTY
 
 

@@ -131,7 +131,7 @@ class Relay:
             raw = await self._read_whole(running, lane)
         running.version_last = lane.version
         try:
-            raw = restore_model_name(running.cut_echo(raw), lane, running.call)
+            (raw,) = _as_requested([raw], running, lane)
             running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
         except NOT_A_COMPLETION as error:
             raise _not_a_completion(lane, error) from error
@@ -213,8 +213,7 @@ class Relay:
         if failures:
             chunks = [event for event in chunks if CHOICES in event]
         try:
-            chunks = [restore_model_name(running.cut_echo(chunk), lane, call) for chunk in chunks]
-            shown = call.dialect.capture_chunks(chunks, captured, call)
+            shown = call.dialect.capture_chunks(_as_requested(chunks, running, lane), captured, call)
         except NOT_A_COMPLETION as error:
             raise _not_a_completion(lane, error) from error
         if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
@@ -363,12 +362,15 @@ class Relay:
         self._metrics.turns_of("error", reason).inc()
 
 
-def restore_model_name(reply: bytes, lane: Lane, call: Call) -> bytes:
-    """Return a reply or chunk that names the model that the client asked for, not the name inside the engine."""
-    inside, requested = lane.adapter or lane.engine.model, call.model or lane.engine.model
+def _as_requested(replies: list[bytes], running: Running, lane: Lane) -> list[bytes]:
+    """Return replies or chunks that name the model that the client asked for, without the echoed prompt ids."""
+    if running.awaits_echo:
+        replies = [running.cut_echo(reply) for reply in replies]
+    inside, requested = lane.adapter or lane.engine.model, running.call.model or lane.engine.model
     if inside == requested:
-        return reply
-    return reply.replace(b'"model":' + orjson.dumps(inside), b'"model":' + orjson.dumps(requested), 1)
+        return replies
+    old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
+    return [reply.replace(old, new, 1) for reply in replies]
 
 
 def _not_a_completion(lane: Lane, error: Exception) -> EngineUnavailable:

@@ -66,13 +66,15 @@ class Running:
         """Whether the engine has echoed the prompt's ids as they were sent, so that they were not decoded."""
         return self.has_cut_echo and not self.captured.prompt_token_ids
 
-    def cut_echo(self, reply: bytes) -> bytes:
-        """Return a reply or chunk without the echoed prompt ids, if they are as sent.
+    @property
+    def awaits_echo(self) -> bool:
+        """Whether the echoed prompt ids are still to be cut out; they stay for a client that asked for them."""
+        return self.sent_ids is not None and not self.has_cut_echo and not self.call.wants_token_ids
 
-        They stay for a client that asked for them.
-        """
+    def cut_echo(self, reply: bytes) -> bytes:
+        """Return a reply or chunk without the echoed prompt ids, if they are as sent."""
         sent = self.sent_ids
-        if sent is None or self.has_cut_echo or self.call.wants_token_ids or len(reply) < len(sent):
+        if sent is None or self.has_cut_echo or len(reply) < len(sent):
             return reply
         rest, self.has_cut_echo = cut_echo(reply, sent)
         return rest

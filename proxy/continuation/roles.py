@@ -21,17 +21,39 @@ SCANNED_CHARACTERS = 4000
 """Of a message that is searched for what it asks for."""
 PROBE_TOKENS = 4
 """A call that may sample no more than these tokens only tests the connection."""
-COMPACTION = re.compile(
-    r"context checkpoint compaction|\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,80}\b(?:conversation|chat history|"
-    r"dialogue|context|session)\b",
-    re.IGNORECASE,
-)
-TASKS = {
-    "asks_for_title": re.compile(
-        r"\btitle generator\b|\b(?:generate|write|create|output|extract|suggest|come up with)\b[^.\n]{0,60}\btitle\b",
+
+
+class TextPattern(NamedTuple):
+    """How texts ask for something."""
+
+    words: tuple[str, ...]
+    """Lower-case words: a text without any of them does not match, and a search for words takes little time."""
+    pattern: re.Pattern[str]
+
+    def is_in(self, text: str) -> bool:
+        """Return whether a text asks for it."""
+        lowered = text.lower()
+        return any(word in lowered for word in self.words) and self.pattern.search(text) is not None
+
+
+COMPACTION = TextPattern(
+    ("compact", "compress", "summari"),
+    re.compile(
+        r"context checkpoint compaction|\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,80}\b(?:conversation|"
+        r"chat history|dialogue|context|session)\b",
         re.IGNORECASE,
     ),
-    "asks_for_topic": re.compile(r"\bnew conversation topic\b", re.IGNORECASE),
+)
+TASKS = {
+    "asks_for_title": TextPattern(
+        ("title",),
+        re.compile(
+            r"\btitle generator\b|\b(?:generate|write|create|output|extract|suggest|come up with)\b[^.\n]{0,60}"
+            r"\btitle\b",
+            re.IGNORECASE,
+        ),
+    ),
+    "asks_for_topic": TextPattern(("topic",), re.compile(r"\bnew conversation topic\b", re.IGNORECASE)),
     "asks_for_summary": COMPACTION,
 }
 """What harnesses ask for beside an agent's own work, by the reason that is stored."""
@@ -55,7 +77,7 @@ def find_role(call: Call, plan: Plan, forest: Forest) -> Found:
     """Return the role of a call's turn."""
     parent = plan.parent
     if parent is not None:
-        if COMPACTION.search(_last_user_text(call.messages)):
+        if COMPACTION.is_in(_last_user_text(call.messages)):
             return Found(Role.SIDE, "compaction_prompt")
         return Found(parent.role, "extends")
     if call.agent_id is not None:
@@ -99,7 +121,7 @@ def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | N
     if tools or any(message.get("role") == "assistant" for message in messages):
         return None
     text = f"{_system_text(messages)}\n{_last_user_text(messages)}"
-    return next((name for name, pattern in TASKS.items() if pattern.search(text)), None)
+    return next((name for name, pattern in TASKS.items() if pattern.is_in(text)), None)
 
 
 def system_digest(messages: Sequence[Json]) -> bytes:

@@ -112,12 +112,12 @@ class ChatCompletions(Dialect):
         Raises:
             msgspec.DecodeError: one is not a chunk of a chat completion.
         """
-        kept = []
         has_one_choice, keeps_all = call.num_choices == 1, call.wants_logprobs or call.wants_token_ids
-        for event in events:
-            extracted = engine_reply.read_reply(event, has_one_choice=has_one_choice)
-            if _capture_chunk(extracted, captured) or keeps_all:
-                kept.append(event if call.wants_logprobs else extracted.rest)
+        kept = [
+            extracted.raw if call.wants_logprobs else extracted.rest
+            for extracted in engine_reply.read_chunks(events, has_one_choice=has_one_choice)
+            if _capture_chunk(extracted, captured) or keeps_all
+        ]
         if kept and not call.wants_token_ids:
             kept = engine_reply.without_ids(b"\n".join(kept)).split(b"\n")
         return [_without_thinking(chunk, "delta") for chunk in kept] if _hides_thinking(call.body) else kept

@@ -68,6 +68,7 @@ class _Logprobs(msgspec.Struct, gc=False):
 
 
 _reply = msgspec.json.Decoder(EngineReply)
+_replies = msgspec.json.Decoder(list[EngineReply])
 _logprobs = msgspec.json.Decoder(list[_Logprobs | None])
 
 
@@ -89,6 +90,25 @@ def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
             pass  # the logprobs are formatted in another way and were not cut out
     rest, logprobs = _decode_logprobs(raw)
     return Extracted(raw, rest, _reply.decode(rest), logprobs)
+
+
+def read_chunks(chunks: list[bytes], *, has_one_choice: bool) -> list[Extracted]:
+    """Split chunks of a stream as `read_reply` does; they are decoded together if possible.
+
+    Raises:
+        msgspec.DecodeError: one is not a chunk of a chat completion.
+    """
+    if has_one_choice and len(chunks) > 1:
+        cut = [_cut_logprobs(chunk) for chunk in chunks]
+        try:
+            replies = _replies.decode(b"[%b]" % b",".join([rest for rest, _ in cut]))
+        except msgspec.ValidationError:
+            pass  # as in `read_reply`
+        else:
+            if len(replies) == len(chunks):
+                parts = zip(chunks, cut, replies, strict=True)
+                return [Extracted(chunk, rest, reply, logprobs) for chunk, (rest, logprobs), reply in parts]
+    return [read_reply(chunk, has_one_choice=has_one_choice) for chunk in chunks]
 
 
 def cut_echo(reply: bytes, sent: bytes) -> tuple[bytes, bool]:
