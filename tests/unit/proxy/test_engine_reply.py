@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from proxy.dialects.engine_reply import read_logprobs, read_reply, without_ids
+from proxy.dialects.engine_reply import read_chunks, read_logprobs, read_reply, without_ids
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}
 TRAPS = '"logprobs":{"content":[]},"finish_reason":"stop" "token_ids":[1] "prompt_token_ids":[2] \u2028 ü'
@@ -80,3 +80,20 @@ def test_a_reply_that_is_not_a_completion_is_refused():
 def test_unreadable_logprobs_are_treated_as_missing():
     assert read_logprobs([b'{"content":[{"logprob":-1.0}]}', b'{"content":[{"logprob":"x"}]}']) == []
     assert read_logprobs([b"null", b"{}", b'{"token_logprobs":[-1.0,null]}']) == [-1.0, None]
+
+
+CHUNK = (
+    b'{"choices":[{"index":0,"delta":{"content":"a"},"logprobs":{"content":[{"logprob":-0.5}]},"finish_reason":null}]}'
+)
+SPACED = b'{"choices": [{"index": 0, "logprobs": {"content": [{"logprob": -1}]}, "delta": {}, "finish_reason": null}]}'
+
+
+@pytest.mark.parametrize("chunks", [[CHUNK], [CHUNK, CHUNK], [CHUNK, SPACED, CHUNK]])
+def test_chunks_that_are_read_together_are_read_as_each_by_itself(chunks):
+    """`SPACED` is formatted otherwise, so its logprobs are found by decoding."""
+    assert read_chunks(chunks, has_one_choice=True) == [read_reply(chunk, has_one_choice=True) for chunk in chunks]
+
+
+def test_two_objects_in_one_chunk_are_no_chunk():
+    with pytest.raises(msgspec.DecodeError):
+        read_chunks([CHUNK, b'{"choices":[]},{"choices":[]}'], has_one_choice=True)
