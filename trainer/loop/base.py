@@ -22,6 +22,7 @@ from trainer.loop.resume import check_resumable, log_changes
 from trainer.loop.state import TENSORS, Progress, State
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
+from trainer.policy.memory_limits import MemoryLimits, read_limits
 from trainer.publish import directory
 from trainer.publish.checkpoint import Checkpoints
 from trainer.publish.weight_server import WeightServer
@@ -112,6 +113,7 @@ class RLWorkflow(abc.ABC):
             SettingsError: A setting changed that cannot change within a run.
         """
         world = self.agent.world
+        self._apply_memory_limits(world.share(read_limits(self.config.policies_dir) if world.is_first else None))
         last: UpdateRecord | None = world.share(self.env.last_update() if world.is_first else None)
         state = self._state_of(last.policy_version if last else 0, seed, reports_changes=True)
         if world.is_first:
@@ -162,6 +164,13 @@ class RLWorkflow(abc.ABC):
             self.weights.close()
         self.env.close()
         self.recorder.close()
+
+    def _apply_memory_limits(self, limits: MemoryLimits) -> None:
+        """Avoid what did not fit into memory before a restart."""
+        self.agent.bound_rows(limits.row_tokens)
+        if limits.chain_tokens is not None:
+            longest = min(self.config.max_chain_tokens or limits.chain_tokens, limits.chain_tokens)
+            self.config = self.config.model_copy(update={"max_chain_tokens": longest})
 
     def _serve_weights(self) -> None:
         """Hand weights to engines from memory, and tell the proxy where."""

@@ -24,6 +24,7 @@ from trainer.loop.resume import saved_settings
 from trainer.loop.state import MOST_RECENT_VERSIONS, State
 from trainer.pacing import Position, Rewind
 from trainer.policy.agent import OutOfMemory
+from trainer.policy.memory_limits import read_limits, write_limits
 from trainer.publish import directory
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource
@@ -176,12 +177,19 @@ class OnPolicyWorkflow(RLWorkflow):
                 return compute(fit)
             except OutOfMemory as error:
                 if self.agent.world.size > 1:
+                    self._note_out_of_memory(error)
                     raise
                 for member in error.units.values():
                     key = batch.experiences[member].group_key
                     too_large[key] = f"out_of_memory: {error}; set max_chain_tokens below that"
                     log.error("group %s is not trained: %s", key[1], too_large[key])  # noqa: TRY400  no defect
         return None
+
+    def _note_out_of_memory(self, error: OutOfMemory) -> None:
+        """Store what did not fit, for the next start: several processes end together when one runs out of memory."""
+        place = self.config.policies_dir
+        is_pairs = self.config.algorithm == "dpo"
+        write_limits(place, read_limits(place).after(error.num_tokens, len(error.units), is_pairs=is_pairs))
 
     def _commit(
         self, state: State, claimed: ClaimedBatch, chosen: Selection, metrics: Json, num_steps: int

@@ -82,6 +82,10 @@ class PolicyAgent:
         """Rows hold one chain each where a layer does not attend to every earlier token."""
         return self.rule.packing if self.policy.attends_to_all else "chain"
 
+    def bound_rows(self, num_tokens: int | None) -> None:
+        """Compute no rows of more tokens; None sets no bound."""
+        self._memory_bound = num_tokens
+
     def shard(self, axis: str) -> None:
         """Shard the policy and the reference over a device mesh whose dimension has this name; before `load`."""
         self.policy.mesh_axis = axis

@@ -1,0 +1,58 @@
+"""What did not fit into memory, kept across restarts of several processes.
+
+A process alone catches a row that does not fit, and computes shorter ones. Several processes cannot: while one fails,
+the others wait for it in a collective, so all of them end and are started again. The process that failed writes down
+what to avoid, so that the same batch does not end them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+FILE = "memory_limits.json"
+"""In `policies_dir`. Delete it after a change of hardware or settings that leaves more memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """Bounds that hold from the next start on; None where nothing failed."""
+
+    row_tokens: int | None = None
+    """Tokens of a packed row."""
+    chain_tokens: int | None = None
+    """Tokens of a chain; longer ones are not trained."""
+
+    def after(self, num_tokens: int, num_units: int, *, is_pairs: bool) -> MemoryLimits:
+        """Return the limits after a row failed: of several chains or pairs a shorter row, of one nothing as long."""
+        if num_units > 1:
+            return dataclasses.replace(self, row_tokens=_smaller(self.row_tokens, num_tokens // 2))
+        # The longer chain of a pair has at least half of its tokens.
+        longest = (num_tokens - 1) // 2 if is_pairs else num_tokens - 1
+        return dataclasses.replace(self, chain_tokens=_smaller(self.chain_tokens, longest))
+
+
+def read_limits(directory: Path) -> MemoryLimits:
+    """Return the limits of earlier starts."""
+    path = directory / FILE
+    if not path.is_file():
+        return MemoryLimits()
+    limits = MemoryLimits(**json.loads(path.read_text(encoding="utf-8")))
+    log.info("memory limits of an earlier start hold: %s; delete %s to lift them", limits, path)
+    return limits
+
+
+def write_limits(directory: Path, limits: MemoryLimits) -> None:
+    """Store the limits for the next start."""
+    staging = directory / f".{FILE}"
+    staging.write_text(json.dumps(dataclasses.asdict(limits)), encoding="utf-8")
+    staging.replace(directory / FILE)
+    log.error("the trainer ran out of memory; from the next start on: %s", limits)
+
+
+def _smaller(limit: int | None, found: int) -> int:
+    return max(found if limit is None else min(limit, found), 2)
