@@ -211,7 +211,7 @@ async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySetti
     """
     if settings.engine_check == "off":
         if sessions.template is None:
-            sessions.template = await load_unchecked_template(engine, settings.tokenizer)
+            sessions.learn_template(await load_unchecked_template(engine, settings.tokenizer))
         return
     engine.has_lora = await has_lora(engine)
     try:
@@ -222,7 +222,7 @@ async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySetti
             raise
         log.warning("%s", unsuitable)
     if sessions.template is None:
-        sessions.template = await find_template(engine, settings.tokenizer)
+        sessions.learn_template(await find_template(engine, settings.tokenizer))
 
 
 async def _prune(services: Services) -> None:

@@ -69,7 +69,11 @@ class Relay:
         self._idle.set()
 
     async def begin(self, call: Call, principal: Principal, identity: RequestIdentity, call_id: str) -> Running:
-        """Find the call's session and plan its prompt; the turn that it extends is reserved until `end`."""
+        """Find the call's session and plan its prompt; the turn that it extends is reserved until `end`.
+
+        Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
+        """
+        has_waited = self._sessions.template is None and not await self._pool.wait_for_first()
         conversation = self._sessions.read_conversation(call)
         placement = await self._sessions.find(call, conversation, principal)
         try:
@@ -77,7 +81,7 @@ class Relay:
         except BaseException:
             self._sessions.release(placement)
             raise
-        return Running(call, placement, plan, identity, call_id)
+        return Running(call, placement, plan, identity, call_id, has_waited=has_waited)
 
     def end(self, running: Running) -> None:
         """Release the turn that the call has reserved."""
@@ -274,7 +278,7 @@ class Relay:
 
     async def _admit(self, running: Running) -> Lane:
         """Take a lane of the pool; `_recorded` releases it."""
-        lane = running.lane = await self._pool.admit(running.session)
+        lane = running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
         return lane
 
     async def _post(self, running: Running, lane: Lane) -> Answer:

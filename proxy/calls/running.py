@@ -27,6 +27,8 @@ class Running:
     call_id: str
     sent_ids: bytes | None = None
     """The JSON array of the prompt's ids, as it was sent; None where the engine renders the messages."""
+    has_waited: bool = False
+    """Whether the call has waited in vain for the proxy's first engine."""
     lane: Lane | None = None
     """The engine and weights that serve the call; None until the call is admitted."""
     captured: Captured = dataclasses.field(default_factory=Captured)

@@ -149,6 +149,13 @@ class Sessions:
             self._token_cache.drop(self._live.popitem(last=False)[1])
         return live
 
+    def learn_template(self, template: ChatTemplate | None) -> None:
+        """Set the template, and remove all sessions from memory, because its digests cover what it reads."""
+        self.template = template
+        self._inferred.clear()
+        for tenant, session_id in list(self._live):
+            self.forget(tenant, session_id)
+
     def forget(self, tenant: str, session_id: str) -> None:
         """Remove a session from memory because its row in the store has changed."""
         live = self._live.pop((tenant, session_id), None)

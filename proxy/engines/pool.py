@@ -114,10 +114,29 @@ class EnginePool:
             if engine.state is EngineState.DRAINING:
                 engine.status.change(EngineState.READY)
 
-    async def admit(self, session: Session) -> Lane:
+    async def wait_for_first(self) -> bool:
+        """Wait while no engine serves and one is expected; return whether one serves now."""
+        give_up_at = asyncio.get_running_loop().time() + self._wait_seconds
+        try:
+            async with asyncio.timeout_at(give_up_at):
+                while not self.serving and self._is_one_expected():
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return bool(self.serving)
+
+    def _is_one_expected(self) -> bool:
+        """Return whether an engine may come back; one that is unsuitable does not."""
+        return any(engine.state is EngineState.ABSENT for engine in self.engines)
+
+    async def admit(self, session: Session, *, has_waited: bool = False) -> Lane:
         """Take one of the places for concurrent calls, wait for an engine, and return the lane that the call takes.
 
         The caller gives the lane to `release` exactly once.
+
+        Args:
+            session: the call's session.
+            has_waited: whether the call has waited for an engine already, so that it waits no longer.
 
         Raises:
             Overloaded: all places are taken.
@@ -127,7 +146,7 @@ class EnginePool:
             raise Overloaded(f"{self._in_flight} calls are in flight, which is the limit; retry after a second")
         self._in_flight += 1
         try:
-            lane = await self._wait_for_lane(session)
+            lane = await self._wait_for_lane(session, 0.0 if has_waited else self._wait_seconds)
         except BaseException:
             self._in_flight -= 1
             raise
@@ -137,7 +156,7 @@ class EnginePool:
             self._metrics.canary_calls.labels(arm).inc()
         return lane
 
-    async def _wait_for_lane(self, session: Session) -> Lane:
+    async def _wait_for_lane(self, session: Session, wait_seconds: float) -> Lane:
         """Return the session's lane once its engine takes calls."""
         give_up_at: float | None = None
         loop = asyncio.get_running_loop()
@@ -146,9 +165,9 @@ class EnginePool:
             try:
                 lane = self.lane(session)
             except EngineUnavailable:
-                if not any(engine.state is EngineState.ABSENT for engine in self.engines):
-                    raise  # none is expected back: all are unsuitable
-                give_up_at = give_up_at or loop.time() + self._wait_seconds
+                if not self._is_one_expected():
+                    raise
+                give_up_at = give_up_at or loop.time() + wait_seconds
                 if loop.time() >= give_up_at:
                     raise
             else:

@@ -77,7 +77,7 @@ def _not_stored_once(replies: Iterable[CompleteReply], stored: Sequence[tuple[st
         turn = view.turn
         kept = (tenant, turn.session_id, turn.parent_turn_id, turn.response["content"])
         if kept != (seen.tenant, seen.session_id, seen.parent_turn_id, seen.text):
-            found.append(f"{seen} is stored as {kept}")
+            found.append(f"{seen} is stored as {kept}, outcome {turn.outcome}, reason {turn.reason}")
         same = finished[seen.tenant, seen.session_id, seen.text]
         if same != [seen.turn_id]:
             found.append(f"{seen} is stored {len(same)} times: {same}")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx2
 import pytest
 from support.control_plane import metric
-from support.proxies import RunningProxy, StartProxy
+from support.proxies import RunningProxy, StartProxy, running_proxy
 from support.waiting import wait_until
 
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.fake_engine.script import Reply, Rule
+from turnwise.processes.stack import free_port
+from turnwise.processes.supervisor import is_ready
+from turnwise.types import Outcome
 
 DEADLINE_SECONDS = 30.0
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -60,3 +66,35 @@ def test_a_call_that_is_cut_off_by_sigterm_is_stored(
     assert b"proxy_unavailable" in seen
     assert outcomes(proxy) == [("aborted", "proxy_stopped")]
     assert bool(len(proxy.turns()[0].turn.token_ids)) is stream
+
+
+def test_a_call_that_arrives_before_the_first_engine_waits_for_it_and_stays_on_its_chain(tmp_path: Path):
+    """A restarted proxy learns the chat template from its first engine; a call that comes earlier waits for that."""
+    port, proxy_port, database_url = free_port(), free_port(), f"sqlite:///{tmp_path}/turnwise.db"
+    url, proxy_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{proxy_port}"
+    chat = "/sessions/s/v1/chat/completions"
+    with running_fake_engine(port=port), running_proxy(url, database_url, tmp_path) as proxy:
+        said = httpx2.post(proxy.url + chat, json=CHAT).json()["choices"][0]["message"]
+    messages = [*CHAT["messages"], said, {"role": "user", "content": "And now?"}]
+
+    def is_listening() -> bool:
+        return is_ready(f"{proxy_url}/healthz")
+
+    def call() -> int:
+        wait_until(is_listening, "the proxy listens")
+        return httpx2.post(proxy_url + chat, json={**CHAT, "messages": messages}, timeout=60).status_code
+
+    with contextlib.ExitStack() as engine, ThreadPoolExecutor() as threads:
+
+        def start_engine() -> None:
+            wait_until(is_listening, "the proxy listens")
+            assert not threading.Event().wait(0.5)  # time for the call to arrive; if it comes later the test is void
+            engine.enter_context(running_fake_engine(port=port))
+
+        called, started = threads.submit(call), threads.submit(start_engine)
+        with running_proxy(url, database_url, tmp_path, port=proxy_port) as proxy:
+            started.result()
+            assert called.result() == 200
+            first, second = (view.turn for view in proxy.turns("s"))
+    assert (second.outcome, second.reason) == (Outcome.EXACT, None)
+    assert (second.parent_turn_id, second.chain_id) == (first.turn_id, first.chain_id)
