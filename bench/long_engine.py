@@ -1,14 +1,16 @@
 """A stand-in engine for long prompts: `python bench/long_engine.py --port 8000 --tokenizer DIR`.
 
-It echoes the prompt's token ids as the bytes that were sent, and parses no number of them, so that it costs little. It
-tokenises a prompt that comes without ids with the tokenizer and the template of the directory. Every reply has the same
-number of tokens; with tools in the request it calls the first tool.
+It echoes the token ids of a prompt as the bytes that were sent and parses no number of them, so that it costs little.
+A prompt without ids is tokenised with the tokenizer and the template of the directory; with `--any-ids` it gets one id
+for every four bytes. A reply has as many tokens as `max_tokens` says, or the default number. With tools in the request
+it calls the first tool.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 IDS = b'"prompt_token_ids":['
 WORD_ID = 1234
+MAX_TOKENS = re.compile(rb'"max_tokens":(\d+)')
+SEARCHED_BYTES = 64 * 2**10
+"""Bytes at the end of a request in which `max_tokens` is looked for."""
 NUM_EVENTS = 20
 """Chunks of a streamed reply."""
 
@@ -25,10 +30,11 @@ NUM_EVENTS = 20
 class LongEngine:
     """Answers requests."""
 
-    def __init__(self, tokenizer_path: str, num_tokens: int) -> None:
+    def __init__(self, tokenizer_path: str, num_tokens: int, *, any_ids: bool = False) -> None:
+        self._any_ids = any_ids
         self._path = tokenizer_path
         self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tokenizer_path)
-        self._num_tokens = num_tokens
+        self._default_tokens = self._num_tokens = num_tokens
         self._num_calls = 0
 
     def answer(self, path: bytes, body: bytes, request_id: bytes) -> tuple[bytes, bytes]:
@@ -60,9 +66,14 @@ class LongEngine:
     def _chat(self, body: bytes, request_id: bytes) -> tuple[bytes, bytes]:
         at = body.find(IDS)
         self._num_calls += 1
+        asked = MAX_TOKENS.search(body, max(0, len(body) - SEARCHED_BYTES))
+        self._num_tokens = int(asked[1]) if asked else self._default_tokens
         if at >= 0:
             prompt = body[at + len(IDS) - 1 : body.index(b"]", at) + 1]
             has_tools = b'"tools":[' in body
+        elif self._any_ids:
+            has_tools = b'"tools":[' in body
+            prompt = b"[%b]" % b",".join([b"%d" % WORD_ID] * (len(body) // 4))
         else:
             request = orjson.loads(body)
             has_tools = bool(request.get("tools"))
@@ -164,5 +175,6 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--reply-tokens", type=int, default=100)
+    parser.add_argument("--any-ids", action="store_true")
     given = parser.parse_args()
-    uvloop.run(serve(given.port, LongEngine(given.tokenizer, given.reply_tokens)))
+    uvloop.run(serve(given.port, LongEngine(given.tokenizer, given.reply_tokens, any_ids=given.any_ids)))

@@ -7,8 +7,8 @@ library compresses code as published ones do, to between 3 and 4 characters a to
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
-import itertools
 import json
 import random
 import sysconfig
@@ -33,6 +33,7 @@ NUM_TOOLS = 12
 SYSTEM_CHARACTERS = 12_000
 
 
+@functools.cache
 def source_text(limit: int = 60_000_000) -> str:
     """Return source code of the standard library, always in the same order."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
@@ -114,11 +115,8 @@ class Conversation:
 
     def __init__(self, shape: Shape, num_characters: int, seed: int) -> None:
         self._shape = shape
-        text = _text()
-        start = random.Random(seed).randrange(len(text))
-        self._text = itertools.cycle([text[start:] + text[:start]])
-        self._pool = next(self._text)
-        self._at = 0
+        self._pool = source_text()
+        self._at = random.Random(seed).randrange(len(self._pool))
         self._tools = json.dumps(tools(), separators=(",", ":")) if shape.has_tools else ""
         self._number = 0
         self._encoded = [_dump(message) for message in self._opening(num_characters)]
@@ -149,12 +147,13 @@ class Conversation:
             pieces.append(piece)
         return "".join(pieces)
 
-    def request(self, *, stream: bool) -> bytes:
+    def request(self, *, stream: bool, max_tokens: int | None = None) -> bytes:
         """Return the body of the next request."""
         end = (
             ',"model":"long"'
             + (',"stream":true' if stream else "")
             + (f',"tools":{self._tools}' if self._tools else "")
+            + (f',"max_tokens":{max_tokens}' if max_tokens else "")
         )
         return ('{"messages":[' + ",".join(self._encoded) + "]" + end + "}").encode()
 
@@ -171,12 +170,3 @@ class Conversation:
 
 def _dump(message: Json) -> str:
     return json.dumps(message, separators=(",", ":"), ensure_ascii=False)
-
-
-_cached: list[str] = []
-
-
-def _text() -> str:
-    if not _cached:
-        _cached.append(source_text())
-    return _cached[0]

@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,6 +56,7 @@ class Server:
     """A proxy under measurement."""
 
     def __init__(self, url: str, pid: int) -> None:
+        self.url = url
         self._address = urlsplit(url).netloc
         self.pid = pid
         deadline = time.monotonic() + START_SECONDS
@@ -105,21 +106,21 @@ def joined(raw: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def served() -> Iterator[Server]:
-    """Run a proxy over a fresh SQLite file, in front of the stand-in engine."""
+def served(*flags: str, engine_flags: Sequence[str] = ()) -> Iterator[Server]:
+    """Run a proxy over a fresh SQLite file, in front of the stand-in engine, with more flags of both."""
     engine, proxy = free_port(), free_port()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
         url = f"sqlite:///{directory}/bench.db"
         database = Database(url)
         database.upgrade()
         database.close()
-        argv = [sys.executable, str(HERE / "long_engine.py"), "--port", str(engine)]
+        argv = [sys.executable, str(HERE / "long_engine.py"), "--port", str(engine), *engine_flags]
         servers.enter_context(
             running([*argv, "--tokenizer", str(tokenizer_directory())], f"http://127.0.0.1:{engine}/health")
         )
         argv = [sys.executable, "-P", str(HERE / "watched_proxy.py"), "--engine", f"http://127.0.0.1:{engine}"]
         argv += ["--engine-check", "warn", "--database", url, "--port", str(proxy), "--log-level", "warning"]
-        argv += ["--token-cache-bytes", str(CACHE_BYTES)]
+        argv += ["--token-cache-bytes", str(CACHE_BYTES), "--request-cache-bytes", str(CACHE_BYTES), *flags]
         process = servers.enter_context(running(argv, f"http://127.0.0.1:{proxy}/readyz"))
         yield Server(f"http://127.0.0.1:{proxy}", process.pid)
 

@@ -42,6 +42,17 @@ def test_merged_sessions_train_faster_than_one_row_a_turn_here_and_in_trl():
     assert printed.count("TRL, row a") == 2
 
 
+def test_simulated_agents_get_an_answer_to_every_call():
+    """Small prompts and short pauses; the bench itself fails on calls that failed or timed out."""
+    small = ["--turns", "40", "--seconds", "120", "--scale", "0.01", "--pace", "0.02"]
+    figures = json.loads(run("agents.py", "--agents", "6", *small, "--json"))
+    assert figures["turns"] >= 40
+    assert figures["refused"] == 0
+    refused = json.loads(run("agents.py", "--agents", "6", *small, "--max-concurrent-calls", "1", "--json"))
+    assert refused["turns"] >= 40
+    assert refused["refused"] > 0
+
+
 def gpu_check(directory: Path, *arguments: str) -> tuple[int, dict]:
     """Run the small form of `make gpu-check`; return its exit status and its report."""
     argv = [sys.executable, str(BENCH / "gpu_check.py"), "--small", "--out", str(directory), *arguments]

@@ -1,0 +1,185 @@
+"""Simulate coding agents: `python bench/agents.py [--agents 400 --seconds 60 --scale 1.0 --pace 1.0]`.
+
+Each agent plays sessions of growing conversations through a proxy that commits every turn, in front of a stand-in. The
+sizes follow a published distribution of 391 sessions of coding agents: prompts of 99 k, 413 k and 616 k tokens (p50,
+p90, p99), replies of 458, 2,470 and 8,609 tokens, 31 turns a session, and 4.2 s between two turns. `--scale` scales the
+tokens and `--pace` the pauses, so that a run also shows where the proxy is saturated. The random numbers are seeded.
+
+Printed: turns a second, CPU seconds a turn of the serving and of the writing process, the time of a call at p50 and p99
+(the stand-in's own time is part of it), the most calls in flight, and how many calls were refused (429) or timed out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import time
+from typing import Any
+
+import aiohttp
+import orjson
+from long_text import MANY, Conversation, source_text
+from long_turn import Server, served
+
+PROMPT_TOKENS = (20_000, 99_000, 413_000, 616_000)
+REPLY_TOKENS = (50, 458, 2_470, 8_609)
+QUANTILES = (0.0, 0.5, 0.9, 0.99)
+TURNS = 31
+PAUSE_SECONDS = 4.2
+CHARACTERS_PER_TOKEN = 4
+NEW_CHARACTERS = 6_000
+"""Of a tool's result, before scaling."""
+FIRST_SHARE = 0.5
+"""Of a session's prompt, what its first turn sends; the rest is added turn by turn."""
+REFUSED = 429
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the agents saw."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    refused: int = 0
+    without_retry_after: int = 0
+    timed_out: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    most_in_flight: int = 0
+    prompt_tokens: int = 0
+
+
+def drawn(chance: random.Random, values: tuple[int, ...]) -> int:
+    """Return a random size whose quantiles are `values`, linear between them and constant above the last one."""
+    at = chance.random()
+    above = bisect.bisect_right(QUANTILES, at)
+    if above == len(QUANTILES):
+        return values[-1]
+    low, high = QUANTILES[above - 1], QUANTILES[above]
+    return int(values[above - 1] + (values[above] - values[above - 1]) * (at - low) / (high - low))
+
+
+class Agent:
+    """One agent, which plays session after session."""
+
+    def __init__(self, number: int, given: argparse.Namespace, url: str, seen: Seen) -> None:
+        self._number = number
+        self._given = given
+        self._url = f"{url}/v1/chat/completions"
+        self._seen = seen
+        self._chance = random.Random(given.seed * 100_003 + number)
+
+    async def play(self, http: aiohttp.ClientSession, stop: float) -> None:
+        """Play until the clock says stop; the agents start spread over one pause."""
+        await self._pause()
+        number = 0
+        while not self._is_over(stop):
+            number += 1
+            await self._session(http, f"agent-{self._number}-{number}", stop)
+
+    def _is_over(self, stop: float) -> bool:
+        return time.monotonic() >= stop or len(self._seen.seconds) >= self._given.turns
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._chance.expovariate(1.0) * PAUSE_SECONDS * self._given.pace)
+
+    async def _session(self, http: aiohttp.ClientSession, session_id: str, stop: float) -> None:
+        tokens = drawn(self._chance, PROMPT_TOKENS) * self._given.scale
+        new = max(50, int(tokens * (1 - FIRST_SHARE) / TURNS * CHARACTERS_PER_TOKEN))
+        first = int(tokens * FIRST_SHARE)
+        shape = dataclasses.replace(MANY, num_messages=max(4, first // 600), new_characters=new)
+        conversation = Conversation(shape, first * CHARACTERS_PER_TOKEN, self._chance.randrange(10**6))
+        for _ in range(TURNS):
+            if self._is_over(stop):
+                return
+            reply = await self._turn(http, session_id, conversation)
+            if reply is not None:
+                conversation.extend(reply)
+            await self._pause()
+
+    async def _turn(
+        self, http: aiohttp.ClientSession, session_id: str, conversation: Conversation
+    ) -> dict[str, Any] | None:
+        """Return the reply; None for a call that was refused, failed or timed out."""
+        seen = self._seen
+        size = max(2, int(drawn(self._chance, REPLY_TOKENS) * self._given.scale))
+        body = conversation.request(stream=False, max_tokens=size)
+        headers = {"content-type": "application/json", "x-session-id": session_id}
+        seen.in_flight += 1
+        seen.most_in_flight = max(seen.most_in_flight, seen.in_flight)
+        started = time.perf_counter()
+        try:
+            async with http.post(self._url, data=body, headers=headers) as response:
+                raw = await response.read()
+        except TimeoutError:
+            seen.timed_out += 1
+            return None
+        finally:
+            seen.in_flight -= 1
+        if response.status != 200:
+            seen.refused += response.status == REFUSED
+            seen.without_retry_after += response.status == REFUSED and "retry-after" not in response.headers
+            seen.failed += response.status != REFUSED
+            return None
+        seen.seconds.append(time.perf_counter() - started)
+        answer = orjson.loads(raw)
+        seen.prompt_tokens += len(body) // CHARACTERS_PER_TOKEN
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
+
+
+async def play_all(server: Server, url: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Let all agents play; return the figures."""
+    seen = Seen()
+    before, started = server.cpu(), time.monotonic()
+    timeout = aiohttp.ClientTimeout(total=given.timeout)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+        stop = started + given.seconds
+        await asyncio.gather(*(Agent(number, given, url, seen).play(http, stop) for number in range(given.agents)))
+    elapsed = time.monotonic() - started
+    serving, writer = (after - start for start, after in zip(before, server.cpu(), strict=True))
+    turns = len(seen.seconds)
+    quantiles = statistics.quantiles(seen.seconds, n=100) if turns > 1 else [0.0] * 99
+    return {
+        "turns": turns,
+        "turns_per_second": turns / elapsed,
+        "mean_prompt_tokens": seen.prompt_tokens / max(turns, 1),
+        "serving_cpu_ms": serving / max(turns, 1) * 1e3,
+        "writer_cpu_ms": writer / max(turns, 1) * 1e3,
+        "p50_ms": quantiles[49] * 1e3,
+        "p99_ms": quantiles[98] * 1e3,
+        "most_in_flight": seen.most_in_flight,
+        "refused": seen.refused,
+        "refused_without_retry_after": seen.without_retry_after,
+        "timed_out": seen.timed_out,
+        "failed": seen.failed,
+    }
+
+
+def main() -> int:
+    """Print the figures; return 1 if a call failed, timed out, or was refused without `Retry-After`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agents", type=int, default=400)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--turns", type=int, default=10**9, help="stop after so many turns")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of prompt and reply tokens")
+    parser.add_argument("--pace", type=float, default=1.0, help="factor of the pauses between turns")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which an agent gives up a call")
+    parser.add_argument("--max-concurrent-calls", type=int, default=1024, help="the proxy's limit")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    source_text()
+    with served("--max-concurrent-calls", str(given.max_concurrent_calls), engine_flags=["--any-ids"]) as server:
+        figures = asyncio.run(play_all(server, server.url, given))
+    print(json.dumps(figures, indent=2) if given.json else "\n".join(f"{k:30}{v:12.1f}" for k, v in figures.items()))
+    return 1 if figures["failed"] or figures["timed_out"] or figures["refused_without_retry_after"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
