@@ -50,7 +50,7 @@ up: .venv/.demo ## Run engine, proxy and trainer on this machine
 test: setup lint .conformance/.installed ## Run the tests that a commit must pass: real vLLM, SQLite and PostgreSQL
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
-test-all: setup lint .conformance/.installed .demo-agent/.installed ## Run the slow ones too
+test-all: setup lint .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS)
 
 chaos: setup ## Break every part under load, on SQLite and PostgreSQL: make chaos MINUTES=30 SEED=7
@@ -102,7 +102,11 @@ demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodifi
 
 .PHONY: demo-agent
 
-harnesses: setup ## Play pinned agents from npm and PyPI through the proxy, and write docs/agents.md
+.harnesses/.installed: .venv/.dev tests/harnesses/pins.toml
+	cd tests && ../$(BIN)/python -m harnesses --install-only
+	touch $@
+
+harnesses: .harnesses/.installed ## Play pinned agents from npm and PyPI through the proxy, and write docs/agents.md
 	cd tests && ../$(BIN)/python -m harnesses
 
 .PHONY: harnesses

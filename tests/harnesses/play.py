@@ -1,30 +1,45 @@
-"""Plays one agent through a real proxy in front of a fake engine, and checks the captured turns."""
+"""Plays one agent several times through a real proxy, and checks what the database has: the cells of the table."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import re
-import tempfile
-from collections.abc import Mapping
-from itertools import pairwise
-from pathlib import Path
+import uuid
+from collections.abc import Sequence
 
-from harnesses.entries import ANSWER, PROMPT, Harness
-from support.proxies import RunningProxy
+from harnesses.checks import (
+    has_parallel_tools,
+    is_one_exact_chain,
+    is_served_stored,
+    other_roles,
+    own_turns,
+    session_source,
+    shape,
+    was_cut_off,
+)
+from harnesses.entry import ANSWER, OUTPUT, SUB_ANSWER, SUB_TASK
+from harnesses.run import Attempt, Place, Stage, reason, wait_until
 
-from turnwise.client import Client
-from turnwise.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine
-from turnwise.processes.limited import Ended, run_limited
-from turnwise.rollouts import agents
-from turnwise.rollouts.agents import AGENTS, Address
+from turnwise.fake_engine import Fault, FaultKind, Reply, Rule
 from turnwise.types import Json
 
-RUN_SECONDS = 150.0
-DOCUMENTED_URL = re.compile(r"http://127\.0\.0\.1:8100[^\"]*/v1")
-"""Address in the examples; the run's address replaces it."""
-MAX_MODEL_LENGTH = 262_144
-"""Context length of the fake engine, whose tokens are bytes: some agents' first prompts have more than 100,000."""
+COLUMNS = {
+    "runs": "it calls its tool and ends with the model's answer",
+    "streams": "it asks for streamed replies",
+    "exact": "its own conversation is one chain, every turn of it is exact, and every call is stored token for token",
+    "parallel tools": "one reply calls two tools, and the next turn extends it with both outputs",
+    "beside": "role and reason of calls beside its own conversation, such as titles and sub-agents; – without any",
+    "retry": "the engine fails once: it goes on, and the store has the same turns as otherwise, each once",
+    "client gone": "it is ended in the middle of a reply: the engine stops; the store has the turn once, as aborted",
+    "kill -9": "the proxy is killed while the tool runs, and another takes its place: the store has the same turns",
+    "inferred": "without a session in its address: its conversation is one exact chain in one session",
+    "session by": "what names that session: an id that it sends by itself, or its conversation",
+}
+"""The columns of the table."""
+NONE = "–"
+SLOW = Reply(text="One word after the other. " * 40, pace_seconds=0.02)
+"""A reply that takes long enough for the client to go away before its end."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,155 +49,169 @@ class Verdict:
     cells: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
-
-COLUMNS = {
-    "runs": "it calls its tool and ends with the model's answer",
-    "streams": "its replies are streamed",
-    "exact": "its own conversation is one chain, and every turn of it is exact",
-    "side calls": "calls beside its own conversation, such as titles",
-    "retry": "the engine fails once: it goes on, and no turn is stored twice",
-    "inferred": "without a session in its address: its conversation is found again in one session",
-}
-"""The columns of the table."""
+    def judge(self, column: str, attempt: Attempt, *, is_good: bool) -> bool:
+        """Fill a cell, with a note when something is wrong."""
+        self.cells[column] = "yes" if is_good else "no"
+        if not is_good:
+            self.notes.append(f"{column}: {describe(attempt)}")
+        return is_good
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Attempt:
-    """One run and its results."""
-
-    ended: Ended
-    log: str
-    turns: list[Json]
-    session_ids: list[str]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the agent ended well, with the answer that the engine gave after the tool."""
-        return self.ended.exit_status == 0 and ANSWER in self.log
-
-
-def examine(harness: Harness, directory: Path, proxy: RunningProxy, engine: RunningFakeEngine) -> Verdict:
-    """Play an agent three times: in a session, through a failure, and without a session in its address."""
+def examine_briefly(stage: Stage) -> Verdict:
+    """Play an agent once, without a session in its address and with two tool calls in one reply."""
     verdict = Verdict()
-    plain = attempt(harness, directory, proxy, engine, f"{proxy.url}/sessions/{_slug(harness)}/v1")
-    verdict.cells["runs"] = _mark(plain.finished)
-    if not plain.finished:
-        verdict.notes.append(_reason(plain))
-        return verdict
-    main, side = split(plain.turns)
-    streamed = [bool(call.body.get("stream")) for call in engine.calls]
-    verdict.cells["streams"] = _mark(any(streamed))
-    verdict.cells["exact"] = _mark(is_one_exact_chain(main))
-    if not is_one_exact_chain(main):
-        verdict.notes.append("; ".join(f"{turn['outcome']} {turn['reason'] or ''}".strip() for turn in main))
-    verdict.cells["side calls"] = str(len(side)) if side else "none"
-    failing = Fault(kind=FaultKind.STATUS, status=500, count=1)
-    retried = attempt(harness, directory, proxy, engine, f"{proxy.url}/sessions/{_slug(harness)}-retry/v1", failing)
-    kept = [turn for turn in split(retried.turns)[0] if turn["outcome"] != "error"]
-    verdict.cells["retry"] = _mark(retried.finished and is_one_exact_chain(kept) and len(kept) == len(main))
-    if verdict.cells["retry"] == "no":
-        verdict.notes.append(f"after one failure: {_reason(retried)}")
-    inferred = attempt(harness, directory, proxy, engine, f"{proxy.url}/v1")
-    kept = split(inferred.turns)[0]
-    one = len({turn["session_id"] for turn in kept}) == 1
-    verdict.cells["inferred"] = _mark(inferred.finished and one and is_one_exact_chain(kept))
+    _play_parallel(stage, verdict)
     return verdict
 
 
-def attempt(
-    harness: Harness,
-    directory: Path,
-    proxy: RunningProxy,
-    engine: RunningFakeEngine,
-    base_url: str,
-    fault: Fault | None = None,
-) -> Attempt:
-    """Run the agent once against this address and read the turns captured during the run."""
-    with Client(proxy.url) as client:
-        before = {session["session_id"] for session in client.sessions()}
-        engine.calls.clear()
-        engine.state.script.rules[:] = _rules(harness)
-        engine.state.script.faults[:] = [fault] if fault else []
-        ended, log = _run(
-            harness, directory, Address(base_url, "EMPTY", engine.state.script.model, Path(), MAX_MODEL_LENGTH)
-        )
-        engine.state.script.faults.clear()
-        session_ids = [s["session_id"] for s in client.sessions() if s["session_id"] not in before]
-        turns = [turn for session_id in session_ids for turn in client.turns(session_id)]
-    return Attempt(ended, log, turns, session_ids)
+def examine(stage: Stage) -> Verdict:
+    """Play an agent and fill the cells of its row."""
+    verdict = Verdict()
+    name = f"{_slug(stage.harness.name)}-{uuid.uuid4().hex[:8]}"
+    plain = stage.attempt(f"{name}-plain", lambda place: _rules(stage, place, "one"))
+    if not verdict.judge("runs", plain, is_good=_used_tool(plain, "one")):
+        return verdict
+    seen = list(plain.turns)
+    if stage.engine.calls is not None:
+        verdict.cells["streams"] = "yes" if any(call.body.get("stream") for call in plain.calls) else "no"
+    verdict.judge("exact", plain, is_good=_is_exact(stage, plain))
+    seen += _play_parallel(stage, verdict)
+    if stage.harness.delegate is not None:
+        seen += _play_sub_agent(stage, verdict, f"{name}-sub")
+    if stage.engine.calls is not None:
+        _play_breaks(stage, verdict, name, plain)
+        _play_client_gone(stage, verdict, f"{name}-gone")
+    if verdict.cells.get("beside") != "no":
+        verdict.cells["beside"] = ", ".join(other_roles(seen)) or NONE
+    return verdict
 
 
-def split(turns: list[Json]) -> tuple[list[Json], list[Json]]:
-    """Return the turns of the agent's own conversation, and the others: they offer other tools, or none."""
-    offered = {turn["turn_id"]: turn["tools"] for turn in turns}
-    chains: dict[str, list[Json]] = {}
-    for turn in turns:
-        tools = offered.get(turn["chain_id"]) or turn["tools"] or []
-        chains.setdefault(str(sorted(tool["function"]["name"] for tool in tools)), []).append(turn)
-    if not chains:
-        return [], []
-    main = max(chains.items(), key=lambda chain: (chain[0] != "[]", len(chain[1])))[0]
-    return chains[main], [turn for key, chain in chains.items() if key != main for turn in chain]
+def _play_parallel(stage: Stage, verdict: Verdict) -> list[Json]:
+    """Run it without a session in its address, with two tool calls in one reply."""
+    attempt = stage.attempt(None, lambda place: _rules(stage, place, "one", "two"))
+    own = own_turns(attempt.turns)
+    is_one_session = len({turn["session_id"] for turn in own}) == 1
+    is_exact = _used_tool(attempt, "one") and _is_exact(stage, attempt)
+    verdict.judge("inferred", attempt, is_good=is_exact and is_one_session)
+    verdict.cells["session by"] = ", ".join(sorted({session_source(turn["session_id"]) for turn in own}))
+    outputs = [f"{OUTPUT}-{label}" for label in ("one", "two")]
+    is_parallel = _used_tool(attempt, "one", "two") and has_parallel_tools(own, outputs)
+    verdict.judge("parallel tools", attempt, is_good=is_parallel)
+    return attempt.turns
 
 
-def is_one_exact_chain(turns: list[Json]) -> bool:
-    """Return whether turns are exact and extend each other."""
-    return (
-        bool(turns)
-        and all(turn["outcome"] == "exact" for turn in turns)
-        and len({turn["chain_id"] for turn in turns}) == 1
-        and all(later["parent_turn_id"] == earlier["turn_id"] for earlier, later in pairwise(turns))
+def _play_sub_agent(stage: Stage, verdict: Verdict, session_id: str) -> list[Json]:
+    """Have the engine give a task to a sub-agent."""
+    attempt = stage.attempt(session_id, lambda _: _sub_agent_rules(stage))
+    subs = [turn for turn in attempt.turns if turn["role"] == "sub_agent"]
+    is_named = any(SUB_ANSWER in str(turn["response"]) for turn in subs)
+    if not (attempt.finished and attempt.has_sent(SUB_ANSWER) and is_named and _is_stored(stage, attempt)):
+        verdict.judge("beside", attempt, is_good=False)
+    return attempt.turns
+
+
+def _play_breaks(stage: Stage, verdict: Verdict, name: str, plain: Attempt) -> None:
+    """Let the engine fail once and kill the proxy while the tool runs; where that is too much, one after the other."""
+    faults = [Fault(kind=FaultKind.STATUS, status=500, count=1)]
+    columns = ["retry", "kill -9"]
+    attempt = _break(stage, f"{name}-breaks", faults, kills=True)
+    if _is_same(stage, attempt, plain):
+        for column in columns:
+            verdict.judge(column, attempt, is_good=True)
+        return
+    for column in columns:
+        is_retry = column == "retry"
+        attempt = _break(stage, f"{name}-{column.split()[0]}", faults if is_retry else [], kills=not is_retry)
+        if is_retry and len(attempt.calls) == 1:
+            verdict.cells[column] = "gives up"
+        else:
+            verdict.judge(column, attempt, is_good=_is_same(stage, attempt, plain))
+
+
+def _break(stage: Stage, session_id: str, faults: Sequence[Fault], *, kills: bool) -> Attempt:
+    async def kill(place: Place) -> bool:
+        await wait_until(place.reached.exists)
+        num_known = len(stage.engine.calls or ())
+        await asyncio.to_thread(stage.proxy.kill_and_restart)
+        stage.engine.forget_calls(num_known)
+        place.hold.unlink()
+        return False
+
+    during = kill if kills else None
+    return stage.attempt(
+        session_id, lambda place: _rules(stage, place, "one"), faults=faults, during=during, holds=kills
     )
 
 
-def _rules(harness: Harness) -> list[Rule]:
+def _is_same(stage: Stage, attempt: Attempt, plain: Attempt) -> bool:
+    """Return whether the store has the same turns as after the undisturbed run, each once."""
+    return _used_tool(attempt, "one") and _is_stored(stage, attempt) and shape(attempt.turns) == shape(plain.turns)
+
+
+def _play_client_gone(stage: Stage, verdict: Verdict, session_id: str) -> None:
+    """End the agent while the engine samples."""
+
+    async def leave(_: Place) -> bool:
+        await wait_until(lambda: any(call.outcome == "running" and call.token_ids for call in stage.engine.calls or ()))
+        return True
+
+    rules = [
+        Rule(contains=stage.harness.first_text, reply=SLOW, needs_tools=stage.harness.offers_tools),
+        Rule(reply=Reply(text=ANSWER)),
+    ]
+    attempt = stage.attempt(session_id, lambda _: rules, during=leave)
+    is_good = was_cut_off(attempt.calls, attempt.turns) and is_served_stored(attempt.calls, attempt.turns)
+    verdict.judge("client gone", attempt, is_good=is_good)
+
+
+def _used_tool(attempt: Attempt, *labels: str) -> bool:
+    """Return whether the agent ended well and sent the output of its tool for these labels."""
+    return attempt.finished and attempt.has_sent(*(f"{OUTPUT}-{label}" for label in labels))
+
+
+def _is_exact(stage: Stage, attempt: Attempt) -> bool:
+    return _is_stored(stage, attempt) and is_one_exact_chain(own_turns(attempt.turns))
+
+
+def _is_stored(stage: Stage, attempt: Attempt) -> bool:
+    return stage.engine.calls is None or is_served_stored(attempt.calls, attempt.turns)
+
+
+def _rules(stage: Stage, place: Place, *labels: str) -> list[Rule]:
+    """Return the rules that call the tool once with each label, and end once its output is there."""
+    harness = stage.harness
+    last = harness.last(ANSWER)
+    calls = [harness.tool.call(place.command(label)) for label in labels]
     return [
-        Rule(contains=harness.output, reply=harness.last),
-        Rule(
-            contains=harness.prompt, reply=Reply(text="I look.", tool_calls=[harness.tool]), count=1, needs_tools=True
-        ),
-        Rule(reply=harness.last),
+        Rule(contains=OUTPUT, reply=last),
+        Rule(contains=harness.first_text, reply=harness.ask(calls), needs_tools=harness.offers_tools),
+        Rule(reply=last),
     ]
 
 
-def _run(harness: Harness, directory: Path, address: Address) -> tuple[Ended, str]:
-    with tempfile.TemporaryDirectory(prefix="harness-") as scratch:
-        home, work = Path(scratch, "home"), Path(scratch, "work")
-        home.mkdir()
-        work.mkdir()
-        (work / "README.md").write_text("An empty project.\n")
-        address = dataclasses.replace(address, home=home)
-        agent, log = AGENTS[harness.agent], Path(scratch, "log")
-        agents.write_files(agent, address)
-        environment: Mapping[str, str] = {
-            **agents.environment(agent, address, scratch_home=True),
-            **harness.environment,
-            "NO_COLOR": "1",
-        }
-        argv = harness.argv(directory)
-        if harness.program is not None:
-            program = work / "agent.py"
-            program.write_text(DOCUMENTED_URL.sub(address.base_url, harness.program.read_text()))
-            argv = [*argv, str(program)]
-        command = agents.command_line(agent, argv, address)
-        ended = asyncio.run(
-            run_limited(command, cwd=work, environment=environment, log=log, timeout_seconds=RUN_SECONDS)
-        )
-        return ended, log.read_text(errors="replace")
+def _sub_agent_rules(stage: Stage) -> list[Rule]:
+    """Return the rules that give a task to a sub-agent, answer it, and end once its answer is there."""
+    harness = stage.harness
+    assert harness.delegate is not None
+    return [
+        Rule(contains=SUB_ANSWER, reply=harness.last(ANSWER)),
+        Rule(
+            contains=harness.first_text,
+            reply=harness.ask([harness.delegate.call(SUB_TASK)]),
+            needs_tools=harness.offers_tools,
+            count=1,
+        ),
+        Rule(contains=harness.first_sub_text, reply=harness.last(SUB_ANSWER)),
+        Rule(reply=harness.last(ANSWER)),
+    ]
 
 
-def _reason(failed: Attempt) -> str:
-    """Return why an attempt did not end well, in a few words."""
-    if failed.ended.timed_out:
-        return f"it does not end within {RUN_SECONDS:g} s"
-    lines = [line.strip() for line in failed.log.splitlines() if line.strip() and PROMPT not in line]
-    errors = [line for line in lines if "rror" in line] or lines[-1:] or ["it prints nothing"]
-    return f"exit status {failed.ended.exit_status}, {len(failed.turns)} turns: {errors[-1][:160]}".replace("|", "/")
+def describe(attempt: Attempt) -> str:
+    """Return what a run did that was not expected."""
+    seen = [f"{turn['role']} {turn['outcome']} {turn['reason'] or ''}".strip() for turn in attempt.turns]
+    turns = "; ".join(seen) or "no turn"
+    return turns if attempt.ended is None or attempt.finished else f"{reason(attempt)} ({turns})"
 
 
-def _mark(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _slug(harness: Harness) -> str:
-    return harness.package.replace("/", "-").replace("@", "")
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

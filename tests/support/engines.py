@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from turnwise.processes.engine_command import EngineSettings, build_command, has
 from turnwise.processes.stack import free_port
 from turnwise.processes.supervisor import is_ready, tail_of
 
-START_SECONDS = 180.0
+START_SECONDS = 400.0
 WARM_UP_STEPS = 60
 """Enough for the model to use the tool format sometimes; the demo's model is trained longer."""
 
@@ -64,14 +64,19 @@ def engine(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @contextlib.contextmanager
-def running_engine(model_dir: Path, log: Path, *extra: str) -> Iterator[RunningEngine]:
-    """Run a real vLLM with our flags and `extra` ones until the block ends."""
+def running_engine(
+    model_dir: Path, log: Path, *extra: str, environment: Mapping[str, str] | None = None
+) -> Iterator[RunningEngine]:
+    """Run a real vLLM with our flags and `extra` ones, and with further variables, until the block ends."""
     settings = EngineSettings(
         model=str(model_dir), port=free_port(), served_model_name="small", lora=True, weight_transfer=True
     )
     command = build_command(settings, extra, gpu=False)
-    environment = command.environment | plugin_environment(log.parent)
-    assignments = [f"{name}={value}" for name, value in environment.items()]
+    plugin, further = plugin_environment(log.parent), dict(environment or {})
+    variables = command.environment | plugin | further
+    if paths := [each["PYTHONPATH"] for each in (plugin, further) if "PYTHONPATH" in each]:
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    assignments = [f"{name}={value}" for name, value in variables.items()]
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["env", *assignments, *command.argv], stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -1,0 +1,96 @@
+"""What the database must hold after a run: each function checks stored turns against each other and the engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+from turnwise.fake_engine.ledger import SeenCall
+from turnwise.types import Json
+
+BROKEN = frozenset({"faulted", "aborted"})
+"""Outcomes of calls with an incomplete reply."""
+
+
+def own_turns(turns: Sequence[Json]) -> list[Json]:
+    """Return the turns of the agent itself whose reply was sampled: no side call, no sub-agent, no failed call."""
+    return [turn for turn in turns if turn["role"] == "main" and turn["outcome"] != "error"]
+
+
+def other_roles(turns: Sequence[Json]) -> list[str]:
+    """Return role and reason of the chains beside the agent's own."""
+    return sorted(
+        {
+            f"{turn['role'].replace('_', '-')} (`{turn['role_reason']}`)"
+            for turn in turns
+            if turn["role"] in {"side", "sub_agent"} and turn["role_reason"] != "extends"
+        }
+    )
+
+
+def session_source(session_id: str) -> str:
+    """Return what named a session that was not in the address, by the form of its id."""
+    if session_id.startswith("auto-"):
+        return "conversation"
+    name, colon, _ = session_id.partition(":")
+    return f"`{name if colon else 'x-session-id'}`"
+
+
+def is_one_exact_chain(turns: Sequence[Json]) -> bool:
+    """Return whether turns are exact and extend each other."""
+    return (
+        bool(turns)
+        and all(turn["outcome"] == "exact" for turn in turns)
+        and len({turn["chain_id"] for turn in turns}) == 1
+        and all(later["parent_turn_id"] == earlier["turn_id"] for earlier, later in pairwise(turns))
+    )
+
+
+def shape(turns: Sequence[Json]) -> list[tuple[str, str | None, int | None]]:
+    """Return outcome, reason and the position of the parent of each of the agent's own turns."""
+    own = own_turns(turns)
+    position = {turn["turn_id"]: index for index, turn in enumerate(own)}
+    return [(turn["outcome"], turn["reason"], position.get(turn["parent_turn_id"])) for turn in own]
+
+
+def is_served_stored(calls: Sequence[SeenCall], turns: Sequence[Json]) -> bool:
+    """Return whether the store has exactly the engine's calls, token for token; of a broken one what was received."""
+    stored = {_call_id(turn["turn_id"]): turn for turn in turns}
+    if len(stored) != len(turns) or stored.keys() != {_call_id(call.reply_id) for call in calls}:
+        return False
+    return all(_is_stored(call, stored[_call_id(call.reply_id)]) for call in calls)
+
+
+def _is_stored(call: SeenCall, turn: Json) -> bool:
+    sampled = call.token_ids[0] if call.token_ids else []
+    kept = turn["token_ids"]
+    if call.outcome in BROKEN:
+        return bool(kept == sampled[: len(kept)])
+    return bool(kept == sampled and turn["prompt_token_ids"] == call.prompt_token_ids)
+
+
+def _call_id(completion_id: str) -> str:
+    """Return the id of a completion without the dialect's prefix."""
+    return re.split("[-_]", completion_id, maxsplit=1)[1]
+
+
+def has_parallel_tools(turns: Sequence[Json], outputs: Sequence[str]) -> bool:
+    """Return whether a reply called several tools, and the turn that extends it exactly brings all their outputs."""
+    by_id = {turn["turn_id"]: turn for turn in turns}
+    for turn in turns:
+        parent = by_id.get(turn["parent_turn_id"] or "")
+        if parent is None or turn["outcome"] != "exact":
+            continue
+        answers = [str(message.get("content")) for message in turn["messages"] if message["role"] == "tool"]
+        called = len(parent["response"].get("tool_calls") or [])
+        if called == len(outputs) and all(any(output in answer for answer in answers) for output in outputs):
+            return True
+    return False
+
+
+def was_cut_off(calls: Sequence[SeenCall], turns: Sequence[Json]) -> bool:
+    """Return whether the engine stopped sampling a call, and the store has it once as aborted."""
+    aborted = {_call_id(call.reply_id) for call in calls if call.outcome == "aborted"}
+    stored = [_call_id(turn["turn_id"]) for turn in turns if turn["outcome"] == "aborted"]
+    return bool(aborted) and sorted(stored) == sorted(aborted)

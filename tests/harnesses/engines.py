@@ -1,0 +1,125 @@
+"""Engines that the table is made against: the fake one, and a real vLLM whose sampled tokens a script forces."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from harnesses.entry import ROOT
+from support.engines import running_engine
+
+from turnwise.fake_engine import Fault, Rule, RunningFakeEngine, Script
+from turnwise.fake_engine.ledger import SeenCall
+
+
+class ScriptedEngine(Protocol):
+    """An engine whose replies are set before each run."""
+
+    @property
+    def url(self) -> str:
+        """Its base URL, without `/v1`."""
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt and reply together."""
+
+    @property
+    def calls(self) -> list[SeenCall] | None:
+        """The calls since the last script; None where the engine does not list them."""
+
+    def set_script(self, rules: Sequence[Rule], faults: Sequence[Fault] = ()) -> None:
+        """Replace the replies and faults."""
+
+    def forget_calls(self, num_known: int) -> None:
+        """Drop the calls after the first `num_known` from the list: those with which a new proxy checks the engine."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FakeEngine:
+    """The fake engine: also fails on request, replies slowly, and lists its calls."""
+
+    running: RunningFakeEngine
+
+    @property
+    def url(self) -> str:
+        """Its base URL."""
+        return self.running.url
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        return self.running.state.script.model
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt and reply together."""
+        return self.running.state.script.max_model_len
+
+    @property
+    def calls(self) -> list[SeenCall]:
+        """The calls since the last script."""
+        return self.running.calls
+
+    def set_script(self, rules: Sequence[Rule], faults: Sequence[Fault] = ()) -> None:
+        """Replace the replies and faults."""
+        self.running.calls.clear()
+        self.running.state.script.rules[:] = rules
+        self.running.state.script.faults[:] = faults
+
+    def forget_calls(self, num_known: int) -> None:
+        """Drop the calls after the first `num_known` from the list."""
+        del self.running.calls[num_known:]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForcedEngine:
+    """A real vLLM whose replies come from a file that `support.forced_tokens` reads."""
+
+    url: str
+    model: str
+    context_tokens: int
+    script_file: Path
+    calls: None = None
+
+    def set_script(self, rules: Sequence[Rule], faults: Sequence[Fault] = ()) -> None:
+        """Replace the replies.
+
+        Raises:
+            NotImplementedError: faults are given.
+        """
+        if faults:
+            raise NotImplementedError("a real engine has no scripted faults; use the fake engine")
+        staged = self.script_file.with_suffix(".new")
+        staged.write_text(Script(model=self.model, rules=list(rules)).model_dump_json())
+        staged.replace(self.script_file)
+
+    def forget_calls(self, num_known: int) -> None:
+        """Do nothing: no calls are listed."""
+
+
+@contextlib.contextmanager
+def running_forced_engine(model_dir: Path, directory: Path) -> Iterator[ForcedEngine]:
+    """Run a real vLLM with forced tokens until the block ends.
+
+    Args:
+        model_dir: where the model is, or where it is built.
+        directory: for the log and the script.
+    """
+    from support.long_context_model import CONTEXT_TOKENS, build_long_context_model  # imports torch
+
+    script = directory / "script.json"
+    script.write_text("{}")
+    flags = ["--max-model-len", str(CONTEXT_TOKENS), "--logits-processors", "support.forced_tokens:ForcedTokens"]
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"FORCED_TOKENS_SCRIPT": str(script), "PYTHONPATH": os.pathsep.join(paths)}
+    model = build_long_context_model(model_dir)
+    with running_engine(model, directory / "engine.log", *flags, environment=variables) as engine:
+        yield ForcedEngine(engine.url, engine.model, CONTEXT_TOKENS, script)

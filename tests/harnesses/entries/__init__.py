@@ -1,0 +1,1 @@
+"""The entries of the table, by where the agent comes from."""

@@ -1,0 +1,119 @@
+"""Agents that are programs of the command line."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from harnesses.entry import PROMPT, Harness, Tool
+
+from turnwise.fake_engine import Reply, ToolCall
+
+
+def _npm(program: str, *arguments: str) -> Callable[[Path], list[str]]:
+    return lambda directory: [str(directory / "node_modules" / ".bin" / program), *arguments]
+
+
+def _platform_binary(package: str, below: str, *arguments: str) -> Callable[[Path], list[str]]:
+    """Return the command of a program in the platform's package: an install script would link it."""
+    machine = "arm64" if platform.machine() in {"aarch64", "arm64"} else "x64"
+    name = f"{package}-{platform.system().lower()}-{machine}"
+    return lambda directory: [str(directory / "node_modules" / name / below), *arguments]
+
+
+def _submit(text: str) -> Reply:
+    """Return the command that ends a run of mini-swe-agent."""
+    command = f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {text}"
+    return Reply(text="Done.", tool_calls=[ToolCall(name="bash", arguments={"command": command})])
+
+
+COMMAND_LINE = (
+    Harness(
+        name="Claude Code",
+        installer="npm",
+        package="@anthropic-ai/claude-code",
+        dialect="messages",
+        pointing="`ANTHROPIC_BASE_URL=…` (no `/v1`), `ANTHROPIC_AUTH_TOKEN`, `ANTHROPIC_MODEL`",
+        argv=_platform_binary(
+            "@anthropic-ai/claude-code",
+            "claude",
+            "-p",
+            PROMPT,
+            "--output-format",
+            "json",
+            "--allowedTools",
+            "Bash,Agent",
+        ),
+        agent="claude-code",
+        tool=Tool("Bash", others={"description": "check"}),
+        delegate=Tool("Agent", "prompt", {"description": "a part", "subagent_type": "general-purpose"}),
+        first_text="Available agent types",
+        first_sub_text="skills are available",
+    ),
+    Harness(
+        name="Codex CLI",
+        installer="npm",
+        package="@openai/codex",
+        dialect="responses",
+        pointing='`config.toml`: `[model_providers.x] base_url = …/v1, wire_api = "responses"`',
+        argv=_npm(
+            "codex", "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", PROMPT
+        ),
+        agent="codex",
+        tool=Tool("exec_command", "cmd", {"yield_time_ms": 60_000}),
+    ),
+    Harness(
+        name="Gemini CLI",
+        installer="npm",
+        package="@google/gemini-cli",
+        dialect="gemini",
+        pointing="`GOOGLE_GEMINI_BASE_URL=…` (no `/v1`), `GEMINI_API_KEY`",
+        argv=_npm("gemini", "-p", PROMPT, "--yolo", "--output-format", "json"),
+        agent="gemini-cli",
+        tool=Tool("run_shell_command"),
+    ),
+    Harness(
+        name="opencode",
+        installer="npm",
+        package="opencode-ai",
+        dialect="chat",
+        pointing="`opencode.json`: a provider with `@ai-sdk/openai-compatible` and `options.baseURL`",
+        argv=_platform_binary("opencode", "bin/opencode", "run", "--format", "json", PROMPT),
+        agent="opencode",
+        tool=Tool("bash", others={"description": "check"}),
+        delegate=Tool("task", "prompt", {"description": "a part", "subagent_type": "general"}),
+    ),
+    Harness(
+        name="Qwen Code",
+        installer="npm",
+        package="@qwen-code/qwen-code",
+        dialect="chat",
+        pointing="`OPENAI_BASE_URL=…/v1`, `--auth-type openai`",
+        argv=_npm("qwen", "-p", PROMPT, "--auth-type", "openai", "--yolo", "--output-format", "json"),
+        agent="qwen-code",
+        tool=Tool("run_shell_command", others={"is_background": False}),
+        delegate=Tool("agent", "prompt", {"description": "a part", "subagent_type": "general-purpose"}),
+    ),
+    Harness(
+        name="pi",
+        installer="npm",
+        package="@mariozechner/pi-coding-agent",
+        dialect="chat",
+        pointing="`models.json`: a provider with `baseUrl` and `api: openai-completions`",
+        argv=_npm("pi", "-p", "--mode", "json", PROMPT),
+        agent="pi",
+    ),
+    Harness(
+        name="mini-swe-agent",
+        installer="pypi",
+        package="mini-swe-agent",
+        beside=("mcp",),
+        dialect="chat",
+        pointing="`OPENAI_API_BASE=…/v1`, `-m openai/NAME`",
+        argv=lambda directory: [str(directory / "bin" / "mini"), "-y", "--exit-immediately", "-t", PROMPT],
+        agent="mini-swe-agent",
+        last=_submit,
+        environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"},
+    ),
+)

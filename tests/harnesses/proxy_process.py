@@ -1,0 +1,48 @@
+"""The proxy that agents are played through: a process that can be killed and started again on its port."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from support.proxies import RunningProxy, running_proxy
+
+
+class ProxyProcess:
+    """A proxy over one database; another process takes its place after `kill -9`."""
+
+    def __init__(self, engine_url: str, directory: Path) -> None:
+        self._engine_url = engine_url
+        self._directory = directory
+        self._database = f"sqlite:///{directory}/turnwise.db"
+        self._open = contextlib.ExitStack()
+        self._running: RunningProxy = self._start(None)
+
+    @property
+    def url(self) -> str:
+        """Its base URL, without `/v1`; the same after a restart."""
+        return self._running.url
+
+    def kill_and_restart(self) -> None:
+        """Kill the process with SIGKILL and start another on its port and database."""
+        self._running.kill()
+        self._open.close()
+        self._running = self._start(int(self.url.rpartition(":")[2]))
+
+    def close(self) -> None:
+        """End the process."""
+        self._open.close()
+
+    def _start(self, port: int | None) -> RunningProxy:
+        return self._open.enter_context(running_proxy(self._engine_url, self._database, self._directory, port=port))
+
+
+@contextlib.contextmanager
+def running(engine_url: str, directory: Path) -> Iterator[ProxyProcess]:
+    """Run a proxy in front of an engine until the block ends."""
+    process = ProxyProcess(engine_url, directory)
+    try:
+        yield process
+    finally:
+        process.close()

@@ -1,0 +1,80 @@
+"""The table of docs/agents.md: a fast part with one SDK for each wire format, and all of it as slow tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harnesses import proxy_process
+from harnesses.engines import FakeEngine, ScriptedEngine
+from harnesses.entry import ROOT, Harness
+from harnesses.install import InstallFailed, install
+from harnesses.page import stated_cells
+from harnesses.play import examine, examine_briefly
+from harnesses.proxy_process import ProxyProcess
+from harnesses.registry import HARNESSES
+from harnesses.run import Stage
+
+from turnwise.fake_engine import Script, running_fake_engine
+
+CONTEXT_TOKENS = 262_144
+SCRATCH = ROOT / ".harnesses"
+STATED = stated_cells((ROOT / "docs" / "agents.md").read_text())
+SDKS = [
+    harness
+    for harness in HARNESSES
+    if harness.installer == "dev" and harness.name.split(" ")[0] in {"openai", "anthropic", "google-genai"}
+]
+GOOD = {"inferred": "yes", "session by": "conversation", "parallel tools": "yes"}
+
+
+def by_name(harness: Harness) -> str:
+    return harness.name
+
+
+def installed(harness: Harness) -> Path | None:
+    """Return the directory of an agent; None if it cannot be installed on this machine."""
+    try:
+        return install(harness, SCRATCH)
+    except InstallFailed:
+        return None
+
+
+Served = tuple[ScriptedEngine, ProxyProcess]
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A fake engine with a long context and a proxy in front of it, for all tests of the module."""
+    directory = tmp_path_factory.mktemp("agents")
+    with running_fake_engine(Script(model="gpt-4.1-mini", max_model_len=CONTEXT_TOKENS)) as running:
+        engine = FakeEngine(running)
+        with proxy_process.running(engine.url, directory) as proxy:
+            yield engine, proxy
+
+
+def test_every_agent_has_a_row_with_its_pinned_version():
+    assert {name: row["version"] for name, row in STATED.items()} == {each.name: each.version for each in HARNESSES}
+
+
+@pytest.mark.parametrize("harness", SDKS, ids=by_name)
+def test_an_sdk_without_a_session_is_one_exact_chain_with_parallel_tools(fake: Served, harness: Harness):
+    engine, proxy = fake
+    verdict = examine_briefly(Stage(harness, install(harness, SCRATCH), proxy, engine))
+    assert verdict.cells == GOOD, verdict.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harness", HARNESSES, ids=by_name)
+def test_an_agent_does_what_its_row_says(fake: Served, harness: Harness):
+    """`make harnesses` installs them; what cannot be installed says so in its row."""
+    engine, proxy = fake
+    stated = STATED[harness.name]
+    directory = installed(harness)
+    if directory is None:
+        assert stated["runs"] == "not installed"
+        return
+    verdict = examine(Stage(harness, directory, proxy, engine))
+    good = {column: cell for column, cell in stated.items() if cell == "yes"}
+    assert {column: verdict.cells.get(column) for column in good} == good, verdict.notes
