@@ -15,10 +15,13 @@ from click.testing import CliRunner, Result
 
 from turnwise.commands import location, running_stack
 from turnwise.commands.cli import main
+from turnwise.commands.location import at_running_proxy
 from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.gpu_plan import GpuPlan, plan_gpus
+from turnwise.rewards.settings import RewardSettings
+from turnwise.rollouts.settings import RunSettings
 
 PASSWORD_URL = "postgresql://turnwise:swordfish@db/turnwise"
 
@@ -167,6 +170,23 @@ def test_other_commands_find_the_database_and_the_engines_of_the_running_up(tmp_
     assert not (tmp_path / "turnwise.db").exists()
     assert not running_stack.STATE_FILE.exists()
     assert location.database_url(None) == "sqlite:///turnwise.db"
+
+
+def test_run_and_reward_use_the_proxy_of_the_running_up_unless_they_name_one():
+    with announced(RUNNING):
+        assert at_running_proxy(RunSettings()).proxy == RUNNING.proxy
+        assert at_running_proxy(RewardSettings.model_construct()).proxy == RUNNING.proxy
+        assert at_running_proxy(RunSettings(proxy="http://there:1")).proxy == "http://there:1"
+    assert at_running_proxy(RunSettings()).proxy == "http://127.0.0.1:8100"
+
+
+def test_a_dry_run_plans_gpus_that_this_machine_does_not_have():
+    Path("turnwise.toml").write_text("[up]\nengine_gpus = [0, 1]\ntensor_parallel = 2\ntrainer_gpus = [2, 3]\n")
+    shown = _run("up", "--dry-run", "--model", "owner/name")
+    Path("turnwise.toml").unlink()
+    assert shown.exit_code == 0, shown.output
+    assert "# trainer, on GPU 2,3\n" in shown.output
+    assert "--nproc-per-node 2" in shown.output
 
 
 def test_a_flag_and_a_setting_of_the_proxy_override_the_running_up(monkeypatch):

@@ -102,7 +102,8 @@ class SettingsCommand(click.Command):
         if "shell" in besides:
             click.echo(f"\n{besides['shell']}")
         for name, argv in besides.get("commands", {}).items():
-            click.echo(f"\n# {name}\n{shlex.join(argv)}")
+            gpus = besides.get("gpus", {}).get(name)
+            click.echo(f"\n# {name}" + (f", on GPU {gpus}" if gpus else "") + f"\n{shlex.join(argv)}")
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:

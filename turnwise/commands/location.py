@@ -1,4 +1,4 @@
-"""Which database and which engines a command means.
+"""Which database, engines and proxy a command means.
 
 A flag comes first, then a setting of the proxy from file or environment, then the `turnwise up` that runs in this
 directory, then `[up]` of the settings file, then the default.
@@ -7,11 +7,14 @@ directory, then `[up]` of the settings file, then the default.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TypeVar
 
 import click
 
 from turnwise.commands.running_stack import find_running_stack
 from turnwise.settings import Settings, load_settings
+
+RunningSettings = TypeVar("RunningSettings", bound=Settings)
 
 database_option = click.option(
     "--database", metavar="URL", help="SQLAlchemy URL [default: that of the running `turnwise up`, or the proxy's]."
@@ -51,6 +54,14 @@ def engine_urls(given: tuple[str, ...]) -> list[str]:
         return running.engines
     urls: list[str] = proxy.engine  # type: ignore[attr-defined]  # the proxy declares it
     return urls
+
+
+def at_running_proxy(settings: RunningSettings) -> RunningSettings:
+    """Return the settings with the address of the running `turnwise up`, unless they name a proxy themselves."""
+    running = find_running_stack()
+    if running is None or "proxy" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"proxy": running.proxy})
 
 
 def _load(model: str, section: str) -> Settings:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from turnwise.commands.flags import SettingsCommand
+from turnwise.commands.location import at_running_proxy
 
 if TYPE_CHECKING:
     from turnwise.rewards.posting import Counts, Poster
@@ -34,7 +35,7 @@ def _run(settings: RewardSettings, *, as_json: bool = False) -> None:
         click.echo(f"\r\x1b[K{text}" if terminal else text, err=True, nl=not terminal)
 
     posting = import_module("turnwise.rewards.posting")
-    counts: Counts = asyncio.run(posting.post_rewards(settings, report, on_start=_stop_on_signals))
+    counts: Counts = asyncio.run(posting.post_rewards(at_running_proxy(settings), report, on_start=_stop_on_signals))
     if terminal:
         click.echo(err=True)
     click.echo(json.dumps(dataclasses.asdict(counts), indent=2) if as_json else counts.line())

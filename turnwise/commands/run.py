@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from turnwise.commands.flags import SettingsCommand
+from turnwise.commands.location import at_running_proxy
 
 if TYPE_CHECKING:
     from turnwise.rollouts.settings import RunSettings
@@ -37,6 +38,7 @@ class RunCommand(SettingsCommand):
 
 
 def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False) -> None:
+    settings = at_running_proxy(settings)
     if settings.tasks is None:
         _run_once(settings, argv, as_json=as_json)
     report, opening = import_module("turnwise.rollouts.report"), import_module("turnwise.rollouts.opening")

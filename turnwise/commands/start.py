@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from turnwise.processes.engine_command import EngineSettings
     from turnwise.processes.stack import Stack, UpSettings
 
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
 
 def run_engine(settings: EngineSettings, extra: tuple[str, ...]) -> None:
     """Become the engine."""
@@ -83,18 +85,23 @@ def run_stack(settings: UpSettings, config: Path | None) -> None:
 
 
 def show_stack(settings: UpSettings, config: Path | None) -> dict[str, Any]:
-    """Return the commands of the processes for `--dry-run`; the database's URL goes by environment."""
+    """Return the commands of the processes for `--dry-run`; the database's URL goes by environment.
+
+    The plan may be for another machine: GPUs that the settings name need not exist here.
+    """
     stacks, engine = import_module("turnwise.processes.stack"), import_module("turnwise.processes.engine_command")
     config = config if config is not None and has_sections(config) else None
     trainer = import_module("turnwise.commands.preflight").load_trainer(settings, config) if settings.trainer else None
+    named = (*(settings.engine_gpus or ()), *(settings.trainer_gpus or ()))
     stack = stacks.Stack(
         settings,
         model=settings.model or str(settings.runs_dir / "model"),
-        gpus=settings.gpu_plan(engine.num_gpus()),
+        gpus=settings.gpu_plan(max(engine.num_gpus(), *(gpu + 1 for gpu in (-1, *named)))),
         config=config,
         lora_rank=trainer.lora_rank if trainer is not None and trainer.kind == "lora" else None,
     )
-    return {"commands": {child.name: list(child.argv) for child in stack.children()}}
+    gpus = {child.name: child.env[DEVICES] for child in stack.children() if DEVICES in child.env}
+    return {"commands": {child.name: list(child.argv) for child in stack.children()}, "gpus": gpus}
 
 
 def _state_of(stack: Stack, settings: UpSettings) -> running_stack.RunningStack:

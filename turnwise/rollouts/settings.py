@@ -19,7 +19,7 @@ class RunSettings(Settings):
     """Settings of `turnwise run`."""
 
     proxy: str = DEFAULT_BASE_URL
-    """Address of the proxy."""
+    """Address of the proxy; by default that of the `turnwise up` that runs in this directory."""
     api_key: SecretStr | None = None
     """Key of the proxy that may create sessions and give rewards; none if the proxy has no keys."""
     agent: str | None = None

@@ -39,6 +39,7 @@ _MIGRATION_SECONDS = 600
 ANSWER_SECONDS = 30.0
 """Maximum time of a statement on PostgreSQL; migrations have no limit."""
 GRACE_SECONDS = 2.0
+_REFUSED = "Connection refused"
 _LOGIN_REFUSED = re.compile(
     r"\w+ authentication failed for user \S+|no password supplied|(?:role|database) \S+ does not exist|no pg_hba.conf"
 )
@@ -277,6 +278,10 @@ def attributed() -> Iterator[None]:
         if found := _LOGIN_REFUSED.search(said):
             raise StoreUnavailable(
                 f"database login refused ({found[0]}); check user, password and name in the URL"
+            ) from error
+        if _REFUSED in said:
+            raise StoreUnavailable(
+                f"no database server answers ({said.splitlines()[0]}); start it, or check host and port in the URL"
             ) from error
         raise StoreUnavailable(
             f"the database failed ({said}); check that it runs, has space and is not locked"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import subprocess
 import sys
 import textwrap
@@ -118,6 +119,16 @@ def test_a_database_that_cannot_be_reached_is_unavailable(tmp_path: Path) -> Non
         with pytest.raises(StoreUnavailable, match="check that it runs"), database.read():
             pass
         database.close()
+
+
+def test_a_server_that_does_not_run_is_named_in_one_line() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        database = Database(f"postgresql+psycopg://nobody@127.0.0.1:{unused.getsockname()[1]}/nowhere")
+        with pytest.raises(StoreUnavailable, match=r"no database server answers .*check host and port") as caught:
+            database.check_schema()
+        database.close()
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.postgres
