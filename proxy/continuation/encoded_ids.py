@@ -13,6 +13,9 @@ import orjson
 
 from turnwise.types import TokenIds
 
+PIECE_BYTES = 160
+"""Memory of a piece beside its text, roughly: the two objects."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class EncodedIds:
@@ -25,7 +28,7 @@ class EncodedIds:
     num_ids: int
     """Number of all ids."""
     num_bytes: int
-    """Length of all pieces."""
+    """Memory of all pieces."""
     last_id: int
 
     def extended(self, ids: TokenIds) -> EncodedIds:
@@ -49,4 +52,4 @@ def encode_ids(ids: TokenIds, before: EncodedIds | None = None) -> EncodedIds:
     """Return the list of one or more ids, after the ids `before`."""
     piece = orjson.dumps(np.ascontiguousarray(ids, np.int32), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
     num_before, bytes_before = (0, 0) if before is None else (before.num_ids, before.num_bytes)
-    return EncodedIds(before, piece, num_before + len(ids), bytes_before + len(piece), int(ids[-1]))
+    return EncodedIds(before, piece, num_before + len(ids), bytes_before + len(piece) + PIECE_BYTES, int(ids[-1]))

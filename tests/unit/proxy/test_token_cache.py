@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from proxy.continuation.encoded_ids import EncodedIds, encode_ids
+from proxy.continuation.encoded_ids import PIECE_BYTES, EncodedIds, encode_ids
 from proxy.continuation.live import LiveSession
 from proxy.continuation.plan import KnownTurn
 from proxy.continuation.token_cache import TokenCache
 from turnwise.types import Session
 
 TEN_IDS = np.full(10, 1234, np.int32)
-"""49 bytes: ten numbers of four digits and nine commas."""
+SIZE = 49 + PIECE_BYTES
+"""Ten numbers of four digits, nine commas, and the objects."""
 
 
 def added(cache: TokenCache, live: LiveSession, turn_id: str, parent: KnownTurn | None = None) -> KnownTurn:
@@ -36,8 +37,8 @@ def live(name: str) -> LiveSession:
 
 
 def test_the_turns_of_a_chain_share_the_tokens_of_their_ancestors():
-    """Nine turns of 49 bytes each fit into 450 bytes, though the last one has 90 ids."""
-    cache, session = TokenCache(450), live("s")
+    """Nine turns of ten ids each fit into nine times the memory of ten ids, though the last one has 90 ids."""
+    cache, session = TokenCache(9 * SIZE), live("s")
     turns = [added(cache, session, "0")]
     for number in range(1, 9):
         turns.append(added(cache, session, str(number), turns[-1]))
@@ -46,8 +47,8 @@ def test_the_turns_of_a_chain_share_the_tokens_of_their_ancestors():
 
 
 def test_the_least_recently_used_session_is_evicted_first():
-    """100 bytes hold two turns of 49, not three."""
-    cache, sessions = TokenCache(100), [live("a"), live("b")]
+    """There is memory for two turns, not for three."""
+    cache, sessions = TokenCache(2 * SIZE), [live("a"), live("b")]
     first = added(cache, sessions[0], "1")
     second = added(cache, sessions[1], "2")
     third = added(cache, sessions[0], "3", first)
@@ -55,7 +56,7 @@ def test_the_least_recently_used_session_is_evicted_first():
 
 
 def test_a_dropped_session_makes_room():
-    cache, sessions = TokenCache(100), [live("a"), live("b"), live("c")]
+    cache, sessions = TokenCache(2 * SIZE), [live("a"), live("b"), live("c")]
     turns = [added(cache, each, each.session.session_id) for each in sessions[:2]]
     cache.drop(sessions[1])
     turns.append(added(cache, sessions[2], "c"))
