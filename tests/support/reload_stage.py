@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +84,18 @@ class Stage:
         with self.database.write() as connection:
             policies.publish_policy(connection, PolicyVersion(version=version, path=str(place), kind=kind))
         return str(place)
+
+    @contextlib.contextmanager
+    def rejecting_trials(self) -> Iterator[None]:
+        """Let the database reject the start of any trial until the block ends."""
+        with self.database.write() as connection:
+            connection.exec_driver_sql(
+                "CREATE TRIGGER reject_trials BEFORE UPDATE ON policies WHEN NEW.status = 'canary' "
+                "BEGIN SELECT RAISE(ABORT, 'no trial'); END"
+            )
+        yield
+        with self.database.write() as connection:
+            connection.exec_driver_sql("DROP TRIGGER reject_trials")
 
     def pin(self, version: int | None) -> None:
         with self.database.write() as connection:

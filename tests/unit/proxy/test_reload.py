@@ -7,7 +7,6 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.reload_stage import Process, Stage
@@ -15,14 +14,13 @@ from support.reload_stage import Process, Stage
 from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
-from proxy.reload.canary import Canary
-from proxy.reload.driver_lease import LEASE, LEASE_SECONDS, DriverLease
-from turnwise.errors import EngineUnsuitable, LeaseLost, StoreUnavailable
+from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
+from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
 from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.processes.stack import free_port
 from turnwise.store import leases, policies
 from turnwise.store.database import Connection, Database
-from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, Session
+from turnwise.types import PolicyKind, PolicyStatus, Session
 
 
 @pytest.fixture
@@ -248,48 +246,30 @@ def versions_sampled(pool: EnginePool) -> set[int]:
     return {pool.lane(Session(session_id=f"s{number}")).version for number in range(64)}
 
 
-async def test_whole_weights_get_no_call_before_the_sessions_of_the_trial_are_chosen(stage: Stage, monkeypatch):
-    """For any delay between the exchange and the trial, and for any number of attempts to start it."""
-    sampled: list[set[int]] = []
-    drifted, write = Canary._drift_reason, DriverLease.write
-
-    async def slowly(canary: Canary, policy: PolicyVersion) -> str | None:
-        sampled.append(versions_sampled(process.pool))
-        return await drifted(canary, policy)
-
-    async def failing_once(lease: DriverLease, function: Any, *arguments: Any) -> Any:
-        if function is policies.try_policy and len(sampled) == 1:
-            raise StoreUnavailable("the database is away")
-        return await write(lease, function, *arguments)
-
-    monkeypatch.setattr(Canary, "_drift_reason", slowly)
-    monkeypatch.setattr(DriverLease, "write", failing_once)
+async def test_whole_weights_get_no_call_before_the_sessions_of_the_trial_are_chosen(stage: Stage):
+    """An engine may hold the weights of the trial already: its start failed, and the next attempt succeeds."""
     async with stage.process(canary_share=0.5) as process:
         stage.publish(1)
         await process.follow()
         stage.publish(2)
-        with pytest.raises(StoreUnavailable):
-            await process.follow()
-        assert versions_sampled(process.pool) == {1}
+        with stage.rejecting_trials():
+            for _ in range(2):
+                with pytest.raises(StoreError):
+                    await process.follow()
+                assert stage.loads[1] == ["v1", "v2"]
+                assert versions_sampled(process.pool) == {1}
         await process.follow()
-        assert sampled == [{1}, {1}]
         assert (process.versions, stage.statuses()) == ([1, 2], ["active", "canary"])
         assert not any(engine.state is EngineState.DRAINING for engine in process.pool.engines)
 
 
 @pytest.mark.parametrize("pinned", [1, 2])
-async def test_an_engine_reserved_for_a_trial_gets_calls_again_when_there_is_no_trial(
-    stage: Stage, monkeypatch, pinned: int
-):
-    async def failing(canary: Canary, policy: PolicyVersion) -> str | None:
-        raise StoreUnavailable("the database is away")
-
-    monkeypatch.setattr(Canary, "_drift_reason", failing)
+async def test_an_engine_reserved_for_a_trial_gets_calls_again_when_there_is_no_trial(stage: Stage, pinned: int):
     async with stage.process(canary_share=0.5) as process:
         stage.publish(1)
         await process.follow()
         stage.publish(2)
-        with pytest.raises(StoreUnavailable):
+        with stage.rejecting_trials(), pytest.raises(StoreError):
             await process.follow()
         assert [engine.state is EngineState.DRAINING for engine in process.pool.engines] == [False, True]
         stage.pin(pinned)
