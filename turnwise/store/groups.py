@@ -17,7 +17,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
 from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import insert_ignoring, is_among, members
+from turnwise.store.statements import insert_if_new, is_among, members
 from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import GroupStatus, Session, Split, utc_now
 
@@ -61,7 +61,7 @@ def join(conn: sa.Connection, session: Session) -> int:
     instant = to_micros(session.created_at)
     size = session.group_size if session.group_id is not None else 1
     group_id = session.group_id if session.group_id is not None else session.session_id
-    fresh = insert_ignoring(
+    created_pk = insert_if_new(
         conn,
         groups,
         {
@@ -69,17 +69,18 @@ def join(conn: sa.Connection, session: Session) -> int:
             "group_id": group_id,
             "group_size": size,
             "status": GroupStatus.OPEN.value,
-            "num_sessions": 0,
+            "num_sessions": 1,
             "num_finished": 0,
             "last_active_at": instant,
             "fencing_token": 0,
         },
     )
+    if created_pk is not None:
+        return int(created_pk)
     group = conn.execute(
         sa.select(groups).where(groups.c.tenant == session.tenant, groups.c.group_id == group_id).with_for_update()
     ).one()
-    if not fresh:
-        _check_joinable(group, session)
+    _check_joinable(group, session)
     conn.execute(
         sa.update(groups)
         .where(groups.c.group_pk == group.group_pk)

@@ -43,7 +43,7 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
     if known is None:
         group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
         if insert_ignoring(conn, sessions, rows.session_row(session, group_pk)):
-            return queries.session(conn, session.tenant, session.session_id), True
+            return dataclasses.replace(session, last_active_at=session.created_at), True
         groups.leave(conn, group_pk)
     return queries.session(conn, session.tenant, session.session_id), False
 

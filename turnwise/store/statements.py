@@ -17,10 +17,15 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
     """Insert the row unless its key exists; return whether it was inserted."""
+    return insert_if_new(conn, table, row) is not None
+
+
+def insert_if_new(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> Any:
+    """Insert the row unless its key exists; return the first column of its primary key, None if it exists."""
     insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
     key, *_ = table.primary_key.columns
     inserted = conn.execute(insert(table).values(**row).on_conflict_do_nothing().returning(key))
-    return inserted.one_or_none() is not None
+    return inserted.scalar_one_or_none()
 
 
 def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:

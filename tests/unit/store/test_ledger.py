@@ -48,6 +48,7 @@ def test_a_session_is_read_as_it_was_created(database: Database) -> None:
         stored, created = ledger.create_session(connection, session)
     assert created
     assert stored == dataclasses.replace(session, last_active_at=session.created_at)
+    assert stored_session(database) == stored
 
 
 def test_creating_a_session_twice_returns_the_first_one(database: Database) -> None:
