@@ -33,8 +33,8 @@ class Recipe:
 
 
 CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}
-"""For CISPO, in which every token moves the weights, for REINFORCE++, which has no group baseline, and for replay:
-these settings limit the change of the weights in a single step."""
+"""Settings that limit the change of the weights in a single step: for CISPO, SAPO and TOPR, which have no hard clip,
+for REINFORCE++, which has no group baseline, and for replay."""
 
 RECIPES = {
     "grpo": Recipe(settings={}),
@@ -45,7 +45,7 @@ RECIPES = {
     ),
     "cispo": Recipe(settings=CALM | {"algorithm": "cispo", "clip_low": 1.0, "clip_high": 0.5}),
     "dr_grpo": Recipe(settings={"estimator": "dr_grpo", "session_tokens": 32}),
-    "sapo": Recipe(settings={"algorithm": "sapo"}),
+    "sapo": Recipe(settings=CALM | {"algorithm": "sapo"}),
     "topr": Recipe(settings=CALM | {"algorithm": "topr"}),
     "decoupled": Recipe(settings={"proximal": True, "tis_cap": 2.0}),
     "replay": Recipe(
