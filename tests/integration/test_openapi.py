@@ -19,6 +19,7 @@ from support.proxies import RunningProxy, running_proxy
 from turnwise.fake_engine import running_fake_engine
 from turnwise.processes.stack import command
 
+REVOKE = "/v1/keys/{key_id}/revoke"
 EXAMPLES = [pytest.param(3), pytest.param(100, marks=pytest.mark.slow)]
 
 
@@ -48,10 +49,12 @@ def schemathesis(proxy: RunningProxy, key: str, directory: Path, *arguments: str
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_the_answers_of_the_control_plane_fit_their_schemas(keyed, tmp_path, examples):
-    # A deleted tenant has no key for further requests.
-    exclude = ("--exclude-tag", "calls", "--exclude-path", "/v1/tenant")
-    exclude += ("--exclude-checks", "positive_data_acceptance")
-    schemathesis(*keyed, tmp_path, "-n", str(examples), *exclude)
+    checks = ("-n", str(examples), "--exclude-checks", "positive_data_acceptance")
+    # A deleted tenant, or a revoked key that the list of keys has shown, would refuse all further requests.
+    deadly = ("/v1/tenant", REVOKE)
+    exclude = [word for path in deadly for word in ("--exclude-path", path)]
+    schemathesis(*keyed, tmp_path, *checks, "--exclude-tag", "calls", *exclude)
+    schemathesis(*keyed, tmp_path, *checks, "--include-path", REVOKE)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
