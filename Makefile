@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The CPU build of vLLM brings these for another torch; serving text needs none of them, and importing them fails.
 MISMATCHED := torchvision torchaudio torchcodec
 # Two processes run the tests. tests/conftest.py groups them, so one process starts the shared vLLM.
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS := -n 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning gpu-check docs compose-check conformance clean

@@ -199,12 +199,12 @@ def test_the_token_count_equals_the_prompt_tokens_of_the_call(
 
 
 def test_the_token_count_of_a_continued_chain_equals_the_prompt_tokens_of_the_call(
-    proxy: RunningProxy, engine_calls: RunningFakeEngine, session_id: str
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
     """The sampled arguments have no spaces, and rendering them again would add some. A count creates no session."""
     client = messages_client(proxy, session_id)
     call = ToolCall(name="look", arguments='{"key":"a","more":[1,2,3]}')
-    engine_calls.answer(Rule(reply=Reply(tool_calls=[call]), count=1))
+    shared_engine.answer(Rule(reply=Reply(tool_calls=[call]), count=1))
     asked: Any = {"tools": [MESSAGES_TOOL], "messages": [{"role": "user", "content": "Hi."}]}
     counted = client.messages.count_tokens(model="fake", **asked)
     with pytest.raises(httpx2.HTTPStatusError):
