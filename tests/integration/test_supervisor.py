@@ -254,9 +254,13 @@ def test_remaining_processes_of_a_dead_childs_group_are_ended_before_its_restart
 
 
 def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
-    """A separate process that supervises a child with a grandchild until it is stopped."""
+    """A separate process that supervises a child with a grandchild until it is stopped.
+
+    A shell that runs the tests in the background makes them ignore SIGINT, so the process sets its default again.
+    """
     code = f"""
-    import pathlib, sys, threading
+    import pathlib, signal, sys, threading
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from turnwise.processes.supervisor import Child, Supervisor
     path = pathlib.Path({str(path)!r})
     ready = lambda: path.exists() and len(path.read_text().splitlines()) == 2

@@ -21,7 +21,22 @@ MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), f
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 
 OTHER_PROGRAMS = {
-    *("apt-get", "chmod", "cp", "curl", "export", "node", "npm", "pg_dump", "printf", "python", "sqlite3", "su", "."),
+    *(
+        "apt-get",
+        "chmod",
+        "cp",
+        "curl",
+        "export",
+        "node",
+        "npm",
+        "pg_dump",
+        "pip",
+        "printf",
+        "python",
+        "sqlite3",
+        "su",
+        ".",
+    ),
 }
 """Programs of others: only the syntax of their commands is checked, not their flags."""
 
