@@ -16,7 +16,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,19 @@ class Answers:
             self._file.flush()
 
 
+def take_requests() -> TextIO:
+    """Return standard input, and leave an empty one: a program of the agent would read requests of other runs."""
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return requests
+
+
 def main(target: str, num_threads: int) -> int:
     """Serve requests until standard input ends."""
     answers = Answers()
+    requests = take_requests()
     sys.path[0] = os.getcwd()  # noqa: PTH109  this file's own directory must not shadow the agent's modules
     try:
         function = load(target)
@@ -65,7 +75,7 @@ def main(target: str, num_threads: int) -> int:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     with ThreadPoolExecutor(num_threads) as threads:
-        for line in sys.stdin:
+        for line in requests:
             threads.submit(serve, function, json.loads(line), answers, loop)
     return 0
 

@@ -378,6 +378,27 @@ def test_a_called_agent_is_imported_once_and_returns_its_reward(url, client, tmp
     assert {session["status"] for session in sessions_of(client, tmp_path, "out")} == {"ended"}
 
 
+READS_INPUT = """
+import subprocess, time, urllib.request, json
+
+def play(task, run):
+    body = json.dumps({"model": run.model, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + run.api_key}
+    urllib.request.urlopen(urllib.request.Request(run.base_url + "/chat/completions", body, headers)).close()
+    return float(subprocess.run("cat", stdout=subprocess.PIPE, timeout=20).stdout == b"")
+"""
+
+
+def test_a_program_of_the_agent_reads_no_requests_of_other_runs(url, tmp_path):
+    """`cat` without a file reads its standard input: were it the worker's, it would wait and take the next runs."""
+    (tmp_path / "reading_agent.py").write_text(READS_INPUT)
+    tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(6)))
+    options = ("--tasks", str(tasks), "--call", "reading_agent:play", "--parallel", "2", "--timeout", "30")
+    done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0] * 6
+
+
 SHARED = """
 import asyncio, json, urllib.request
 
