@@ -6,6 +6,7 @@ It is the demo of `driver` with another model format. The agent is a function `p
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
@@ -75,7 +76,9 @@ class AgentRollouts:
     async def evaluate(self, first: int, count: int) -> float:
         """Play each of some held-out tasks once, without training on them; return their mean reward."""
         tasks = [self._task("eval", first + index) for index in range(count)]
-        results = self._count(await self._runner.play(tasks, split="eval"))
+        # One call for each: the tasks of one call start one after the other, each behind all waiting training groups.
+        played = await asyncio.gather(*(self._runner.play([task], split="eval") for task in tasks))
+        results = self._count([result for results in played for result in results])
         return sum(result.reward or 0.0 for result in results) / count
 
     async def train_group(self, index: int, size: int) -> None:
