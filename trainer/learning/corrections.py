@@ -26,7 +26,7 @@ class CorrectionRule(Settings):
     importance_level: Literal["token", "sequence"] = "token"
     """Whether `tis_cap` and `mis_cap` apply to the ratio of each token or to that of its whole chain."""
     off_policy_mask: float | None = Field(default=None, gt=0)
-    """Leave out chains with a negative advantage whose tokens became this much less probable in the mean, in nats,
+    """Leave out chains with a negative advantage whose tokens became this much less probable on average, in nats,
     since they were sampled; None turns it off."""
 
 
