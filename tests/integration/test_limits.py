@@ -126,7 +126,7 @@ def test_a_request_that_never_completes_is_closed(limited, sent):
     started = time.monotonic()
     answer = talk(limited.proxy, HALF_SENT[sent], pause=0.2)
     took = time.monotonic() - started
-    assert WHOLE_SECONDS * 0.9 < took < WHOLE_SECONDS + 3
+    assert WHOLE_SECONDS * 0.9 < took < WHOLE_SECONDS + 30
     assert b"408 Request Timeout" in answer
     assert b'"code":"request_timeout"' in answer
 

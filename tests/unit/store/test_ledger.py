@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -488,18 +487,6 @@ def test_one_of_several_turns_that_extend_one_turn_concurrently_continues_its_ch
     chains = {turn.turn_id: turn.chain_id for turn in stored}
     assert chains == {"t1": "t1", "t2": "t1", "t3": "t3", "t4": "t4", "t5": "t3"}
     assert session.num_chains == 3
-
-
-def test_ten_thousand_reward_lines_hold_the_transaction_for_a_fraction_of_a_second(database: Database) -> None:
-    """They are inserted many at a time: about 0.1 s of CPU; one statement a line took 2.4 s."""
-    with database.write() as connection:
-        for number in range(100):
-            ledger.create_session(connection, Session(session_id=f"s{number}"))
-    lines = [Reward(session_id=f"s{number % 100}", value=1.0, name=f"n{number}") for number in range(10_000)]
-    started = time.process_time()
-    with database.write() as connection:
-        ledger.add_rewards(connection, lines)
-    assert time.process_time() - started < 1.0
 
 
 def test_one_call_expires_at_most_so_many_idle_sessions(database: Database) -> None:
