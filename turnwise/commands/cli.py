@@ -121,9 +121,6 @@ main.add_command(reward_sessions.command)
     "--pace-ms", type=click.FloatRange(min=0), help="Delay before each token [default: the script's, else 0]."
 )
 @click.option("--script", type=click.Path(path_type=Path), help="JSON file with replies, tool calls and faults.")
-@click.option(
-    "--canned-tokens", type=click.IntRange(min=1), help="One precomputed reply of so many tokens, for benches."
-)
 @click.option("--dry-run", is_flag=True, help="Print the resolved script and do nothing.")
 def fake_engine(
     port: int,
@@ -131,7 +128,6 @@ def fake_engine(
     model: str | None,
     pace_ms: float | None,
     script: Path | None,
-    canned_tokens: int | None,
     *,
     dry_run: bool,
 ) -> None:
@@ -139,7 +135,7 @@ def fake_engine(
     fake = import_module("turnwise.fake_engine")
     loaded = fake.Script.load(script) if script else fake.Script()
     pace_seconds = None if pace_ms is None else pace_ms / 1000
-    given = {"model": model, "pace_seconds": pace_seconds, "canned_tokens": canned_tokens}
+    given = {"model": model, "pace_seconds": pace_seconds}
     resolved = loaded.model_copy(update={name: value for name, value in given.items() if value is not None})
     if dry_run:
         click.echo(resolved.model_dump_json(indent=2))

@@ -239,7 +239,6 @@ async def seen_calls(state: EngineState, request: Request) -> Response:
     """List the calls; DELETE clears the list."""
     if request.method == "DELETE":
         state.calls.clear()
-        state.num_canned_calls = 0
     return reply_json(state.summary())
 
 

@@ -41,8 +41,6 @@ class EngineState:
         self.model_path = model_path
         """Directory with the tokenizer; the `root` of `/v1/models`."""
         self.calls: list[SeenCall] = []
-        self.num_canned_calls = 0
-        """Number of calls in the canned mode, which are not listed."""
         self.weights_path = model_path
         self.weight_version = "default"
         self.reloads: list[str] = []
@@ -73,7 +71,7 @@ class EngineState:
         """Return all calls, and the number of calls by outcome."""
         outcomes = [call.outcome for call in self.calls]
         return {
-            "num_calls": len(self.calls) + self.num_canned_calls,
+            "num_calls": len(self.calls),
             "num_by_outcome": {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
             "data": [dataclasses.asdict(call) for call in self.calls],
         }

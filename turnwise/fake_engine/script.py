@@ -127,10 +127,6 @@ class Script(_Strict):
     """Whether `kv_transfer_params.prompt_token_ids` replaces the prompt."""
     call_tools: bool = True
     """Whether `tool_choice: auto` calls a tool after a user's message."""
-    canned_tokens: int | None = None
-    """Answers every chat call with the same precomputed reply of this many tokens, for benchmarks."""
-    canned_chunks: int = pydantic.Field(default=100, ge=1)
-    """Chunks of a streamed canned reply."""
 
     @classmethod
     def load(cls, path: Path) -> Self:

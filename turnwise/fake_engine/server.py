@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from turnwise.fake_engine import canned, chat_wire, text_wire, tokens
+from turnwise.fake_engine import chat_wire, text_wire, tokens
 from turnwise.fake_engine.control import (
     body_of,
     bound,
@@ -58,14 +58,13 @@ def create_app(script: Script | None = None, *, model_path: str = "fake", state:
         routes=[*sampling, *control_routes(engine), *weight_routes(engine)],
         exception_handlers={HTTPException: no_route},
     )
-    inner = canned.CannedChat(app, engine) if engine.script.canned_tokens else app
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         # uvicorn's cycle holds the transport; no ASGI message can reset a connection.
         transport = getattr(getattr(send, "__self__", None), "transport", None)
         if transport is not None:
             scope[ABORT_KEY] = transport.abort
-        await inner(scope, receive, send)
+        await app(scope, receive, send)
 
     return outermost
 

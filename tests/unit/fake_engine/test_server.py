@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from support.waiting import wait_until
 
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine, tokens
+from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall, tokens
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Grüße 7"}]
@@ -333,15 +333,3 @@ def test_completions_take_texts_and_ids_and_echo_them(http):
     assert len(logprobs["token_logprobs"]) == 5
     assert logprobs["token_logprobs"][0] is None
     assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
-
-
-def test_the_canned_reply_has_its_tokens_and_the_id_of_its_call():
-    with running_fake_engine(Script(canned_tokens=600)) as engine, httpx2.Client(trust_env=False) as http:
-        url = engine.url + CHAT
-        sent = {"messages": HI, "kv_transfer_params": {"prompt_token_ids": [5, 6]}}
-        plain = http.post(url, json=sent, headers={"x-request-id": "q"}).json()
-        assert (plain["id"], plain["prompt_token_ids"]) == ("chatcmpl-q", [5, 6])
-        assert len(plain["choices"][0]["token_ids"]) == 600
-        events = http.post(url, json={**sent, "stream": True}).text.split("\n\n")
-        # the opening chunk, 100 chunks of 6 tokens, the end, and what follows the last separator
-        assert len(events) == 1 + 100 + 1 + 1
