@@ -35,6 +35,9 @@ class PacingRule(Settings):
     max_staleness: int | None = Field(default=None, ge=0)
     """Groups with a turn that is older than this many versions are dropped, with a line in the log. 0 is strictly on
     policy; None drops nothing."""
+    when_failed: Literal["go_back", "go_on"] = "go_back"
+    """When a version that the weights came from failed (refused by the publishing gate, rolled back, or not loaded):
+    `go_back` to the weights before it, or `go_on` from the weights as they are."""
     when_pinned: Literal["wait", "train_pinned"] = "wait"
     """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
     version's weights and train from there. Neither drops groups."""
@@ -74,6 +77,8 @@ class Look:
     """The pinned version."""
     oldest_in_flight: int | None = None
     """The oldest version that sampled a turn of an open group."""
+    failed: frozenset[int] = frozenset()
+    """The failed ones among the versions that the weights came from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +86,20 @@ class Rewind:
     """The request to go on from another version's weights."""
 
     version: int
+    reason: str
 
 
 def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
     """Return why no batch may be claimed now, None where one may, or the version to go back to."""
+    good = _last_good(look, at)
+    if good is not None and good != at.rewound_to and rule.when_failed == "go_back":
+        return Rewind(version=good, reason=f"version {min(look.failed)} failed")
     bound = _bound(rule)
     if bound is None:
         return None
     if look.pinned is not None and at.lead_over(look.pinned) > bound:
         if rule.when_pinned == "train_pinned" and at.rewound_to != look.pinned:
-            return Rewind(version=look.pinned)
+            return Rewind(version=look.pinned, reason=f"version {look.pinned} is pinned")
         return (
             f"version {look.pinned} is pinned and the trainer is at version {at.policy_version}: training waits until "
             "the pin is released or a newer version is activated (setting when_pinned)"
@@ -102,6 +111,12 @@ def why_held(look: Look, at: Position, rule: PacingRule) -> str | Rewind | None:
             f"waits for them (max_versions_in_flight={rule.max_versions_in_flight})"
         )
     return None
+
+
+def _last_good(look: Look, at: Position) -> int | None:
+    """Return the version before the first failed one; None if none failed, or none came before it."""
+    before = [version for version in at.recent_versions if version < min(look.failed, default=0)]
+    return max(before, default=None)
 
 
 def _bound(rule: PacingRule) -> int | None:

@@ -16,6 +16,7 @@ import safetensors
 from pydantic import Field, SecretStr, model_validator
 
 from trainer.learning.optimizer import OptimizerRule
+from trainer.learning.regression import GateRule
 from trainer.learning.selection import SelectionRule
 from trainer.policy.agent import AgentRule
 from trainer.policy.model import PolicySpec
@@ -28,7 +29,7 @@ RATES = {30_000_000: (3e-4, 3e-3), 300_000_000: (1e-5, 1e-4), sys.maxsize: (1e-6
 """Default of `learning_rate` for a model below so many parameters: for all weights, and for an adapter."""
 
 
-class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, PolicySpec, WeightRule):
+class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateRule, PolicySpec, WeightRule):
     """The settings of one trainer process."""
 
     database: SecretStr = SecretStr("sqlite:///turnwise.db")

@@ -23,7 +23,7 @@ from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerStatus, report_status
-from turnwise.types import Experience, GroupKey, PolicyVersion, Role, SessionKey, UpdateRecord
+from turnwise.types import Experience, GroupKey, PolicyVersion, Role, SessionKey, Split, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,9 @@ class Source(Protocol):
 
     def versions_in_use(self) -> set[int]:
         """Return the versions that may be asked for: active, pinned, newest good."""
+
+    def regression_set(self, num_sessions: int) -> Sequence[Experience]:
+        """Return the chains of the newest held-out sessions with a reward."""
 
     def announce_weights(self, url: str | None) -> None:
         """Tell the proxy where the weights in memory are handed out; None: nowhere."""
@@ -202,6 +205,11 @@ class LedgerSource:
             pinned = policies.pinned_version(conn)
         return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
 
+    def regression_set(self, num_sessions: int) -> Sequence[Experience]:
+        """Return the chains of the newest held-out sessions with a reward."""
+        with self._db.read() as conn:
+            return list(experiences.newest_experiences(conn, Split.EVAL, num_sessions, roles=self._rule.train_roles))
+
     def announce_weights(self, url: str | None) -> None:
         """Store where the weights in memory are handed out; None removes the address.
 
@@ -284,6 +292,7 @@ class LedgerSource:
                     num_ready=claims.num_claimable(conn),
                     pinned=policies.pinned_version(conn) if at.is_paced else None,
                     oldest_in_flight=claims.oldest_version_in_flight(conn, since) if at.is_paced else None,
+                    failed=policies.failed_versions(conn, at.recent_versions),
                 )
         except StoreUnavailable as error:
             log.warning("the database is not available, trying again: %s", error)

@@ -298,7 +298,7 @@ class PolicyVersion:
     """The update that made it; None for version 0 and for versions published by hand."""
     metrics: Json = dataclasses.field(default_factory=dict)
     error: str | None = None
-    """Why engines could not load it, or why its canary was rolled back."""
+    """Why engines could not load it, why its canary was rolled back, or why the publishing gate refused it."""
     reload_seconds: float | None = None
     """How long engines were paused to load it."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)

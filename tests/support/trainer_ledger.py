@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trainer.settings import TrainerSettings
 from turnwise.store import ledger
 from turnwise.store.database import Database
-from turnwise.types import Credit, Reward, Session, Turn
+from turnwise.types import Credit, Reward, Session, Split, Turn
 
 VOCABULARY = 48
 GOOD = 24
@@ -59,6 +59,7 @@ class Rollouts:
     num_turns: int = 2
     sampled: int = 4
     credit: Credit = Credit.PROPAGATE
+    split: Split = Split.TRAIN
     sampling: dict = dataclasses.field(default_factory=dict)
     gap: float = 0.0
     """Error that is added to the engine's logprobs."""
@@ -77,8 +78,9 @@ class Rollouts:
             session_id=session_id,
             task_id=group_id,
             run=run,
-            group_id=group_id,
-            group_size=group_size,
+            group_id=group_id if self.split is Split.TRAIN else None,
+            group_size=group_size if self.split is Split.TRAIN else None,
+            split=self.split,
             credit=self.credit,
         )
         tokens, turns, rewards = list(prompt), [], []

@@ -20,6 +20,7 @@ from trainer.learning.optimizer import make_scheduler, set_position
 from trainer.loop.evaluator import Evaluator
 from trainer.loop.resume import check_resumable, log_changes
 from trainer.loop.state import TENSORS, Progress, State
+from trainer.pacing import Rewind
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
 from trainer.policy.memory_limits import MemoryLimits, read_limits
@@ -230,14 +231,15 @@ class RLWorkflow(abc.ABC):
         world.share({name: value for name, value in saved.items() if name not in TENSORS})
         return saved
 
-    def _rewound(self, state: State, version: int) -> State:
+    def _rewound(self, state: State, to: Rewind) -> State:
         """Return the state to go on from an older version's weights; the counts of the run go on."""
+        version = to.version
         try:
             older = self._state_of(version, self.config.seed)
         except BadCheckpoint as error:
-            log.error("cannot train from the pinned version %d, so training waits: %s", version, error)  # noqa: TRY400
+            log.error("%s, and version %d cannot be trained from: %s", to.reason, version, error)  # noqa: TRY400
             return state.with_progress(rewound_to=version)
-        log.warning("version %d is pinned: going back to it from version %d", version, state.progress.policy_version)
+        log.warning("%s: going back to version %d from version %d", to.reason, version, state.progress.policy_version)
         kept = tuple(known for known in state.progress.recent_versions if known <= version)
         progress = dataclasses.replace(
             state.progress, policy_version=version, recent_versions=kept or (version,), rewound_to=version

@@ -154,8 +154,8 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         The arrivals' claim is acked with the update, so each group enters the buffer exactly once. A sampled group
         that left the ledger's claims long ago is only read again.
         """
-        claimed = self._claim(Position(is_paced=False, is_first_batch=state.progress.num_batches == 0))
-        if not isinstance(claimed, ClaimedBatch):
+        claimed, state = self._next_batch(state)
+        if claimed is None:
             return {}, state
         started = time.monotonic()
         state = dataclasses.replace(state, buffer=self.replay_buffer.add(state.buffer, claimed))
@@ -165,6 +165,10 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
         state = dataclasses.replace(state, buffer=buffer)
         sampled = self.replay_buffer.read(pks, self.config)
         return self._train(state, dataclasses.replace(claimed, experiences=sampled), started)
+
+    def _position(self, state: State) -> Position:
+        """Return where the trainer is; it waits for no version, since the buffer holds old turns anyway."""
+        return dataclasses.replace(super()._position(state), min_policy_version=None, is_paced=False)
 
     def _refusals(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:  # noqa: ARG002
         """Drop no group: a group that was not trained this time stays in the buffer."""

@@ -47,7 +47,8 @@ class Progress:
     recent_versions: tuple[int, ...] = (0,)
     """The versions that the weights came from, oldest first, this version last; the latest ones only."""
     rewound_to: int | None = None
-    """The pinned version that the run went back to, until no version is pinned."""
+    """The version that the run went back to: the pinned one until no version is pinned, or the one before a failed one
+    until the next batch."""
 
     def staleness_of(self, version: int) -> int:
         """Return how many versions of this run are newer than the one that sampled something."""

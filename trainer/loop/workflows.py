@@ -17,6 +17,7 @@ import numpy as np
 from trainer.build import make_agent, optimizer_factory
 from trainer.learning.batch import Batch, build, minibatches
 from trainer.learning.gauges import Gauges, finite
+from trainer.learning.regression import GateResult, judge, shifts_of
 from trainer.learning.selection import Selection, select, without_groups
 from trainer.loop.base import RLWorkflow
 from trainer.loop.evaluator import LedgerEvaluator
@@ -30,7 +31,7 @@ from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
-from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
+from turnwise.types import Experience, GroupKey, Json, PolicyVersion, UpdateRecord
 from turnwise.version_directory import weights_digest
 
 log = logging.getLogger(__name__)
@@ -55,15 +56,20 @@ class OnPolicyWorkflow(RLWorkflow):
 
     def step(self, state: State) -> tuple[Json, State]:
         """Train on one claimed batch: claim, credit, updates, checkpoint, commit."""
-        claimed = self._claim(self._position(state))
-        while isinstance(claimed, Rewind):
-            state = self._rewound(state, claimed.version)
-            claimed = self._claim(self._position(state))
+        claimed, state = self._next_batch(state)
         if claimed is None:
             return {}, state
-        if claimed.pinned is None:
-            state = state.with_progress(rewound_to=None)
         return self._train(state, claimed, time.monotonic())
+
+    def _next_batch(self, state: State) -> tuple[ClaimedBatch | None, State]:
+        """Return the next batch, and the state to train it from: the source may ask to go back to another version."""
+        claimed = self._claim(self._position(state))
+        while isinstance(claimed, Rewind):
+            state = self._rewound(state, claimed)
+            claimed = self._claim(self._position(state))
+        if claimed is not None and claimed.pinned is None:
+            state = state.with_progress(rewound_to=None)
+        return claimed, state
 
     def _position(self, state: State) -> Position:
         """Return where the trainer is, for the source's decisions about staleness."""
@@ -108,7 +114,28 @@ class OnPolicyWorkflow(RLWorkflow):
             return self._finish_untrained(state, claimed, metrics, chosen.refused)
         metrics |= gauges | {"num_updates": num_steps, "seconds": time.monotonic() - started}
         self._warn_of_coverage(gauges)
-        return self._commit(state, claimed, chosen, metrics, num_steps)
+        gate = self._check_regression(state)
+        return self._commit(state, claimed, chosen, metrics | gate.gauges, num_steps, gate.reason)
+
+    def _check_regression(self, state: State) -> GateResult:
+        """Compare the updated weights with held-out sessions, before they are published."""
+        rule, world = self.config, self.agent.world
+        if not rule.gate_sessions:
+            return GateResult(gauges={})
+        found: Sequence[Experience] = world.share(
+            self.env.regression_set(rule.gate_sessions) if world.is_first else None
+        )
+        credit = [np.zeros(len(experience.turn_ids)) for experience in found]
+        batch = build(found, credit, policy_version=state.progress.policy_version)
+        try:
+            logprobs = self.agent.logprobs_of(batch, range(len(found)))
+        except OutOfMemory as error:
+            log.warning("the publishing gate was not applied: %s; set a smaller max_chain_tokens", error)
+            return GateResult(gauges={})
+        result = judge(shifts_of(batch, logprobs), rule)
+        if result.reason is not None:
+            log.error("the version is kept and not served: %s", result.reason)
+        return result
 
     def _select(self, claimed: ClaimedBatch) -> Selection:
         return select(
@@ -192,9 +219,18 @@ class OnPolicyWorkflow(RLWorkflow):
         write_limits(place, read_limits(place).after(error.num_tokens, len(error.units), is_pairs=is_pairs))
 
     def _commit(
-        self, state: State, claimed: ClaimedBatch, chosen: Selection, metrics: Json, num_steps: int
+        self,
+        state: State,
+        claimed: ClaimedBatch,
+        chosen: Selection,
+        metrics: Json,
+        num_steps: int,
+        refusal: str | None,
     ) -> tuple[Json, State]:
-        """Write the version, then commit ack, update and policy in one transaction."""
+        """Write the version, then commit ack, update and policy in one transaction.
+
+        A version that the publishing gate refused is kept on disk and stored as failed, with the reason.
+        """
         world = self.agent.world
         parent = state.progress.policy_version
         version = world.share(max(self.env.newest_version(), parent) + 1 if world.is_first else None)
@@ -226,6 +262,7 @@ class OnPolicyWorkflow(RLWorkflow):
                 update_id=after.progress.num_batches,
                 metrics=after.metrics,
                 weights_digest=weights_digest(path),
+                error=None if refusal is None else f"refused by the publishing gate: {refusal}",
             )
             refusals = self._refusals(claimed, chosen.refused)
             self.env.ack(

@@ -108,6 +108,14 @@ class PolicyAgent:
         """
         if not (self.rule.proximal or self.rule.needs_proximal):
             return None
+        return self.logprobs_of(batch, members)
+
+    def logprobs_of(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the logprobs of the members' sampled tokens under the present weights, 0 for the other tokens. [M].
+
+        Raises:
+            OutOfMemory: A single chain, or pair, does not fit into memory.
+        """
         while True:
             try:
                 return self._without_gradient(self.policy, batch, members)

@@ -123,6 +123,22 @@ def experiences_of_groups(
     return _stream(conn, clauses, shape)
 
 
+def newest_experiences(
+    conn: sa.Connection, split: Split, num_sessions: int, *, roles: Collection[Role] = TRAINED_ROLES
+) -> Iterator[Experience]:
+    """Yield one experience per chain of the newest finished sessions of a split, oldest first."""
+    found = conn.execute(
+        sa.select(sessions)
+        .where(
+            sessions.c.split == split.value, sessions.c.status != SessionStatus.OPEN.value, sessions.c.num_rewards > 0
+        )
+        .order_by(sessions.c.session_pk.desc())
+        .limit(num_sessions)
+    ).all()[::-1]
+    for start in range(0, len(found), _SESSIONS_AT_ONCE):
+        yield from _of_sessions(conn, found[start : start + _SESSIONS_AT_ONCE], _Shape(roles=roles, merge="chain"))
+
+
 def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shape: _Shape) -> Iterator[Experience]:
     behind = 0
     while True:

@@ -7,6 +7,7 @@ pinned version, otherwise the newest that has not failed) is computed, not store
 from __future__ import annotations
 
 import datetime
+from collections.abc import Collection
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -26,10 +27,14 @@ _SERVING = 1
 def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
     """Publish a version; return whether it is new. Publishing the same version and path again changes nothing.
 
+    A version with an error was refused by its publisher: it is stored as failed, and never served unless a person
+    chooses it.
+
     Raises:
         Conflict: the version exists with another path.
     """
-    if insert_ignoring(conn, table, rows.POLICIES.row(policy, status=PolicyStatus.PUBLISHED.value)):
+    status = PolicyStatus.PUBLISHED if policy.error is None else PolicyStatus.FAILED
+    if insert_ignoring(conn, table, rows.POLICIES.row(policy, status=status.value)):
         return True
     known = get_policy(conn, policy.version)
     if known.path != policy.path:
@@ -210,6 +215,12 @@ def canary_policy(conn: sa.Connection) -> PolicyVersion | None:
         sa.select(table).where(table.c.status == PolicyStatus.CANARY.value).order_by(table.c.version).limit(1)
     ).one_or_none()
     return None if row is None else rows.POLICIES.record(row)
+
+
+def failed_versions(conn: sa.Connection, versions: Collection[int]) -> frozenset[int]:
+    """Return the failed ones among these versions."""
+    failed = sa.and_(table.c.status == PolicyStatus.FAILED.value, table.c.version.in_(versions))
+    return frozenset(conn.execute(sa.select(table.c.version).where(failed)).scalars())
 
 
 def newest_policy(conn: sa.Connection) -> PolicyVersion | None:

@@ -43,7 +43,7 @@ def test_a_pinned_version_far_behind_makes_the_trainer_wait_or_go_back_once():
     look = Look(num_ready=32, pinned=0)
     assert why_held(look, AT_7, PacingRule()).startswith("version 0 is pinned and the trainer is at version 7")
     back = PacingRule(when_pinned="train_pinned")
-    assert why_held(look, AT_7, back) == Rewind(version=0)
+    assert why_held(look, AT_7, back) == Rewind(version=0, reason="version 0 is pinned")
     rewound = Position(recent_versions=(0, 8, 9, 10, 11), rewound_to=0)
     assert isinstance(why_held(look, rewound, back), str)
 

@@ -1,0 +1,127 @@
+"""The publishing gate: what it measures, what it refuses, and where training goes on after a refusal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from support import trainer_ledger
+from support.experience_factory import experience
+from support.trainer_ledger import Rollouts, load_model
+
+from trainer.learning.batch import build
+from trainer.learning.regression import GateRule, Shift, judge, shifts_of
+from trainer.loop.off_policy import OffPolicyWorkflow
+from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
+from turnwise.store import policies
+from turnwise.types import PolicyStatus, Split
+from turnwise.version_directory import read_manifest
+
+
+def test_a_sessions_shift_is_the_mean_over_all_its_sampled_tokens():
+    """Session a has a turn sampled at −1, −1 and another chain at −2, −2; now they are at −0.5, −0.5, −3, −2.
+
+    (0.5 + 0.5 − 1 + 0) / 4 = 0. Session b fell from −1, −1 to −1.5, −1.
+    """
+    chains = [
+        experience(session_id="a", reward=1.0),
+        experience(session_id="a", reward=1.0, logprobs=[0, -2, -2]),
+        experience(session_id="b"),
+    ]
+    batch = build(chains, [np.zeros(1)] * 3, policy_version=1)
+    shifts = shifts_of(batch, np.array([-0.5, -0.5, -3, -2, -1.5, -1], np.float32))
+    assert [(shift.name, shift.reward) for shift in shifts] == [("a", 1.0), ("b", 0.0)]
+    assert [shift.nats for shift in shifts] == pytest.approx([0.0, -0.25])
+
+
+def shifts(good, bad):
+    found = [Shift(name=f"good-{n}", reward=1.0, nats=nats) for n, nats in enumerate(good)]
+    return found + [Shift(name=f"bad-{n}", reward=0.0, nats=nats) for n, nats in enumerate(bad)]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        # Means −0.4; the standard error is 0.1 · √2 / √2 = 0.1, and −0.4 + 0.2 is below −0.1.
+        ([-0.3, -0.5], [], "2 held-out sessions are 0.4 nats a token less likely"),
+        # The standard error is 0.4: −0.4 + 0.8 is not.
+        ([0.0, -0.8], [], None),
+        ([-5.0], [], None),
+        ([], [3.0, 3.0], None),
+        # Bad replies rise as common good habits do: only their lead over the good ones counts.
+        ([0.5, 0.5], [0.5, 0.5], None),
+        ([-0.05, -0.05], [0.2, 0.2], "2 bad held-out sessions gained 0.25 nats a token"),
+    ],
+)
+def test_a_version_falls_if_good_replies_lose_or_bad_ones_gain_on_them_by_two_standard_errors(good, bad, words):
+    reason = judge(shifts(good, bad), GateRule()).reason
+    assert reason is None if words is None else words in reason
+
+
+def test_a_refusal_names_the_sessions_that_fell_most():
+    reason = judge(shifts([-0.3, -0.9, -0.5], []), GateRule()).reason
+    assert reason.endswith("What fell most: good-1 -0.90, good-2 -0.50, good-0 -0.30")
+
+
+def test_training_goes_back_to_the_version_before_the_first_failed_one():
+    """5 and 6 come from 4, which was rolled back: all three are left."""
+    at = Position(recent_versions=(2, 3, 4, 5, 6))
+    look = Look(num_ready=9, failed=frozenset({4, 6}))
+    assert why_held(look, at, PacingRule()) == Rewind(version=3, reason="version 4 failed")
+    assert why_held(look, at, PacingRule(when_failed="go_on")) is None
+    assert why_held(Look(num_ready=9), at, PacingRule()) is None
+    tried = Position(recent_versions=at.recent_versions, rewound_to=3)
+    assert why_held(look, tried, PacingRule()) is None, "its state is not on disk: it is tried once a batch"
+
+
+POISON = {"learning_rate": 0.3, "gate_sessions": 64, "gate_good_reward": 1.2, "gate_bad_reward": 0.8}
+"""A learning rate 100 times that of the other tests."""
+
+
+def train(settings):
+    kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
+    workflow = kind.build_from_config(settings, enable_jit=False)
+    state = workflow.learn(workflow.setup(settings.seed))
+    workflow.close()
+    return state
+
+
+def play(ledger, model):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    Rollouts(ledger, load_model(model), split=Split.EVAL).play("held-out", num_groups=8)
+
+
+def published(ledger):
+    with ledger.read() as conn:
+        return {policy.version: policy for policy in policies.list_policies(conn)[0]}
+
+
+@pytest.mark.parametrize("workflow", ["on_policy", "off_policy"])
+def test_a_poisoned_update_is_kept_and_not_served_and_the_next_one_starts_before_it(tmp_path, model, ledger, workflow):
+    """Also by a trainer that starts again in between: the third update comes from version 0 as well."""
+    play(ledger, model)
+    settings = trainer_ledger.settings_for(tmp_path, model, workflow=workflow, buffer_min_groups=1, **POISON)
+    train(settings.model_copy(update={"total_batches": 1}))
+    first = published(ledger)
+    assert first[1].status is PolicyStatus.FAILED
+    assert first[1].error.startswith("refused by the publishing gate: good replies of ")
+    assert first[1].metrics["gate_good_shift"] < -0.5
+    with ledger.read() as conn:
+        assert policies.newest_policy(conn).version == 0
+    sane = settings.model_copy(update={"total_batches": 2, "learning_rate": 1e-4})
+    state = train(sane)
+    assert state.progress.recent_versions == (0, 2)
+    assert read_manifest(tmp_path / "policies" / "v000002")["parent"] == 0
+    assert published(ledger)[2].status is PolicyStatus.PUBLISHED
+    base, second = (load_file(place / "model.safetensors") for place in (model, tmp_path / "policies" / "v000002"))
+    assert all((base[name] - second[name]).abs().max() < 1e-3 for name in base), "four steps of 1e-4 from version 0"
+
+
+def test_a_version_that_holds_is_published_with_what_was_measured(tmp_path, model, ledger):
+    play(ledger, model)
+    train(trainer_ledger.settings_for(tmp_path, model, **POISON | {"learning_rate": 1e-4, "total_batches": 1}))
+    version = published(ledger)[1]
+    assert version.status is PolicyStatus.PUBLISHED
+    assert version.metrics["gate_num_good"] > 1
+    assert abs(version.metrics["gate_good_shift"]) < 0.1
