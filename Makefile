@@ -106,7 +106,7 @@ demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodifi
 	cd tests && ../$(BIN)/python -m harnesses --install-only
 	touch $@
 
-harnesses: .harnesses/.installed ## Play pinned agents from npm and PyPI through the proxy, and write docs/agents.md
-	cd tests && ../$(BIN)/python -m harnesses
+harnesses: .harnesses/.installed ## Play pinned agents from npm and PyPI through the proxy (ARGS=--resume goes on), and write docs/agents.md
+	cd tests && ../$(BIN)/python -m harnesses $(ARGS)
 
 .PHONY: harnesses

@@ -1,14 +1,17 @@
-"""`make harnesses`: install pinned agents, play each through the proxy, and write docs/agents.md."""
+"""`make harnesses`: install pinned agents, play each through the proxy, and write docs/agents.md.
+
+One file holds the verdicts of a table, each with the commit that it was made on. `--resume` keeps those of the present
+commit and plays the others, so that a table may be made in parts and survives a kill.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import fcntl
-import json
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,43 +19,62 @@ from harnesses import proxy_process
 from harnesses.engines import FakeEngine, ScriptedEngine, running_forced_engine
 from harnesses.entry import ROOT, Harness
 from harnesses.install import InstallFailed, install
-from harnesses.page import Verdicts, page
+from harnesses.page import page
 from harnesses.play import Verdict, examine
-from harnesses.registry import HARNESSES, ON_VLLM
+from harnesses.registry import HARNESSES
 from harnesses.run import Stage
+from harnesses.verdicts import Verdicts, present_commit
 
 from turnwise.fake_engine import Script, running_fake_engine
 
 MODEL = "gpt-4.1-mini"
-"""The name under which the engine serves its model."""
+"""The name under which the fake engine serves its model."""
 CONTEXT_TOKENS = 262_144
 """Context length of the fake engine, whose tokens are bytes: some agents' first prompts have more than 100,000."""
+AGENT_SECONDS = 900.0
+"""Time limit for all runs of one agent."""
 
 
 def main() -> int:
-    """Play the wanted agents and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="agents to play [default: all; on vLLM two of each wire format]")
-    parser.add_argument("--scratch", type=Path, default=ROOT / ".harnesses", help="where agents are installed")
-    parser.add_argument("--engine", choices=["fake", "vllm"], default="fake", help="what they are played against")
-    parser.add_argument("--install-only", action="store_true", help="play nothing")
-    wanted = parser.parse_args()
+    """Play the wanted agents and write the page; return 1 if some are left for `--resume`."""
+    wanted = _parser().parse_args()
     scratch = wanted.scratch.absolute()
     scratch.mkdir(parents=True, exist_ok=True)
-    names = wanted.names or (ON_VLLM if wanted.engine == "vllm" else [harness.name for harness in HARNESSES])
-    chosen = [harness for harness in HARNESSES if harness.name in names]
+    chosen = [harness for harness in HARNESSES if not wanted.names or harness.name in wanted.names]
     if wanted.install_only:
         return _install(chosen, scratch)
+    verdicts = Verdicts(scratch / "verdicts.json", present_commit())
+    if not (wanted.resume or wanted.names):
+        verdicts.clear()
+    left = [harness for harness in chosen if not (wanted.resume and verdicts.has(harness))]
+    deadline = time.monotonic() + 60 * wanted.minutes
     with (
         tempfile.TemporaryDirectory(prefix="harnesses-") as temporary,
         _engine(wanted.engine, scratch, Path(temporary)) as engine,
         proxy_process.running(engine.url, Path(temporary)) as proxy,
     ):
-        for harness in chosen:
+        while left and time.monotonic() < deadline:
+            harness = left.pop(0)
             verdict = _examine(harness, scratch, proxy, engine)
-            _store(scratch / f"verdicts-{wanted.engine}.json", harness, verdict)
-    (ROOT / "docs" / "agents.md").write_text(page(*(_verdicts(scratch, name) for name in ("fake", "vllm"))))
-    return 0
+            verdicts.add(harness, wanted.engine, verdict)
+            sys.stdout.write(f"{harness.name}: {verdict.cells} {' '.join(verdict.notes)}\n")
+            sys.stdout.flush()
+    wanted.page.write_text(page(verdicts.read()))
+    if left:
+        sys.stdout.write(f"{len(left)} agents are left: {', '.join(each.name for each in left)}; use --resume\n")
+    return 1 if left else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="agents to play [default: all]")
+    parser.add_argument("--scratch", type=Path, default=ROOT / ".harnesses", help="where agents are installed")
+    parser.add_argument("--engine", choices=["vllm", "fake"], default="vllm", help="what they are played against")
+    parser.add_argument("--install-only", action="store_true", help="play nothing")
+    parser.add_argument("--resume", action="store_true", help="keep the verdicts that were made on this commit")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further agent after this time")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "agents.md", help="the page to write")
+    return parser
 
 
 def _install(chosen: list[Harness], scratch: Path) -> int:
@@ -79,26 +101,11 @@ def _examine(harness: Harness, scratch: Path, proxy: proxy_process.ProxyProcess,
         directory = install(harness, scratch)
     except InstallFailed as error:
         return Verdict({"runs": "not installed"}, [str(error)])
-    return examine(Stage(harness, directory, proxy, engine))
-
-
-def _verdicts(scratch: Path, engine: str) -> Verdicts:
-    stored = scratch / f"verdicts-{engine}.json"
-    return dict(json.loads(stored.read_text())) if stored.exists() else {}
-
-
-def _store(stored: Path, harness: Harness, verdict: Verdict) -> None:
-    """Add a verdict to those of earlier and concurrent runs, so that single agents can be played again."""
-    played = {"version": harness.version, "date": str(datetime.datetime.now(datetime.UTC).date())}
-    with stored.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        verdicts = json.loads(file.read() or "{}")
-        verdicts[harness.name] = {**played, "cells": verdict.cells, "notes": verdict.notes}
-        file.truncate(0)
-        file.write(json.dumps(verdicts, indent=2))
-    sys.stdout.write(f"{harness.name}: {verdict.cells} {' '.join(verdict.notes)}\n")
-    sys.stdout.flush()
+    try:
+        return examine(Stage(harness, directory, proxy, engine, time.monotonic() + AGENT_SECONDS))
+    except Exception as error:  # noqa: BLE001  one agent must not end the others' checks; its row says what failed
+        traceback.print_exc()
+        return Verdict({"runs": "no"}, [f"the check failed: {type(error).__name__}: {error}"])
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ def has_parallel_tools(turns: Sequence[Json], outputs: Sequence[str]) -> bool:
     return False
 
 
+def is_sampling(call: SeenCall) -> bool:
+    """Return whether a call has begun and not ended; a streamed one has also sent its first token."""
+    return call.outcome == "running" and (bool(call.token_ids) or not call.body.get("stream"))
+
+
 def was_cut_off(calls: Sequence[SeenCall], turns: Sequence[Json]) -> bool:
     """Return whether the engine stopped sampling a call, and the store has it once as aborted."""
     aborted = {_call_id(call.reply_id) for call in calls if call.outcome == "aborted"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from harnesses.entry import ROOT
+from harnesses.recorder import Recorder, recording
 from support.engines import running_engine
 
 from turnwise.fake_engine import Fault, Rule, RunningFakeEngine, Script
@@ -32,8 +33,8 @@ class ScriptedEngine(Protocol):
         """Longest prompt and reply together."""
 
     @property
-    def calls(self) -> list[SeenCall] | None:
-        """The calls since the last script; None where the engine does not list them."""
+    def calls(self) -> list[SeenCall]:
+        """The calls since the last script."""
 
     def set_script(self, rules: Sequence[Rule], faults: Sequence[Fault] = ()) -> None:
         """Replace the replies and faults."""
@@ -81,28 +82,34 @@ class FakeEngine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForcedEngine:
-    """A real vLLM whose replies come from a file that `support.forced_tokens` reads."""
+    """A real vLLM whose replies come from a file that `support.forced_tokens` reads, behind a relay."""
 
-    url: str
+    recorder: Recorder
     model: str
     context_tokens: int
     script_file: Path
-    calls: None = None
+
+    @property
+    def url(self) -> str:
+        """The base URL of the relay."""
+        return self.recorder.url
+
+    @property
+    def calls(self) -> list[SeenCall]:
+        """The calls since the last script."""
+        return self.recorder.calls
 
     def set_script(self, rules: Sequence[Rule], faults: Sequence[Fault] = ()) -> None:
-        """Replace the replies.
-
-        Raises:
-            NotImplementedError: faults are given.
-        """
-        if faults:
-            raise NotImplementedError("a real engine has no scripted faults; use the fake engine")
+        """Replace the replies, which the engine reads, and the faults, which the relay makes."""
         staged = self.script_file.with_suffix(".new")
         staged.write_text(Script(model=self.model, rules=list(rules)).model_dump_json())
         staged.replace(self.script_file)
+        self.recorder.calls.clear()
+        self.recorder.faults[:] = [fault.model_copy() for fault in faults]
 
     def forget_calls(self, num_known: int) -> None:
-        """Do nothing: no calls are listed."""
+        """Drop the calls after the first `num_known` from the list."""
+        del self.recorder.calls[num_known:]
 
 
 @contextlib.contextmanager
@@ -121,5 +128,8 @@ def running_forced_engine(model_dir: Path, directory: Path) -> Iterator[ForcedEn
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"FORCED_TOKENS_SCRIPT": str(script), "PYTHONPATH": os.pathsep.join(paths)}
     model = build_long_context_model(model_dir)
-    with running_engine(model, directory / "engine.log", *flags, environment=variables) as engine:
-        yield ForcedEngine(engine.url, engine.model, CONTEXT_TOKENS, script)
+    with (
+        running_engine(model, directory / "engine.log", *flags, environment=variables) as engine,
+        recording(engine.url) as recorder,
+    ):
+        yield ForcedEngine(recorder, engine.model, CONTEXT_TOKENS, script)

@@ -50,6 +50,8 @@ class Harness:
     package: str
     beside: tuple[str, ...] = ()
     """Further packages, pinned as well."""
+    python: str | None = None
+    """The version of Python that the package needs, as uv takes it; None if it runs on Turnwise's own."""
     dialect: str
     pointing: str
     """The line that points it at the proxy, for people who do not use `turnwise run`."""

@@ -42,7 +42,7 @@ def install(harness: Harness, scratch: Path) -> Path:
     if harness.installer == "npm":
         _install_npm(requirements, directory, scratch)
     else:
-        _install_pypi(requirements, directory, scratch)
+        _install_pypi(requirements, directory, scratch, harness.python or sys.executable)
     marker.write_text("\n".join(requirements))
     return directory
 
@@ -53,14 +53,14 @@ def _install_npm(requirements: Sequence[str], directory: Path, scratch: Path) ->
     _run(["npm", "install", *flags, f"--before={before}", *requirements], directory, {"HOME": str(_home(scratch))})
 
 
-def _install_pypi(requirements: Sequence[str], directory: Path, scratch: Path) -> None:
+def _install_pypi(requirements: Sequence[str], directory: Path, scratch: Path, interpreter: str) -> None:
     tools = scratch / "tools"
     uv = tools / "bin" / "uv"
     if not uv.exists():
         _run([sys.executable, "-m", "venv", str(tools)], scratch)
         _run([str(tools / "bin" / "pip"), "install", "--quiet", f"uv=={PINS['pypi']['uv']}"], scratch)
     shared = {"UV_CACHE_DIR": str(scratch / "uv-cache"), "UV_NO_CONFIG": "1", "UV_PYTHON_DOWNLOADS": "never"}
-    _run([str(uv), "venv", "--quiet", "--clear", "--python", sys.executable, str(directory)], scratch, shared)
+    _run([str(uv), "venv", "--quiet", "--clear", "--python", interpreter, str(directory)], scratch, shared)
     before = ["--system-certs", "--exclude-newer", PINS["index"]["before"]]
     python = str(directory / "bin" / "python")
     _run([str(uv), "pip", "install", "--quiet", "--python", python, *before, *requirements], scratch, shared)
@@ -75,15 +75,18 @@ def _home(scratch: Path) -> Path:
 def _run(command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None) -> None:
     if shutil.which(command[0]) is None:
         raise InstallFailed(f"{command[0]} is not on this machine")
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=INSTALL_SECONDS,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=directory,
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise InstallFailed(f"`{Path(command[0]).name} {command[1]}` did not end within {INSTALL_SECONDS} s") from error
     if done.returncode != 0:
         reason = " ".join((done.stdout + done.stderr)[-REASON_CHARACTERS:].split())
         raise InstallFailed(f"`{Path(command[0]).name} {command[1]}` failed: {reason}")

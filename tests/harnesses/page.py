@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 from harnesses.play import COLUMNS, NONE
 from harnesses.registry import HARNESSES
-
-Verdicts = Mapping[str, Mapping[str, Any]]
+from harnesses.verdicts import Stored
 
 HEAD = """\
 # Agents
@@ -26,39 +23,44 @@ Chains are continued only where the proxy knows the model's chat template. With 
 template of the directory that the engine names, or of `--tokenizer`, and checks nothing; without a template every turn
 after the first is `retokenised` with the reason `template_unknown`.
 
-## In front of the fake engine
+## What was measured
 
-The fake engine decides what the model says: it calls the agent's tool, once or twice in one reply, and ends when it
-sees the tool's output; it gives a task to a sub-agent where the agent has a tool for that. These are short
-conversations of two or three turns, without compaction.
+A script decides what the model says: it calls the agent's tool, once or twice in one reply, and ends when it sees the
+tool's output; it gives a task to a sub-agent where the agent has a tool for that. These are short conversations of two
+or three turns, without compaction. Images, and what they cost, are in [dialects.md](dialects.md).
 """
-FORCED = """\
-## In front of a real vLLM
+ENGINES = {
+    "vllm": (
+        "a real vLLM serves a small random model with a long context. A logits processor "
+        "(`tests/support/forced_tokens.py`) forces the tokens that a working model would sample. Token ids, chat "
+        "template, tool parsing and streaming are vLLM's own. A relay (`tests/harnesses/recorder.py`) lists what vLLM "
+        "sampled, and fails a call where a check asks for it"
+    ),
+    "fake": "the fake engine (`turnwise fake-engine`), which has vLLM's wire format and lists its calls itself",
+}
+"""What the values of the column `engine` mean."""
 
-A real vLLM serves a small random model with a long context. A logits processor (`tests/support/forced_tokens.py`)
-forces the tokens that a working model would sample, by the same script. Token ids, tool parsing and streaming are
-vLLM's own. It does not fail or wait on request, so there are fewer columns.
-"""
 
-
-def page(verdicts: Verdicts, forced: Verdicts) -> str:
-    """Return the whole page.
-
-    Args:
-        verdicts: by the agent's name, in front of the fake engine.
-        forced: the same, in front of a real vLLM.
-    """
-    lines = [HEAD, *_table(verdicts, list(COLUMNS)), ""]
+def page(verdicts: Stored) -> str:
+    """Return the whole page."""
+    lines = [HEAD, *_played(verdicts), "", *_table(verdicts, list(COLUMNS)), ""]
     lines += [f"* **{name}**: {meaning}." for name, meaning in COLUMNS.items()]
     lines += _notes(verdicts)
-    if forced:
-        columns = [name for name in COLUMNS if any(name in each["cells"] for each in forced.values())]
-        lines += ["", FORCED, *_table(forced, columns), *_notes(forced)]
     lines += ["", "## Pointing each by hand", "", "| agent | package | pointed by | `--as` |", "|---|---|---|---|"]
     for harness in HARNESSES:
         known = f"`{harness.agent}`" if harness.agent != "any" else "not needed"
         lines.append(f"| {harness.name} | `{harness.package}` | {harness.pointing} | {known} |")
     return "\n".join(lines) + "\n"
+
+
+def _played(verdicts: Stored) -> list[str]:
+    """Return what the engines of the table are, and the commits that it was made on."""
+    used = {verdict["engine"] for verdict in verdicts.values()}
+    commits = sorted({verdict["commit"] for verdict in verdicts.values()})
+    lines = ["The column **engine** says what each was played in front of:", ""]
+    lines += [f"* `{name}`: {meaning}." for name, meaning in ENGINES.items() if name in used]
+    named = ", ".join(f"`{commit}`" for commit in commits)
+    return [*lines, "", f"Played on {'commit' if len(commits) == 1 else 'the commits'} {named}."]
 
 
 def stated_cells(text: str) -> dict[str, dict[str, str]]:
@@ -73,19 +75,19 @@ def _split(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def _table(verdicts: Verdicts, columns: list[str]) -> list[str]:
-    lines = [f"| agent | version | dialect | {' | '.join(columns)} | played on |", "|---" * (len(columns) + 4) + "|"]
+def _table(verdicts: Stored, columns: list[str]) -> list[str]:
+    head = ["agent", "version", "dialect", "engine", *columns, "played on"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for harness in HARNESSES:
         verdict = verdicts.get(harness.name)
         if verdict is not None:
             cells = [verdict["cells"].get(name, NONE) for name in columns]
-            lines.append(
-                f"| {' | '.join([harness.name, verdict['version'], harness.dialect, *cells, verdict['date']])} |"
-            )
+            row = [harness.name, verdict["version"], harness.dialect, verdict["engine"], *cells, verdict["date"]]
+            lines.append(f"| {' | '.join(row)} |")
     return lines
 
 
-def _notes(verdicts: Verdicts) -> list[str]:
+def _notes(verdicts: Stored) -> list[str]:
     notes = []
     for harness in HARNESSES:
         verdict = verdicts.get(harness.name, {"cells": {}, "notes": []})

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from harnesses.checks import (
     has_parallel_tools,
     is_one_exact_chain,
+    is_sampling,
     is_served_stored,
     other_roles,
     own_turns,
@@ -38,7 +39,7 @@ COLUMNS = {
 }
 """The columns of the table."""
 NONE = "–"
-SLOW = Reply(text="One word after the other. " * 40, pace_seconds=0.02)
+SLOW = Reply(text="One word after the other. " * 200, pace_seconds=0.02)
 """A reply that takes long enough for the client to go away before its end."""
 
 
@@ -72,15 +73,13 @@ def examine(stage: Stage) -> Verdict:
     if not verdict.judge("runs", plain, is_good=_used_tool(plain, "one")):
         return verdict
     seen = list(plain.turns)
-    if stage.engine.calls is not None:
-        verdict.cells["streams"] = "yes" if any(call.body.get("stream") for call in plain.calls) else "no"
-    verdict.judge("exact", plain, is_good=_is_exact(stage, plain))
+    verdict.cells["streams"] = "yes" if any(call.body.get("stream") for call in plain.calls) else "no"
+    verdict.judge("exact", plain, is_good=_is_exact(plain))
     seen += _play_parallel(stage, verdict)
     if stage.harness.delegate is not None:
         seen += _play_sub_agent(stage, verdict, f"{name}-sub")
-    if stage.engine.calls is not None:
-        _play_breaks(stage, verdict, name, plain)
-        _play_client_gone(stage, verdict, f"{name}-gone")
+    _play_breaks(stage, verdict, name, plain)
+    _play_client_gone(stage, verdict, f"{name}-gone")
     if verdict.cells.get("beside") != "no":
         verdict.cells["beside"] = ", ".join(other_roles(seen)) or NONE
     return verdict
@@ -91,7 +90,7 @@ def _play_parallel(stage: Stage, verdict: Verdict) -> list[Json]:
     attempt = stage.attempt(None, lambda place: _rules(stage, place, "one", "two"))
     own = own_turns(attempt.turns)
     is_one_session = len({turn["session_id"] for turn in own}) == 1
-    is_exact = _used_tool(attempt, "one") and _is_exact(stage, attempt)
+    is_exact = _used_tool(attempt, "one") and _is_exact(attempt)
     verdict.judge("inferred", attempt, is_good=is_exact and is_one_session)
     verdict.cells["session by"] = ", ".join(sorted({session_source(turn["session_id"]) for turn in own}))
     outputs = [f"{OUTPUT}-{label}" for label in ("one", "two")]
@@ -105,7 +104,7 @@ def _play_sub_agent(stage: Stage, verdict: Verdict, session_id: str) -> list[Jso
     attempt = stage.attempt(session_id, lambda _: _sub_agent_rules(stage))
     subs = [turn for turn in attempt.turns if turn["role"] == "sub_agent"]
     is_named = any(SUB_ANSWER in str(turn["response"]) for turn in subs)
-    if not (attempt.finished and attempt.has_sent(SUB_ANSWER) and is_named and _is_stored(stage, attempt)):
+    if not (attempt.finished and attempt.has_sent(SUB_ANSWER) and is_named and _is_stored(attempt)):
         verdict.judge("beside", attempt, is_good=False)
     return attempt.turns
 
@@ -115,7 +114,7 @@ def _play_breaks(stage: Stage, verdict: Verdict, name: str, plain: Attempt) -> N
     faults = [Fault(kind=FaultKind.STATUS, status=500, count=1)]
     columns = ["retry", "kill -9"]
     attempt = _break(stage, f"{name}-breaks", faults, kills=True)
-    if _is_same(stage, attempt, plain):
+    if _is_same(attempt, plain):
         for column in columns:
             verdict.judge(column, attempt, is_good=True)
         return
@@ -125,13 +124,13 @@ def _play_breaks(stage: Stage, verdict: Verdict, name: str, plain: Attempt) -> N
         if is_retry and len(attempt.calls) == 1:
             verdict.cells[column] = "gives up"
         else:
-            verdict.judge(column, attempt, is_good=_is_same(stage, attempt, plain))
+            verdict.judge(column, attempt, is_good=_is_same(attempt, plain))
 
 
 def _break(stage: Stage, session_id: str, faults: Sequence[Fault], *, kills: bool) -> Attempt:
     async def kill(place: Place) -> bool:
         await wait_until(place.reached.exists)
-        num_known = len(stage.engine.calls or ())
+        num_known = len(stage.engine.calls)
         await asyncio.to_thread(stage.proxy.kill_and_restart)
         stage.engine.forget_calls(num_known)
         place.hold.unlink()
@@ -143,16 +142,16 @@ def _break(stage: Stage, session_id: str, faults: Sequence[Fault], *, kills: boo
     )
 
 
-def _is_same(stage: Stage, attempt: Attempt, plain: Attempt) -> bool:
+def _is_same(attempt: Attempt, plain: Attempt) -> bool:
     """Return whether the store has the same turns as after the undisturbed run, each once."""
-    return _used_tool(attempt, "one") and _is_stored(stage, attempt) and shape(attempt.turns) == shape(plain.turns)
+    return _used_tool(attempt, "one") and _is_stored(attempt) and shape(attempt.turns) == shape(plain.turns)
 
 
 def _play_client_gone(stage: Stage, verdict: Verdict, session_id: str) -> None:
     """End the agent while the engine samples."""
 
     async def leave(_: Place) -> bool:
-        await wait_until(lambda: any(call.outcome == "running" and call.token_ids for call in stage.engine.calls or ()))
+        await wait_until(lambda: any(is_sampling(call) for call in stage.engine.calls))
         return True
 
     rules = [
@@ -160,7 +159,7 @@ def _play_client_gone(stage: Stage, verdict: Verdict, session_id: str) -> None:
         Rule(reply=Reply(text=ANSWER)),
     ]
     attempt = stage.attempt(session_id, lambda _: rules, during=leave)
-    is_good = was_cut_off(attempt.calls, attempt.turns) and is_served_stored(attempt.calls, attempt.turns)
+    is_good = was_cut_off(attempt.calls, attempt.turns) and _is_stored(attempt)
     verdict.judge("client gone", attempt, is_good=is_good)
 
 
@@ -169,12 +168,12 @@ def _used_tool(attempt: Attempt, *labels: str) -> bool:
     return attempt.finished and attempt.has_sent(*(f"{OUTPUT}-{label}" for label in labels))
 
 
-def _is_exact(stage: Stage, attempt: Attempt) -> bool:
-    return _is_stored(stage, attempt) and is_one_exact_chain(own_turns(attempt.turns))
+def _is_exact(attempt: Attempt) -> bool:
+    return _is_stored(attempt) and is_one_exact_chain(own_turns(attempt.turns))
 
 
-def _is_stored(stage: Stage, attempt: Attempt) -> bool:
-    return stage.engine.calls is None or is_served_stored(attempt.calls, attempt.turns)
+def _is_stored(attempt: Attempt) -> bool:
+    return is_served_stored(attempt.calls, attempt.turns)
 
 
 def _rules(stage: Stage, place: Place, *labels: str) -> list[Rule]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ class Attempt:
     turns: list[Json]
     """As the API shows them, in the order of their sessions."""
     calls: list[SeenCall]
-    """The calls that the engine received; empty where it does not list them."""
+    """The calls that the engine received."""
 
     @property
     def finished(self) -> bool:
@@ -96,6 +97,8 @@ class Stage:
     """Where it is installed."""
     proxy: ProxyProcess
     engine: ScriptedEngine
+    deadline: float = math.inf
+    """When all runs of the agent must have ended, on the monotonic clock."""
 
     def attempt(
         self,
@@ -125,7 +128,7 @@ class Stage:
             address = Address(base_url, "EMPTY", self.engine.model, place.home, self.engine.context_tokens)
             log = Path(scratch, "log")
             ended = asyncio.run(self._run(address, place, log, during))
-            calls = list(self.engine.calls or [])
+            calls = list(self.engine.calls)
             turns = self._read_turns(client, before, calls)
             return Attempt(ended, log.read_text(errors="replace"), turns, calls)
 
@@ -139,7 +142,7 @@ class Stage:
         }
         command = agents.command_line(agent, self.harness.argv(self.directory), address)
         running = asyncio.create_task(
-            run_limited(command, cwd=place.work, environment=environment, log=log, timeout_seconds=RUN_SECONDS)
+            run_limited(command, cwd=place.work, environment=environment, log=log, timeout_seconds=self._seconds_left())
         )
         beside = asyncio.create_task(during(place)) if during is not None else None
         if beside is not None:
@@ -151,6 +154,10 @@ class Stage:
                 await asyncio.wait({running})
                 return None
         return await running
+
+    def _seconds_left(self) -> float:
+        """Return the time limit of a run that starts now."""
+        return min(RUN_SECONDS, max(1.0, self.deadline - time.monotonic()))
 
     def _read_turns(self, client: Client, before: set[str], calls: Sequence[SeenCall]) -> list[Json]:
         """Return the new turns, once there is one for each of the engine's calls."""
@@ -172,7 +179,7 @@ async def wait_until(is_so: Callable[[], bool]) -> None:
 def reason(failed: Attempt) -> str:
     """Return why an attempt did not end well, in a few words."""
     if failed.ended is None or failed.ended.timed_out:
-        return f"it does not end within {RUN_SECONDS:g} s"
+        return f"it does not end within its time limit, {RUN_SECONDS:g} s at most"
     lines = [line.strip() for line in failed.log.splitlines() if line.strip() and PROMPT not in line]
     errors = [line for line in lines if "rror" in line] or lines[-1:] or ["it prints nothing"]
     return f"exit status {failed.ended.exit_status}, {len(failed.turns)} turns: {errors[-1][:160]}".replace("|", "/")

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from harnesses import proxy_process
-from harnesses.engines import FakeEngine, ScriptedEngine
+from harnesses.engines import FakeEngine, ScriptedEngine, running_forced_engine
 from harnesses.entry import ROOT, Harness
 from harnesses.install import InstallFailed, install
-from harnesses.page import stated_cells
-from harnesses.play import examine, examine_briefly
+from harnesses.page import page, stated_cells
+from harnesses.play import COLUMNS, Verdict, examine, examine_briefly
 from harnesses.proxy_process import ProxyProcess
 from harnesses.registry import HARNESSES
 from harnesses.run import Stage
+from harnesses.verdicts import Verdicts
 
 from turnwise.fake_engine import Script, running_fake_engine
 
@@ -54,6 +55,17 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield engine, proxy
 
 
+@pytest.fixture(scope="module")
+def forced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A real vLLM whose tokens are forced, and a proxy in front of it."""
+    directory = tmp_path_factory.mktemp("forced")
+    with (
+        running_forced_engine(directory / "model", directory) as engine,
+        proxy_process.running(engine.url, directory) as proxy,
+    ):
+        yield engine, proxy
+
+
 def test_every_agent_has_a_row_with_its_pinned_version():
     assert {name: row["version"] for name, row in STATED.items()} == {each.name: each.version for each in HARNESSES}
 
@@ -63,6 +75,31 @@ def test_an_sdk_without_a_session_is_one_exact_chain_with_parallel_tools(fake: S
     engine, proxy = fake
     verdict = examine_briefly(Stage(harness, install(harness, SCRATCH), proxy, engine))
     assert verdict.cells == GOOD, verdict.notes
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("harness", SDKS, ids=by_name)
+def test_every_check_of_an_sdk_holds_in_front_of_a_real_engine_with_forced_tokens(forced: Served, harness: Harness):
+    engine, proxy = forced
+    verdict = examine(Stage(harness, install(harness, SCRATCH), proxy, engine))
+    assert {column: cell for column, cell in verdict.cells.items() if cell == "no"} == {}, verdict.notes
+    assert verdict.cells.keys() == COLUMNS.keys()
+
+
+def test_the_verdicts_of_another_commit_are_played_again(tmp_path: Path):
+    first, second = HARNESSES[:2]
+    file = tmp_path / "verdicts.json"
+    Verdicts(file, "earlier").add(first, "vllm", Verdict({"runs": "no"}, ["late"]))
+    verdicts = Verdicts(file, "present")
+    verdicts.add(second, "fake", Verdict({"runs": "yes"}))
+    assert [verdicts.has(each) for each in (first, second)] == [False, True]
+    stated = stated_cells(page(verdicts.read()))
+    assert [(stated[each.name]["engine"], stated[each.name]["runs"]) for each in (first, second)] == [
+        ("vllm", "no"),
+        ("fake", "yes"),
+    ]
+    assert "Played on the commits `earlier`, `present`." in page(verdicts.read())
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A logits processor for vLLM that forces the tokens which a script's reply has, as a working model would sample them.
 
-The script is a file of the fake engine's rules, read anew for each request, so that a test changes it between two
+The script is a file of the fake engine's rules, read again when the file changes, so that a test changes it between two
 runs. A request without a matching rule samples freely, and so do the calls with which a proxy checks an engine, which
 have a logit bias. vLLM loads the class by `--logits-processors support.forced_tokens:ForcedTokens`.
 """
@@ -49,7 +49,9 @@ class ForcedTokens(AdapterLogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         self._tokenizer = AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer)
-        self._script = Path(os.environ[SCRIPT_VARIABLE])
+        self._path = Path(os.environ[SCRIPT_VARIABLE])
+        self._read_at = -1
+        self._script = Script()
 
     def is_argmax_invariant(self) -> bool:
         """Return False: greedy sampling is forced as well."""
@@ -63,11 +65,17 @@ class ForcedTokens(AdapterLogitsProcessor):
         """Return the tokens of the reply to a prompt; empty without a matching rule."""
         prompt = self._tokenizer.decode(prompt_ids)
         last_message = prompt.split(START_OF_TURN)[-2]
-        script = Script.load(self._script)
-        reply = script.take_reply(last_message, offers_tools="<tools>" in prompt)
+        reply = self._current_script().take_reply(last_message, offers_tools="<tools>" in prompt)
         if reply is None:
             return []
         return list(self._tokenizer.encode(hermes_text(reply) + END_OF_TURN, add_special_tokens=False))
+
+    def _current_script(self) -> Script:
+        """Return the script of the file; one that has not changed keeps its counts of the rules."""
+        written_at = self._path.stat().st_mtime_ns
+        if written_at != self._read_at:
+            self._script, self._read_at = Script.load(self._path), written_at
+        return self._script
 
 
 def hermes_text(reply: Reply) -> str:

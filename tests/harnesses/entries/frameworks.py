@@ -188,6 +188,8 @@ FRAMEWORKS = (
         name="OpenHands SDK",
         installer="pypi",
         package="openhands-sdk",
+        beside=("openhands-tools",),
+        python=">=3.12",
         dialect="chat",
         pointing="`LLM(base_url=…/v1)`, model `openai/NAME`",
         argv=python_program("openhands_conversation"),

@@ -1,0 +1,66 @@
+"""The file with the verdicts of a table: one for each agent, with engine, version, date and commit."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harnesses.entry import ROOT, Harness
+from harnesses.play import Verdict
+
+Stored = Mapping[str, Mapping[str, Any]]
+"""Verdicts by the agent's name."""
+PLAYED = ("proxy", "turnwise", "migrations", "tests/harnesses", "tests/support")
+"""The code that a verdict depends on."""
+
+
+class Verdicts:
+    """The verdicts of one table."""
+
+    def __init__(self, file: Path, commit: str) -> None:
+        self._file = file
+        self._commit = commit
+
+    def clear(self) -> None:
+        """Delete all verdicts."""
+        self._file.unlink(missing_ok=True)
+
+    def read(self) -> Stored:
+        """Return all verdicts."""
+        return dict(json.loads(self._file.read_text())) if self._file.exists() else {}
+
+    def has(self, harness: Harness) -> bool:
+        """Return whether there is a verdict on the pinned version of an agent, made on the present commit."""
+        stored = self.read().get(harness.name)
+        return stored is not None and (stored["version"], stored["commit"]) == (harness.version, self._commit)
+
+    def add(self, harness: Harness, engine: str, verdict: Verdict) -> None:
+        """Add or replace the verdict on an agent; concurrent commands do not lose each other's."""
+        played = {
+            "version": harness.version,
+            "engine": engine,
+            "date": str(datetime.datetime.now(datetime.UTC).date()),
+            "commit": self._commit,
+        }
+        with self._file.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            stored = json.loads(file.read() or "{}")
+            stored[harness.name] = {**played, "cells": verdict.cells, "notes": verdict.notes}
+            file.truncate(0)
+            file.write(json.dumps(stored, indent=2))
+
+
+def present_commit() -> str:
+    """Return the short hash of the present commit, with `-changed` if the code differs from it."""
+    commit = _git("rev-parse", "--short=10", "HEAD")
+    return f"{commit}-changed" if _git("status", "--porcelain", "--", *PLAYED) else commit
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
