@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,6 +17,7 @@ from starlette.routing import Match, Route
 import turnwise
 from proxy import problems
 from proxy.dialects.registry import dialect_of_path
+from proxy.peers import Peers
 from proxy.routes import dashboard, keys, openapi, operations, policies, rewards, sessions, tokens
 from proxy.routes.data_plane import Endpoints
 from proxy.services import running_services, services_of
@@ -26,14 +28,22 @@ HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_erro
 """OpenAI `type` and `code` of requests that the router rejects."""
 
 
-def create_app(settings: ProxySettings) -> FastAPI:
-    """Build the server; it opens no connection before its lifespan starts."""
+def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_directory: Path | None = None) -> FastAPI:
+    """Build the server; it opens no connection before its lifespan starts.
+
+    Args:
+        settings: of this process.
+        peers: the other workers of the proxy, if it has several.
+        metrics_directory: where all workers keep their metrics.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                services = await stack.enter_async_context(running_services(settings))
+                services = await stack.enter_async_context(
+                    running_services(settings, peers or Peers(), metrics_directory)
+                )
             except TurnwiseError as error:
                 app.state.startup_error = error
                 raise

@@ -1,19 +1,26 @@
-"""Run one proxy process until it is told to stop."""
+"""Run one proxy process until it is told to stop: the whole proxy, or one of its workers."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import signal
+import socket
 import sys
+from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
 from proxy.app import create_app
 from proxy.connections import limited_http
+from proxy.peers import Peers, receive_setup
 from proxy.routes.data_plane import DataPlane
 from proxy.routes.edge import Edge
 from proxy.settings import ProxySettings
+from proxy.workers import listening_sockets
 from proxy.writer.process import GC_ALLOCATIONS
+from turnwise.errors import TurnwiseError
 from turnwise.telemetry import configure_logging
 
 SWITCH_SECONDS = 0.0003
@@ -28,11 +35,50 @@ def run(settings: ProxySettings) -> int:
     Raises:
         TurnwiseError: the proxy cannot start.
     """
+    return _serve(settings, Peers(), None, None)
+
+
+def run_worker() -> None:
+    """Run as a worker: the only argument is the descriptor of the socket to the parent, which it inherits."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    setup = receive_setup(link)
+    peers = Peers(link)
+    try:
+        sockets = listening_sockets(setup.settings.host, setup.settings.port)
+        sys.exit(_serve(setup.settings, peers, setup.metrics_directory, sockets))
+    except TurnwiseError as error:
+        peers.report_failure(error)
+        sys.exit(1)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server of a worker: it reports when it serves."""
+
+    def __init__(self, config: uvicorn.Config, peers: Peers, *, is_worker: bool) -> None:
+        super().__init__(config)
+        self._peers = peers
+        self._is_worker = is_worker
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, and report it."""
+        await super().startup(sockets)
+        self._peers.report_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; a terminal's ctrl-C reaches all processes, and then the parent stops the workers."""
+        if not (self._is_worker and sig == signal.SIGINT):
+            super().handle_exit(sig, frame)
+
+
+def _serve(
+    settings: ProxySettings, peers: Peers, metrics_directory: Path | None, sockets: list[socket.socket] | None
+) -> int:
+    """Serve until a signal; `sockets` are bound to the address, None binds it here."""
     _hide_torch()
     configure_logging(settings.log_level, settings.log_format)
-    app = create_app(settings)
+    app = create_app(settings, peers, metrics_directory)
     edge = Edge(DataPlane(app), app, settings)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             edge,
             host=settings.host,
@@ -54,14 +100,16 @@ def run(settings: ProxySettings) -> int:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             backlog=4096,
             lifespan="on",
-        )
+        ),
+        peers,
+        is_worker=sockets is not None,
     )
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
     # An expected error becomes one sentence; uvicorn would log its traceback.
     logging.getLogger("uvicorn.error").addFilter(lambda _: not hasattr(app.state, "startup_error"))
     try:
-        server.run()
+        server.run(sockets)
     except SystemExit:
         if hasattr(app.state, "startup_error"):
             raise app.state.startup_error from None

@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import cast
 
 from fastapi import Request
@@ -28,6 +29,7 @@ from proxy.fault import FaultPoints
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
 from proxy.metrics import Metrics
+from proxy.peers import Change, KeysChanged, Peers, SessionChanged
 from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -44,6 +46,8 @@ NUM_EXPORTS = 4
 """Maximum number of concurrent exports; each holds a database connection until its client has read everything."""
 SWEEP_SECONDS = 5.0
 """How often idle sessions are expired and old stored answers are deleted."""
+GAUGES_SECONDS = 1.0
+"""How often a worker stores its gauges for the other workers."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,6 +70,25 @@ class Services:
     budgets: Budgets
     replays: Replays
     known_requests: KnownRequests
+    peers: Peers
+
+    def forget_session(self, tenant: str, session_id: str) -> None:
+        """Remove a session from the memory of all workers, because its row in the store has changed."""
+        self.sessions.forget(tenant, session_id)
+        self.peers.announce(SessionChanged(tenant, session_id))
+
+    def forget_keys(self) -> None:
+        """Let all workers read keys from the store again."""
+        self.authenticator.forget()
+        self.peers.announce(KeysChanged())
+
+    def apply_change(self, change: Change) -> None:
+        """Apply what another worker has changed in the store."""
+        match change:
+            case SessionChanged(tenant, session_id):
+                self.sessions.forget(tenant, session_id)
+            case KeysChanged():
+                self.authenticator.forget()
 
 
 def services_of(request: Request) -> Services:
@@ -74,7 +97,9 @@ def services_of(request: Request) -> Services:
 
 
 @contextlib.asynccontextmanager
-async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
+async def running_services(
+    settings: ProxySettings, peers: Peers, metrics_directory: Path | None
+) -> AsyncIterator[Services]:
     """Open the store and the engines, start the background tasks, and close everything at the end.
 
     Raises:
@@ -82,9 +107,11 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         SchemaMismatch: the store's tables are of another release.
         EngineUnsuitable: an engine lacks a feature that exact capture requires, and the check is strict.
     """
-    services = await _open_services(settings)
+    services = await _open_services(settings, peers, Metrics(metrics_directory))
+    await peers.connect(services.apply_change)
     await services.reloader.start()
-    tasks = [asyncio.create_task(services.reloader.run()), asyncio.create_task(_sweep(services))]
+    background = [services.reloader.run(), _sweep(services), _refresh_gauges(services.metrics)]
+    tasks = [asyncio.create_task(each) for each in background]
     try:
         yield services
     finally:
@@ -94,14 +121,14 @@ async def running_services(settings: ProxySettings) -> AsyncIterator[Services]:
         await _close_services(services)
 
 
-async def _open_services(settings: ProxySettings) -> Services:
+async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics) -> Services:
     """Open the store, start the writer, and create the services on them."""
     url = settings.database.get_secret_value()
     database = Database(url, pool_size=NUM_READERS)
     exports = Database(url, pool_size=NUM_EXPORTS)
     await asyncio.to_thread(database.check_schema)
     secret = await asyncio.to_thread(_read_secret, database, settings)
-    metrics, faults = Metrics(), FaultPoints(settings.fault)
+    faults = FaultPoints(settings.fault)
     writer = Writer(
         url,
         metrics,
@@ -146,6 +173,7 @@ async def _open_services(settings: ProxySettings) -> Services:
         budgets=Budgets(settings, database, writer, metrics),
         replays=Replays(settings.replay_bytes),
         known_requests=KnownRequests(settings.request_cache_bytes),
+        peers=peers,
     )
 
 
@@ -154,6 +182,7 @@ async def _close_services(services: Services) -> None:
     with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
         await asyncio.wait_for(services.relay.wait_idle(), services.settings.commit_timeout_seconds)
     services.pool.close()
+    services.peers.close()
     await services.budgets.close()
     await services.writer.close()
     for opened in (services.database, services.exports):
@@ -232,7 +261,14 @@ async def _prune(services: Services) -> None:
         return
     while deleted := (await services.writer.do(retention.prune, utc_now() - datetime.timedelta(days=days))).sessions:
         for tenant, session_id in deleted:
-            services.sessions.forget(tenant, session_id)
+            services.forget_session(tenant, session_id)
+
+
+async def _refresh_gauges(metrics: Metrics) -> None:
+    """Store this worker's gauges until cancelled."""
+    while True:
+        metrics.refresh()
+        await asyncio.sleep(GAUGES_SECONDS)
 
 
 async def _sweep(services: Services) -> None:
@@ -244,7 +280,7 @@ async def _sweep(services: Services) -> None:
             await services.writer.do(idempotency.forget_answers, utc_now() - remembered)
             while expired := await services.writer.do(ledger.expire_idle_sessions, utc_now() - idle):
                 for tenant, session_id in expired:
-                    services.sessions.forget(tenant, session_id)
+                    services.forget_session(tenant, session_id)
                 services.metrics.sessions.labels("expired").inc(len(expired))
             await _prune(services)
         except TurnwiseError as error:

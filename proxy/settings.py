@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
 
 from turnwise.settings import Settings, mask_credentials
 
+DIVIDED = (
+    "max_concurrent_calls",
+    *(
+        f"{scope}_{limit}"
+        for scope in ("key", "tenant")
+        for limit in ("max_calls", "requests_per_minute", "tokens_per_minute")
+    ),
+    "cache_sessions",
+    "token_cache_bytes",
+    "request_cache_bytes",
+    "replay_bytes",
+)
+"""Settings of the whole proxy that each worker gets a share of."""
+
 
 class ProxySettings(Settings):
-    """Settings of one proxy process."""
+    """Settings of one proxy."""
 
     engine: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
     """vLLM base URLs. Each listens on loopback or a private network only."""
@@ -22,6 +37,9 @@ class ProxySettings(Settings):
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs at least one API key in the store."""
     port: int = Field(default=8100, ge=0, le=65535)
+    workers: int = Field(default=1, ge=1, le=256)
+    """Serving processes behind the port, each with a writing process. Limits of calls and rates, and the bytes and
+    sessions kept in memory, are divided by it."""
     tls_certificate: Path | None = None
     """PEM file with the certificate chain; with it and `tls_key` the proxy serves HTTPS."""
     tls_key: Path | None = None
@@ -162,6 +180,11 @@ class ProxySettings(Settings):
     needs `pip install 'turnwise[otel]'`. By default none are made."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
+
+    def divided(self) -> Self:
+        """Return the settings of one worker: its share of what is a limit of the whole proxy, rounded up."""
+        limits = {name: value for name in DIVIDED if (value := getattr(self, name)) is not None}
+        return self.model_copy(update={name: math.ceil(value / self.workers) for name, value in limits.items()})
 
     @field_validator("model_names", mode="before")
     @classmethod

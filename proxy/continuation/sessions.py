@@ -76,6 +76,8 @@ class Sessions:
         """Number of the newest session that continues one of this tenant and id."""
         self._reserved: collections.Counter[str] = collections.Counter()
         """Ids of the turns that running calls extend."""
+        self._is_shared = settings.workers > 1
+        """Whether calls of a session may reach other processes in its course."""
         self._token_cache = TokenCache(settings.token_cache_bytes)
         self._opening: dict[tuple[str, str], asyncio.Task[LiveSession]] = {}
 
@@ -196,6 +198,8 @@ class Sessions:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
         live, parent = placement.live, placement.parent
         if not conversation.num_replied:
+            if self._is_shared and live.forest.by_id:
+                await self.refresh(live)  # the role of a new chain depends on the session's others
             return new_chain(conversation, break_reason(conversation, live.forest))
         if not self._settings.continuation:
             return new_chain(conversation, "continuation_off")
@@ -302,7 +306,7 @@ class Sessions:
         cached = list(self._inferred.get((caller, digests[0]), ()))
         candidates = await self._candidates(cached, digests[0], caller)
         chosen = choose_candidate(candidates, call_ids, self._reserved, is_complete=False)
-        if chosen is not None:
+        if chosen is not None and not self._is_shared:  # another worker may have extended it
             return chosen
         is_handoff, digest, stored = await asyncio.to_thread(self._read_candidates, caller, conversation)
         candidates = await self._candidates(stored, digest, caller, refresh=True)

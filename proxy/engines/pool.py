@@ -55,13 +55,13 @@ class EnginePool:
         self._wait_seconds = wait_seconds
         self._in_flight = 0
         self._changed = asyncio.Event()
-        metrics.in_flight.set_function(lambda: self._in_flight)
+        metrics.compute(metrics.in_flight, lambda: self._in_flight)
         for engine in self.engines:
             engine.status.on_change = lambda _state, engine=engine: self._note_change(engine)
             metrics.engine_up.labels(engine.url).set(0)
             engine.wait_until_serving = functools.partial(self._wait_until_serving, engine)
             engine.observe_head = metrics.engine_seconds.labels(engine.url).observe
-            metrics.engine_calls.labels(engine.url).set_function(functools.partial(_num_calls, engine))
+            metrics.compute(metrics.engine_calls.labels(engine.url), functools.partial(_num_calls, engine))
 
     def _note_change(self, engine: Engine) -> None:
         """Export an engine's new state, and wake the calls that wait for one."""

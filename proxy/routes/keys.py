@@ -80,7 +80,7 @@ async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Respo
         expires_at=expires_at,
         token_budget=wanted.token_budget,
     )
-    services.authenticator.forget()
+    services.forget_keys()
 
     def read() -> keys.Key:
         with services.database.read() as connection:
@@ -93,5 +93,5 @@ async def create_key(services: Here, principal: Caller, wanted: NewKey) -> Respo
 async def revoke_key(key_id: Id, services: Here, principal: Caller) -> Response:
     """Revoke a key of the caller's tenant; revoking it again changes nothing."""
     revoked = await services.writer.do(keys.revoke_key, key_id, tenant=principal.tenant)
-    services.authenticator.forget()
+    services.forget_keys()
     return answer(dataclasses.asdict(revoked))

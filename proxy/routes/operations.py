@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import generate_latest
 
 from proxy.auth import Principal
 from proxy.routes.limits import LimitedRoute
@@ -202,14 +201,15 @@ async def document(request: Request, _: Caller) -> Response:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request, _: Caller) -> Response:
-    """Return all metrics in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format, summed over the workers of this proxy."""
     services = services_of(request)
     try:
         await asyncio.to_thread(_read_gauges, services)
     except StoreError as error:
         services.metrics.background_errors.labels("gauges").inc()
         log.warning("the gauges that come from the store could not be read: %s", error)
-    return Response(generate_latest(services.metrics.registry), media_type="text/plain; version=0.0.4")
+    rendered = await asyncio.to_thread(services.metrics.render)
+    return Response(rendered, media_type="text/plain; version=0.0.4")
 
 
 def _read_gauges(services: Services) -> None:

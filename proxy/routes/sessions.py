@@ -213,7 +213,7 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
     if holder is None or principal.session_id not in (None, holder):
         raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
     session_id, turn_ids = await services.writer.do(set_chain_role, principal.tenant, turn_id, wanted.role)
-    services.sessions.forget(principal.tenant, session_id)
+    services.forget_session(principal.tenant, session_id)
     return answer({"role": wanted.role, "turn_ids": turn_ids})
 
 
@@ -229,7 +229,7 @@ async def end_session(session_id: Id, services: Here, principal: Caller, ending:
     session = await services.writer.do(
         ledger.end_session, principal.tenant, session_id, said.termination_reason, reward=reward
     )
-    services.sessions.forget(principal.tenant, session_id)
+    services.forget_session(principal.tenant, session_id)
     services.metrics.sessions.labels("ended").inc()
 
     def read() -> str:
@@ -252,14 +252,14 @@ async def delete_tenant(services: Here, principal: Caller) -> Response:
     total = retention.Deleted()
     while (deleted := await services.writer.do(retention.delete_tenant, principal.tenant)).sessions:
         total += deleted
-    services.authenticator.forget()
+    services.forget_keys()
     return answer(_deleted(services, total))
 
 
 def _deleted(services: Services, deleted: retention.Deleted) -> Json:
     """Remove deleted sessions from memory; return the deletion as the API's JSON."""
     for tenant, session_id in deleted.sessions:
-        services.sessions.forget(tenant, session_id)
+        services.forget_session(tenant, session_id)
     return {
         "num_sessions": len(deleted.sessions),
         "num_turns": deleted.num_turns,

@@ -73,7 +73,7 @@ class Writer:
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._restarting: asyncio.Task[None] | None = None
-        metrics.writer_queue.set_function(lambda: len(self._waiting))
+        metrics.compute(metrics.writer_queue, lambda: len(self._waiting))
         self._is_closing = False
         self._reported_at = time.monotonic()
         self._ready_at: float | None = None

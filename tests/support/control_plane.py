@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +17,18 @@ if TYPE_CHECKING:
 CALL_SECONDS = 120.0
 
 
-def ask(url: str, path: str, body: dict | None = None, *, key: str = "") -> dict:
+def ask(
+    url: str, path: str, body: dict | None = None, *, key: str = "", headers: Mapping[str, str] | None = None
+) -> dict:
     """GET a path, or POST a body to it; return the decoded reply, or nothing where the reply is no JSON object.
 
     Raises:
         urllib.error.HTTPError: the reply is an error.
     """
     data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(url + path, data, headers)
+    authorization = {"authorization": f"Bearer {key}"} if key else {}
+    sent = {"content-type": "application/json", **authorization, **(headers or {})}
+    request = urllib.request.Request(url + path, data, sent)
     with urllib.request.urlopen(request, timeout=CALL_SECONDS) as response:
         raw = response.read()
     return json.loads(raw) if raw.startswith(b"{") else {}

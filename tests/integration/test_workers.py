@@ -1,0 +1,137 @@
+"""`turnwise proxy --workers 2`: several serving processes behind one port are one proxy to its clients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.control_plane import ask, metric
+from support.proxies import (
+    ProxyAndEngine,
+    RunningProxy,
+    command_line,
+    running_proxy,
+    wait_until_gone,
+)
+from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
+from support.waiting import wait_until
+
+from turnwise.fake_engine import Script, running_fake_engine
+
+WORKER = b"proxy.main"
+NUM_CONNECTIONS = 16
+"""Each to a worker that the kernel chooses: all to the same one once in 30,000 times."""
+
+
+def workers(proxy: RunningProxy) -> list[int]:
+    """Return the process ids of the proxy's workers."""
+    threads = Path(f"/proc/{proxy.process.pid}/task").iterdir()
+    children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+    return [pid for pid in children if WORKER in command_line(pid)]
+
+
+def wait_for_workers(proxy: RunningProxy, num_started: int) -> None:
+    """Wait until so many workers, counted since the start, have begun to serve."""
+    wait_until(lambda: proxy.log.read_text().count(" serves on port ") == num_started, "the workers serve")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyAndEngine]:
+    """Two workers over SQLite, for the whole module."""
+    directory = tmp_path_factory.mktemp("workers")
+    database_url = f"sqlite:///{directory}/turnwise.db"
+    with running_fake_engine() as engine, running_proxy(engine.url, database_url, directory, "--workers", "2") as proxy:
+        wait_for_workers(proxy, 2)
+        engine.calls.clear()
+        yield ProxyAndEngine(proxy, engine)
+
+
+def converse(proxy: RunningProxy, question: str, **headers: str) -> list[str]:
+    """Play a conversation, each turn over a connection of its own; return the turns' ids."""
+    messages: list[dict] = []
+    turn_ids = []
+    for number in range(NUM_CONNECTIONS):
+        messages.append({"role": "user", "content": f"{question} {number}"})
+        reply = ask(proxy.url, "/v1/chat/completions", {"model": "fake", "messages": messages}, headers=headers)
+        messages.append(reply["choices"][0]["message"])
+        turn_ids.append(reply["id"])
+    return turn_ids
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "inferred"])
+def test_a_conversation_that_moves_between_workers_is_one_exact_chain(shared, session_id, is_named):
+    seen = converse(shared.proxy, session_id, **({"x-session-id": session_id} if is_named else {}))
+    turns = [view.turn for view in shared.proxy.turns() if view.turn.turn_id in seen]
+    assert [turn.turn_id for turn in turns] == seen
+    assert [turn.parent_turn_id for turn in turns] == [None, *seen[:-1]]
+    assert {turn.outcome for turn in turns} == {"exact"}
+
+
+def test_all_workers_refuse_a_session_that_one_of_them_has_ended(shared, session_id):
+    url, body = f"{shared.proxy.url}/sessions/{session_id}", {"messages": [{"role": "user", "content": "hi"}]}
+    for _ in range(NUM_CONNECTIONS):  # until both workers have it in memory
+        ask(url, "/v1/chat/completions", body)
+    ask(shared.proxy.url, f"/v1/sessions/{session_id}/end", {})
+    for _ in range(NUM_CONNECTIONS):
+        with pytest.raises(urllib.error.HTTPError, match="409"):
+            ask(url, "/v1/chat/completions", body)
+
+
+def test_metrics_are_summed_over_the_workers_and_keep_the_counts_of_a_killed_one(shared, session_id):
+    proxy = shared.proxy
+    converse(proxy, session_id)
+    num_turns = len(proxy.turns())
+    assert {metric(proxy, "turnwise_turns_total") for _ in range(NUM_CONNECTIONS)} == {num_turns}
+    killed = workers(proxy)[0]
+    os.kill(killed, signal.SIGKILL)
+    wait_for_workers(proxy, 3)
+    assert metric(proxy, "turnwise_turns_total") == num_turns
+    assert metric(proxy, "turnwise_engine_up") == 1
+    assert metric(proxy, "process_open_fds", pid=str(killed)) == 0
+
+
+def test_a_killed_worker_loses_and_duplicates_no_turn_and_is_replaced(database_url, tmp_path):
+    """The agents retry; the calls of the other worker run on. SIGTERM ends all workers."""
+    with (
+        running_fake_engine(Script(pace_seconds=0.004)) as engine,
+        running_proxy(engine.url, database_url, tmp_path, "--workers", "2") as proxy,
+    ):
+        with playing(proxy.url, 16) as agents:
+            agents.go()
+            wait_for_workers(proxy, 2)
+            wait_for(agents, len(agents.all))
+            os.kill(workers(proxy)[0], signal.SIGKILL)
+            wait_for(agents, 3 * len(agents.all))
+            wait_for_workers(proxy, 3)
+            wait_for(agents, len(agents.all))
+            agents.stop()
+        assert_nothing_is_lost_or_doubled(agents, proxy, engine)
+        found = workers(proxy)
+        proxy.process.terminate()
+        assert proxy.process.wait(30) == 0
+        for pid in found:
+            wait_until_gone(pid)
+
+
+def test_the_workers_end_with_their_killed_parent(tmp_path):
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path, "--workers", "2") as proxy:
+        found = workers(proxy)
+        proxy.kill()
+        for pid in found:
+            wait_until_gone(pid)
+
+
+def test_a_worker_that_cannot_start_ends_the_command_with_its_reason(tmp_path):
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    with (
+        running_fake_engine(Script(logprobs_mode="raw_logprobs")) as engine,
+        pytest.raises(pytest.fail.Exception, match="processed_logprobs") as failed,
+        running_proxy(engine.url, url, tmp_path, "--workers", "2"),
+    ):
+        pass
+    assert "Traceback" not in str(failed.value)
