@@ -68,6 +68,17 @@ async def main():
 asyncio.run(main())
 ```
 
+Labels mark sessions for later, and lists search in what sessions hold:
+
+```python
+from turnwise.client import Client
+
+with Client("http://127.0.0.1:8100") as turnwise:
+    for session in turnwise.sessions(text="Oslo", min_reward=0.5):
+        turnwise.set_label(session["session_id"], "golden", note="found the city")
+    print([session["session_id"] for session in turnwise.sessions(label="golden")])
+```
+
 Every write has an idempotency key, so calls that are repeated after a broken connection, 429 or 503 take effect once. Errors are
 exceptions of `turnwise.errors`: `InvalidRequest`, `Unauthorized`, `Forbidden`, `NotFound`, `Conflict`, and `ProxyUnavailable` once
 all retries have failed.

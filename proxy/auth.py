@@ -32,10 +32,10 @@ SESSION, SESSION_REWARD = "session", "session_reward"
 MAY: dict[str, frozenset[str]] = {
     SESSION: frozenset({"call"}),
     SESSION_REWARD: frozenset({"call", "reward", "end"}),
-    "agent": frozenset({"call", "reward", "end", "create", "read", "describe", "metrics"}),
-    "trainer": frozenset({"reward", "read", "experiences", "publish", "describe", "metrics"}),
+    "agent": frozenset({"call", "reward", "end", "create", "label", "read", "describe", "metrics"}),
+    "trainer": frozenset({"reward", "label", "read", "experiences", "publish", "describe", "metrics"}),
     "admin": frozenset(
-        {"call", "reward", "end", "create", "read", "experiences", "publish", "activate", "keys", "delete"}
+        {"call", "reward", "end", "create", "label", "read", "experiences", "publish", "activate", "keys", "delete"}
         | {"describe", "metrics"}
     ),
 }
@@ -45,6 +45,7 @@ PHRASES = {
     "reward": "post rewards",
     "end": "end sessions",
     "create": "create sessions",
+    "label": "label sessions",
     "read": "read sessions, turns, updates and policies",
     "experiences": "read experiences",
     "publish": "publish policy versions",
@@ -61,6 +62,8 @@ ACTION_OF_ROUTE = {
     "GET /v1/sessions/{session_id}": "read",
     "GET /v1/sessions/{session_id}/turns": "read",
     "POST /v1/sessions/{session_id}/end": "end",
+    "PUT /v1/sessions/{session_id}/labels/{label}": "label",
+    "DELETE /v1/sessions/{session_id}/labels/{label}": "label",
     "DELETE /v1/sessions/{session_id}": "delete",
     "DELETE /v1/tenant": "delete",
     "GET /v1/turns/{turn_id}": "read",

@@ -128,6 +128,18 @@ class TrainedIn:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A label of a session, set by a person or a program."""
+
+    label: str
+    note: str | None = None
+    """Free text."""
+    written_by: str | None = None
+    """The API key that wrote it; set by the proxy."""
+    created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """One run of an agent."""
 
@@ -157,6 +169,8 @@ class Session:
     """The session's reward under its credit policy; None before its first reward."""
     trained_in: tuple[TrainedIn, ...] = ()
     """The updates that trained it, oldest first; more than one if its group was trained again."""
+    labels: tuple[Label, ...] = ()
+    """Its labels in alphabetical order. A label has no effect on training; lists and exports can filter by it."""
     num_turns: int = 0
     num_chains: int = 0
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REQUEST_ID = b"x-request-id"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PREFLIGHT_SECONDS = b"600"
-ALLOWED_METHODS = b"GET, POST, DELETE"
+ALLOWED_METHODS = b"GET, POST, PUT, DELETE"
 READ_HEADERS = frozenset({b"host", b"origin", b"content-type", b"traceparent", REQUEST_ID})
 
 
@@ -116,7 +116,7 @@ class Edge:
                 "`turnwise keys create`, or add the origin to --cors-origins",
                 code="foreign_origin",
             )
-        given = read.get(b"content-type", b"") if method == "POST" else b""
+        given = read.get(b"content-type", b"") if method in ("POST", "PUT") else b""
         kind = given.decode("latin-1").partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):
             raise UnsupportedMediaType(f"a body of type {kind!r} is not accepted; send content-type: application/json")

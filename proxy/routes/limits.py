@@ -7,6 +7,7 @@ same messages. Unknown query parameters are rejected like unknown fields.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
@@ -23,6 +24,8 @@ TEXT = r"^[^\x00-\x1f\x7f]*$"
 """Text without control characters; PostgreSQL cannot store NUL."""
 Id = Annotated[str, Field(min_length=1, max_length=256, pattern=TEXT)]
 """An id that a client chose."""
+LabelName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^/\x00-\x1f\x7f]+$")]
+"""A label: one segment of a path."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite JSON number; numeric strings and booleans are rejected."""
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
@@ -61,13 +64,14 @@ class LimitedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, preceded by the checks of the limits."""
         handle = super().get_route_handler()
-        known = sorted(parameter.alias for parameter in self.dependant.query_params)
+        declared = itertools.chain(self.dependant.query_params, *(d.query_params for d in self.dependant.dependencies))
+        known = sorted(parameter.alias for parameter in declared)
 
         async def limited(request: Request) -> Response:
             _check_parameters(request, known)
             settings = services_of(request).settings
             checked = LimitedRequest(request.scope, request.receive)
-            if request.method == "POST":
+            if request.method in ("POST", "PUT"):
                 raw = await read_body(request.receive, max_bytes=settings.max_body_bytes)
                 await check_nesting(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
                 checked._body = raw  # noqa: SLF001  Starlette's cache of the body

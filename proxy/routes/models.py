@@ -228,7 +228,13 @@ class RewardsAnswer(Page):
     data: list[ReachedAnswer]
 
 
-SessionPage = page_model("SessionPage", SessionAnswer, "Some sessions.")
+SessionPage = page_model(
+    "SessionPage",
+    SessionAnswer,
+    "Some sessions.",
+    next_after=(str | None, Field(description="The `after` of the next page; null if there are no more sessions.")),
+    num_searched=(int, Field(description="Number of sessions that were looked at for this page.")),
+)
 TurnPage = page_model("TurnPage", TurnAnswer, "Some turns.")
 UpdatePage = page_model("UpdatePage", UpdateAnswer, "Some updates.")
 PolicyPage = page_model(

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from proxy.asgi import Receive, Scope, Send
 from proxy.auth import Principal
-from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
+from proxy.routes.limits import Count, Id, LabelName, LimitedRoute, Number, Text
 from proxy.routes.models import RewardsAnswer, answer, describe_answer
 from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
@@ -138,6 +138,7 @@ async def list_experiences(
     group_id: Id | None = None,
     split: Split | None = None,
     status: SessionStatus | None = None,
+    label: LabelName | None = None,
     credit: Credit | None = None,
     gamma: Annotated[float | None, Query(ge=0.0, le=1.0)] = None,
     reward_bonus_coeff: Annotated[float, Query(ge=0.0, le=1e6)] = 0.0,
@@ -154,7 +155,13 @@ async def list_experiences(
             param="gamma",
         )
     wanted = experiences.SessionFilter(
-        tenant=principal.tenant, session_id=session_id, task_id=task_id, group_id=group_id, split=split, status=status
+        tenant=principal.tenant,
+        session_id=session_id,
+        task_id=task_id,
+        group_id=group_id,
+        split=split,
+        status=status,
+        label=label,
     )
 
     def lines() -> Generator[bytes]:

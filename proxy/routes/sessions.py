@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from proxy.auth import Principal
 from proxy.continuation.identities import SESSION_ID, check_id
-from proxy.routes.limits import Count, Id, LimitedRoute, Number, Text
+from proxy.routes.limits import Count, Id, LabelName, LimitedRoute, Number, Text
 from proxy.routes.models import (
     ChainRole,
     DeletedAnswer,
@@ -25,11 +25,13 @@ from proxy.routes.models import (
     answer,
     describe_answer,
 )
+from proxy.routes.search import contents
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
-from turnwise.store import experiences, groups, ledger, queries, retention, session_changes
+from turnwise.store import experiences, groups, ledger, queries, retention, search, session_changes
 from turnwise.store.roles import set_chain_role
+from turnwise.store.search import Contents
 from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
@@ -129,22 +131,30 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
 async def list_sessions(
     services: Here,
     principal: Caller,
+    held: Annotated[Contents, Depends(contents)],
     task_id: Id | None = None,
     group_id: Id | None = None,
     split: Split | None = None,
     status: SessionStatus | None = None,
+    label: LabelName | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
 ) -> Response:
-    """List this tenant's sessions, newest first."""
+    """List this tenant's sessions, newest first.
+
+    The filters `min_reward` to `text` read what the sessions hold, without an index: one call looks at 2,000 sessions
+    or for 2 seconds at most, and may return few or no sessions. `has_more` is true then; `after=` the answer's
+    `next_after` continues. One turn must satisfy `outcome`, `reason`, `policy_version` and `text` together.
+    """
     wanted = experiences.SessionFilter(
-        tenant=principal.tenant, task_id=task_id, group_id=group_id, split=split, status=status
+        tenant=principal.tenant, task_id=task_id, group_id=group_id, split=split, status=status, label=label
     )
 
     def read() -> Json:
         with services.database.read() as connection:
-            found, more = queries.sessions(connection, wanted, limit=limit, after=after)
-            return page([record_json(session) for session in found], more)
+            found = search.search_sessions(connection, wanted, held, limit=limit, after=after)
+        listed = page([record_json(session) for session in found.sessions], found.next_after is not None)
+        return {**listed, "next_after": found.next_after, "num_searched": found.num_searched}
 
     return answer(await asyncio.to_thread(read))
 

@@ -15,47 +15,19 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import httpx2
 
 from turnwise import errors
 from turnwise.client import wire
-from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection, step_header
+from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection
+from turnwise.client.session_state import SessionState
 from turnwise.client.wire import Attempts, Call, Prompt, RewardFields, SessionFields
 from turnwise.types import Json
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI, OpenAI
 
-
-class _SessionState:
-    """A session as the proxy described it at its creation."""
-
-    def __init__(self, data: Json, connection: Connection) -> None:
-        self.data = data
-        """The session's JSON."""
-        self.session_id: str = data["session_id"]
-        default_url = f"{connection.base_url}/sessions/{wire.segment(self.session_id)}/v1"
-        self.base_url: str = data.get("base_url") or default_url
-        """Base URL for any OpenAI client."""
-        self.api_key: str = data.get("api_key") or connection.api_key
-        """API key for any OpenAI client."""
-        self._pool = connection.pool
-
-    def openai(self, *, step: int | None = None) -> OpenAI:
-        """Return a real OpenAI client for this session; with `step`, all its calls belong to that step."""
-        return self._pool.sync(self.base_url, self.api_key, step_header(step))
-
-    def openai_async(self, *, step: int | None = None) -> AsyncOpenAI:
-        """Return a real asynchronous OpenAI client for this session, over the running loop's shared connections."""
-        return self._pool.asynchronous(self.base_url, self.api_key, step_header(step))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(session_id={self.session_id!r}, base_url={self.base_url!r})"
-
-
-class SessionHandle(_SessionState):
+class SessionHandle(SessionState):
     """One open session."""
 
     def __init__(self, data: Json, client: Client) -> None:
@@ -121,6 +93,14 @@ class Client(Connection):
     def sessions(self, **filters: Any) -> Iterator[Json]:
         """Iterate over sessions, page by page; filters are those of `GET /v1/sessions`."""
         return self._rows(wire.page_of("/v1/sessions", filters), "session_id")
+
+    def set_label(self, session_id: str, label: str, note: str | None = None) -> Json:
+        """Give a session a label, or replace the label's note; return the session's JSON."""
+        return self._json(wire.set_label(session_id, label, note))
+
+    def remove_label(self, session_id: str, label: str) -> Json:
+        """Remove a label from a session; return the session's JSON."""
+        return self._json(wire.remove_label(session_id, label))
 
     def end_session(self, session_id: str, *, reason: str | None = None, reward: float | None = None) -> Json:
         """End a session; return its JSON, in which `training_note` says what it waits for until it is trained."""
@@ -222,7 +202,7 @@ class Client(Connection):
             time.sleep(pause)
 
 
-class AsyncSessionHandle(_SessionState):
+class AsyncSessionHandle(SessionState):
     """One open session, of an asynchronous client."""
 
     def __init__(self, data: Json, client: AsyncClient) -> None:
@@ -276,6 +256,14 @@ class AsyncClient(Connection):
     def sessions(self, **filters: Any) -> AsyncIterator[Json]:
         """Iterate over sessions, page by page; filters are those of `GET /v1/sessions`."""
         return self._rows(wire.page_of("/v1/sessions", filters), "session_id")
+
+    async def set_label(self, session_id: str, label: str, note: str | None = None) -> Json:
+        """Give a session a label, or replace the label's note; return the session's JSON."""
+        return await self._json(wire.set_label(session_id, label, note))
+
+    async def remove_label(self, session_id: str, label: str) -> Json:
+        """Remove a label from a session; return the session's JSON."""
+        return await self._json(wire.remove_label(session_id, label))
 
     async def end_session(self, session_id: str, *, reason: str | None = None, reward: float | None = None) -> Json:
         """End a session; return its JSON, in which `training_note` says what it waits for until it is trained."""

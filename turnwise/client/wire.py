@@ -119,6 +119,16 @@ def session_path(session_id: str, suffix: str = "") -> str:
     return f"/v1/sessions/{segment(session_id)}{suffix}"
 
 
+def set_label(session_id: str, label: str, note: str | None) -> Call:
+    """Return the call that gives a session a label."""
+    return Call("PUT", session_path(session_id, f"/labels/{segment(label)}"), body=given({"note": note}))
+
+
+def remove_label(session_id: str, label: str) -> Call:
+    """Return the call that removes a label from a session."""
+    return Call("DELETE", session_path(session_id, f"/labels/{segment(label)}"))
+
+
 def get_turn(turn_id: str, prompt: Prompt) -> Call:
     """Return the call that reads one turn."""
     return get(f"/v1/turns/{segment(turn_id)}", prompt=prompt)
@@ -173,9 +183,11 @@ def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | N
 def next_page(call: Call, page: Json, id_field: str) -> Call | None:
     """Return the call for the next page; None after the last page."""
     rows = page["data"]
-    if not page.get("has_more") or not rows:
+    # A page of a search names where it stopped, and may have no rows.
+    after = page.get("next_after") or (rows[-1][id_field] if rows else None)
+    if not page.get("has_more") or after is None:
         return None
-    return dataclasses.replace(call, params={**call.params, "after": rows[-1][id_field]})
+    return dataclasses.replace(call, params={**call.params, "after": after})
 
 
 def pause_seconds(attempt: int, retry_after: str | None) -> float:

@@ -154,6 +154,7 @@ def _filter_options(command: Any) -> Any:
         click.option("--session-id", help="Only this session."),
         click.option("--split", type=click.Choice(["train", "eval"])),
         click.option("--status", type=click.Choice(["open", "ended", "expired"])),
+        click.option("--label", help="Only with this label."),
     ):
         command = option(command)
     return command
@@ -163,7 +164,7 @@ def _filter_of(given: dict[str, Any]) -> Any:
     """Return the filter of a command's options, and remove them from `given`."""
     filters, records = import_module("turnwise.store.experiences"), import_module("turnwise.types")
     kinds = {"split": records.Split, "status": records.SessionStatus}
-    names = ("tenant", "task_id", "group_id", "session_id", "split", "status")
+    names = ("tenant", "task_id", "group_id", "session_id", "split", "status", "label")
     chosen = {name: given.pop(name) for name in names}
     return filters.SessionFilter(
         **{name: kinds.get(name, str)(value) for name, value in chosen.items() if value is not None}

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from turnwise.chains import ChainTokens, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.store import lineage, rows, trained
-from turnwise.store.tables import sessions
+from turnwise.store.tables import session_labels, sessions
 from turnwise.types import (
     EID,
     TRAINED_ROLES,
@@ -45,14 +45,21 @@ class SessionFilter:
     """A group's id. It does not match a session without `group_id`, whose group has the session id."""
     split: Split | None = None
     status: SessionStatus | None = None
+    label: str | None = None
 
     def clauses(self) -> list[sa.ColumnElement[bool]]:
         """Return the conditions on the table of sessions."""
-        return [
+        wanted = [
             sessions.c[field.name] == getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) is not None
+            if field.name != "label" and getattr(self, field.name) is not None
         ]
+        if self.label is not None:
+            labelled = sa.select(session_labels.c.session_pk).where(session_labels.c.label == self.label)
+            if self.tenant is not None:
+                labelled = labelled.where(session_labels.c.tenant == self.tenant)
+            wanted.append(sessions.c.session_pk.in_(labelled))
+        return wanted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from turnwise import credit
 from turnwise.errors import NotFound
 from turnwise.store import lineage, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
+from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
 from turnwise.store.statements import fetch_at_once, is_among, members
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
@@ -44,7 +45,7 @@ def session(conn: sa.Connection, tenant: str, session_id: str) -> Session:
     Raises:
         NotFound: no such session.
     """
-    return _sessions(conn, [_session_row(conn, tenant, session_id)])[0]
+    return sessions_from_rows(conn, [_session_row(conn, tenant, session_id)])[0]
 
 
 def lock_session(conn: sa.Connection, tenant: str, session_id: str) -> rows.StoredRow:
@@ -64,6 +65,18 @@ def sessions(
     Raises:
         NotFound: no session `after`.
     """
+    page, has_more = session_rows(conn, wanted, limit=limit, after=after)
+    return sessions_from_rows(conn, page), has_more
+
+
+def session_rows(
+    conn: sa.Connection, wanted: SessionFilter, *, limit: int, after: str | None
+) -> tuple[list[rows.StoredRow], bool]:
+    """Return the rows of the sessions that follow the session `after`, newest first, and whether there are more.
+
+    Raises:
+        NotFound: no session `after`.
+    """
     found = (
         sa.select(tables.sessions)
         .where(*wanted.clauses())
@@ -74,8 +87,8 @@ def sessions(
         if wanted.tenant is None:
             raise ValueError("paging behind a session needs the filter's tenant")
         found = found.where(tables.sessions.c.session_pk < _session_row(conn, wanted.tenant, after).session_pk)
-    page = conn.execute(found).all()
-    return _sessions(conn, page[:limit]), len(page) > limit
+    page = list(conn.execute(found))
+    return page[:limit], len(page) > limit
 
 
 def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool = True) -> TurnView:
@@ -261,8 +274,9 @@ def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: boo
     return row
 
 
-def _sessions(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Session]:
-    """Return these sessions with their rewards."""
+def sessions_from_rows(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Session]:
+    """Return these sessions with their rewards, updates and labels."""
+    labels = labels_of(conn, [row.session_pk for row in found])
     lines = lineage.rewards_of(conn, [row.session_pk for row in found if row.num_rewards > 0])
     updates_of = trained.trained_in(conn, [row.session_pk for row in found if row.group_pk is not None])
     return [
@@ -270,6 +284,7 @@ def _sessions(conn: sa.Connection, found: Sequence[rows.StoredRow]) -> list[Sess
             row,
             credit.session_reward(lines.get(row.session_pk, ()), Credit(row.credit)),
             (update for update, _ in updates_of.get(row.session_pk, ())),
+            labels.get(row.session_pk, ()),
         )
         for row in found
     ]

@@ -23,6 +23,7 @@ from turnwise.store.tables import (
     groups,
     idempotency,
     rewards,
+    session_labels,
     sessions,
     token_usage,
     trained_sessions,
@@ -111,7 +112,7 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
     ).scalars()
     trained_on = tuple(sorted(versions))
     num_turns = 0
-    for table in (trained_sessions, rewards, turns, sessions):
+    for table in (session_labels, trained_sessions, rewards, turns, sessions):
         deleted = conn.execute(sa.delete(table).where(is_among(dialect, table.c.session_pk, "session_pks")), named)
         num_turns += deleted.rowcount if table is turns else 0
     _leave_groups(conn, found)

@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from turnwise.store import digests, tables
 from turnwise.store.database import from_micros, to_micros
 from turnwise.types import (
+    Label,
     Logprobs,
     PolicyVersion,
     Reward,
@@ -140,6 +141,7 @@ class RowFormat(Generic[R]):
 _SESSIONS = RowFormat(Session, tables.sessions)
 TURNS = RowFormat(Turn, tables.turns, joined=("session_id", "tenant"), free_text=("model", "reason"))
 """A row that is read also has its session's `session_id` and `tenant`, besides the columns of `turns`."""
+LABELS = RowFormat(Label, tables.session_labels, free_text=("note",))
 REWARDS = RowFormat(Reward, tables.rewards, joined=("session_id", "tenant"))
 """A row that is read also has its session's `session_id` and `tenant`, besides the columns of `rewards`."""
 POLICIES = RowFormat(PolicyVersion, tables.policies)
@@ -159,9 +161,11 @@ def session_row(session: Session, group_pk: int | None) -> dict[str, Any]:
     )
 
 
-def session_from_row(row: StoredRow, reward: float | None, trained_in: Iterable[TrainedIn] = ()) -> Session:
+def session_from_row(
+    row: StoredRow, reward: float | None, trained_in: Iterable[TrainedIn] = (), labels: tuple[Label, ...] = ()
+) -> Session:
     """Return a stored session; its reward is computed from its reward lines."""
-    return _SESSIONS.record(row, reward=reward, trained_in=tuple(trained_in))
+    return _SESSIONS.record(row, reward=reward, trained_in=tuple(trained_in), labels=labels)
 
 
 def session_values(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,16 +12,18 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.errors import Conflict
+from turnwise.errors import Conflict, InvalidRequest
 from turnwise.store import groups, queries, rows
-from turnwise.store.tables import sessions
-from turnwise.types import Session, SessionStatus, Split
+from turnwise.store.tables import session_labels, sessions
+from turnwise.types import Label, Session, SessionStatus, Split
 
 CHANGEABLE = (
     *("task_id", "run", "group_id", "group_size", "split", "credit", "gamma", "sampling", "metadata"),
     "opened_by",
 )
 """Fields that a repeated creation of a session may change."""
+MAX_LABELS = 100
+"""Maximum number of labels of one session."""
 _GROUPING = frozenset({"group_id", "group_size", "split"})
 
 
@@ -77,3 +79,34 @@ def _reject_changes(fields: Collection[str], session: Session, reason: str) -> N
             f"session {session.session_id!r} exists and its {names} can no longer change: {reason}; create another",
             param=min(fields),
         )
+
+
+def set_label(conn: sa.Connection, tenant: str, session_id: str, label: Label) -> Session:
+    """Give a session a label, or replace the note of the label that it has; return the session.
+
+    Raises:
+        NotFound: no such session.
+        InvalidRequest: the session has `MAX_LABELS` other labels.
+    """
+    session_pk = queries.lock_session(conn, tenant, session_id).session_pk
+    others = session_labels.c.session_pk == session_pk, session_labels.c.label != label.label
+    if conn.execute(sa.select(sa.func.count()).where(*others)).scalar_one() >= MAX_LABELS:
+        raise InvalidRequest(f"session {session_id!r} has {MAX_LABELS} labels, which is the limit; remove one")
+    _delete_label(conn, session_pk, label.label)
+    conn.execute(sa.insert(session_labels).values(**rows.LABELS.row(label, session_pk=session_pk, tenant=tenant)))
+    return queries.session(conn, tenant, session_id)
+
+
+def remove_label(conn: sa.Connection, tenant: str, session_id: str, label: str) -> Session:
+    """Remove a label from a session, if it has it; return the session.
+
+    Raises:
+        NotFound: no such session.
+    """
+    _delete_label(conn, queries.lock_session(conn, tenant, session_id).session_pk, label)
+    return queries.session(conn, tenant, session_id)
+
+
+def _delete_label(conn: sa.Connection, session_pk: int, label: str) -> None:
+    own = session_labels.c.session_pk == session_pk, session_labels.c.label == label
+    conn.execute(sa.delete(session_labels).where(*own))

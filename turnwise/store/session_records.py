@@ -15,6 +15,7 @@ from turnwise import credit
 from turnwise.errors import NotFound
 from turnwise.store import lineage, rows
 from turnwise.store.experiences import SessionFilter
+from turnwise.store.labels import labels_of
 from turnwise.store.tables import sessions, turns
 from turnwise.types import Credit, Reward, Session, Turn
 
@@ -55,10 +56,11 @@ def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[Sess
             return
         behind = found[-1].session_pk
         pks = [row.session_pk for row in found]
-        stored, lines = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks)
+        stored, lines, labels = lineage.turns_of(conn, pks), lineage.rewards_of(conn, pks), labels_of(conn, pks)
         for row in found:
             judged = lines.get(row.session_pk, [])
-            session = rows.session_from_row(row, credit.session_reward(judged, Credit(row.credit)))
+            reward = credit.session_reward(judged, Credit(row.credit))
+            session = rows.session_from_row(row, reward, labels=labels.get(row.session_pk, ()))
             yield SessionRecord(session, stored.get(row.session_pk, []), judged)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.types import Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn, UpdateRecord
+from turnwise.types import Label, Logprobs, PolicyVersion, Reward, Session, TokenIds, Turn, UpdateRecord
 
 metadata = sa.MetaData(
     naming_convention={
@@ -77,7 +77,7 @@ sessions = sa.Table(
     sa.Column("session_pk", Serial, primary_key=True, autoincrement=True),
     sa.Column("group_pk", sa.ForeignKey("groups.group_pk")),
     sa.Column("num_rewards", sa.Integer, nullable=False),
-    *_columns(Session, omit=frozenset({"reward", "trained_in"})),
+    *_columns(Session, omit=frozenset({"reward", "trained_in", "labels"})),
     sa.UniqueConstraint("tenant", "session_id"),
     sa.Index("ix_sessions_group", "tenant", "group_id"),
     sa.Index("ix_sessions_group_pk", "group_pk"),
@@ -89,6 +89,21 @@ sessions = sa.Table(
     sa.Index("ix_sessions_split", "split", "session_pk"),
 )
 """`group_pk` is null for eval sessions: they are never claimed."""
+
+session_labels = sa.Table(
+    "session_labels",
+    metadata,
+    # The cascade lets an older release, which does not know this table, delete sessions.
+    sa.Column(
+        "session_pk",
+        sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"),
+        primary_key=True,
+        autoincrement=False,
+    ),
+    *_columns(Label, key="label"),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Index("ix_session_labels_label", "label", "tenant", "session_pk"),
+)
 
 turns = sa.Table(
     "turns",

@@ -9,7 +9,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from support.in_process import in_process_proxy
 
-from turnwise.store import claims
+from turnwise.client import wire
+from turnwise.store import claims, search
 from turnwise.store.database import Database
 from turnwise.types import UpdateRecord
 
@@ -52,6 +53,44 @@ def test_a_discount_that_has_no_effect_is_refused(http) -> None:
     assert found.status_code == 400
     assert found.json()["error"]["message"].startswith("`gamma` discounts step rewards and has no effect")
     assert http.post("/v1/sessions", json={"gamma": 0.5, "credit": "step_wise"}).status_code == 200
+
+
+def send(http: TestClient, call: wire.Call):
+    return http.request(call.method, call.path, params=call.params, json=call.body)
+
+
+def test_labels_are_set_filtered_by_and_removed_as_the_client_does(http) -> None:
+    for session_id in ("marked", "plain"):
+        http.post("/v1/sessions", json={"session_id": session_id})
+    label = "read this: 50%?"
+    labelled = send(http, wire.set_label("marked", label, "a <b>note</b>")).json()["labels"]
+    assert [(each["label"], each["note"]) for each in labelled] == [(label, "a <b>note</b>")]
+    found = http.get("/v1/sessions", params={"label": label}).json()
+    assert [each["session_id"] for each in found["data"]] == ["marked"]
+    assert found["data"][0]["labels"] == labelled
+    assert http.get("/v1/sessions/marked").json()["labels"] == labelled
+    assert send(http, wire.set_label("nobody", label, None)).status_code == 404
+    assert refusal(send(http, wire.set_label("marked", "x" * 65, None))).startswith("`label`")
+    for _ in range(2):
+        assert send(http, wire.remove_label("marked", label)).json()["labels"] == []
+    assert http.put("/v1/sessions/marked/labels/a", json={"note": "x", "colour": "red"}).status_code == 422
+
+
+def test_a_search_continues_past_pages_without_a_match(http, monkeypatch) -> None:
+    monkeypatch.setattr(search, "WINDOW", 2)
+    monkeypatch.setattr(search, "MAX_SEARCHED", 2)
+    for number in range(5):
+        http.post("/v1/sessions", json={"session_id": f"n{number}", "group_id": "searched"})
+    http.post("/v1/sessions/n0/end", json={"reward": 0.25, "termination_reason": "solved"})
+    call: wire.Call | None = wire.page_of("/v1/sessions", {"group_id": "searched", "max_reward": 0.25})
+    pages = []
+    while call is not None:
+        page = send(http, call).json()
+        pages.append(([each["session_id"] for each in page["data"]], page["next_after"], page["num_searched"]))
+        call = wire.next_page(call, page, "session_id")
+    assert pages == [([], "n3", 2), ([], "n1", 2), (["n0"], None, 1)]
+    assert "did you mean `min_reward`?" in refusal(http.get("/v1/sessions?min_rewards=1"))
+    assert http.get("/v1/sessions?min_reward=nan").status_code == 422
 
 
 def test_an_invalid_body_gets_one_sentence(http) -> None:

@@ -48,6 +48,7 @@ class World:
         """Use a route on a session, or on its turn."""
         method, path = route.split(" ")
         path = path.replace("{session_id}", session_id).replace("{version}", "0").replace("{key_id}", "nobody")
+        path = path.replace("{label}", "golden")
         (turn_id,) = (turn for (_, owner), turn in self.turns.items() if owner == session_id)
         path = path.replace("{turn_id}", turn_id)
         bodies: dict[str, Any] = {

@@ -23,17 +23,20 @@ from turnwise.store import (
     policies,
     queries,
     retention,
+    search,
     session_changes,
     trained,
 )
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import Reward, Session, SessionStatus, Split, Turn, utc_now
+from turnwise.store.search import Contents
+from turnwise.types import Label, Outcome, Reward, Session, SessionStatus, Split, Turn, utc_now
 
-GROWING = "sessions|turns|rewards|groups|idempotency|trained_sessions"
+GROWING = "sessions|turns|rewards|groups|idempotency|trained_sessions|session_labels"
 A_SCAN = re.compile(rf"^SCAN ({GROWING})\b")
 NOW = utc_now()
 WEEK = datetime.timedelta(days=7)
+EVERYTHING = Contents(min_reward=0.0, outcome=Outcome.EXACT, reason="r", policy_version=0, text="question")
 Ask = Callable[[sa.Connection], Any]
 
 ASKS: dict[str, Ask] = {
@@ -41,6 +44,9 @@ ASKS: dict[str, Ask] = {
     "a later page": lambda c: queries.sessions(c, SessionFilter(tenant="t"), after="s"),
     "sessions of a task": lambda c: queries.sessions(c, SessionFilter(tenant="t", task_id="x")),
     "sessions of a group": lambda c: queries.sessions(c, SessionFilter(tenant="t", group_id="g")),
+    "labelled sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", label="golden")),
+    "labelled sessions of all tenants": lambda c: queries.sessions(c, SessionFilter(label="golden")),
+    "a search": lambda c: search.search_sessions(c, SessionFilter(tenant="t"), EVERYTHING),
     "open sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", status=SessionStatus.OPEN)),
     "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False),
     "whole turns": lambda c: queries.turns(c, "t", "s"),
@@ -78,6 +84,8 @@ CHANGES: dict[str, Ask] = {
         idempotency_key="k",
         retrain=True,
     ),
+    "a label": lambda c: session_changes.set_label(c, "t", "s", Label(label="golden")),
+    "a removed label": lambda c: session_changes.remove_label(c, "t", "s", "golden"),
     "an end": lambda c: ledger.end_session(c, "t", "s"),
     "idle sessions": lambda c: ledger.expire_idle_sessions(c, NOW + WEEK),
     "stalled groups": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "train"),
@@ -122,7 +130,7 @@ def test_no_query_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: s
         assert [line for line in plans(conn, ASKS[name]) if A_SCAN.match(line)] == []
 
 
-OF_A_TENANT = ("a page of sessions", "a later page", "open sessions", "counts of a tenant")
+OF_A_TENANT = ("a page of sessions", "a later page", "open sessions", "a search", "counts of a tenant")
 OTHERS_TOO = re.compile(r"^SEARCH (sessions|groups)\b(?!.*\((tenant=|session_pk=|INTEGER PRIMARY KEY|rowid))")
 
 

@@ -1,0 +1,36 @@
+"""The query parameters that filter sessions by what they hold."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query
+
+from proxy.routes.limits import Id
+from turnwise.store.search import Contents
+from turnwise.types import Outcome
+
+FiniteNumber = Annotated[float, Query(allow_inf_nan=False)]
+
+
+def contents(
+    min_reward: FiniteNumber | None = None,
+    max_reward: FiniteNumber | None = None,
+    termination_reason: Annotated[str | None, Query(max_length=1000)] = None,
+    outcome: Annotated[Outcome | None, Query(description="Of a turn.")] = None,
+    reason: Annotated[str | None, Query(max_length=1000, description="Of the turn's outcome.")] = None,
+    policy_version: Annotated[
+        int | None, Query(ge=0, le=2**31 - 1, description="A version that sampled in the turn.")
+    ] = None,
+    text: Annotated[Id | None, Query(description="Part of the turn's messages or reply.")] = None,
+) -> Contents:
+    """Return the conditions on what a session holds."""
+    return Contents(
+        min_reward=min_reward,
+        max_reward=max_reward,
+        termination_reason=termination_reason,
+        outcome=outcome,
+        reason=reason,
+        policy_version=policy_version,
+        text=text,
+    )

@@ -1,0 +1,93 @@
+"""Search in what sessions hold: each condition, the bounds of one search, and how it continues."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support.ledger_samples import make_turn
+
+from turnwise.store import ledger, search
+from turnwise.store.database import Database
+from turnwise.store.experiences import SessionFilter
+from turnwise.store.search import Contents, search_sessions
+from turnwise.types import Outcome, Reward, Session, Turn
+
+HERE = SessionFilter(tenant="default")
+CALL = {"function": {"name": "find", "arguments": '{"city": "S\u00e3o Paulo"}'}}
+SESSIONS: list[tuple[str, Turn, float | None]] = [
+    ("a", make_turn("t1", response={"role": "assistant", "content": "The answer is 50% of it."}), 0.0),
+    ("b", make_turn("t2", outcome=Outcome.UNTRAINABLE, reason="media", policy_version_last=3), 0.5),
+    ("c", make_turn("t3", messages=[{"role": "user", "content": 'שלום "quoted" 🙂'}]), 1.0),
+    ("d", make_turn("t4", response={"role": "assistant", "tool_calls": [CALL]}), None),
+]
+
+
+@pytest.fixture
+def filled(database: Database) -> Database:
+    """Four sessions with one turn each, oldest first, and a session of another tenant with all their text."""
+    with database.write() as conn:
+        for session_id, turn, reward in SESSIONS:
+            ledger.create_session(conn, Session(session_id=session_id))
+            ledger.append_turns(conn, [dataclasses.replace(turn, session_id=session_id)])
+            if reward is not None:
+                ledger.add_rewards(conn, [Reward(session_id=session_id, value=reward)])
+        ledger.end_session(conn, "default", "a", "solved")
+        ledger.create_session(conn, Session(session_id="x", tenant="other"))
+        ledger.append_turns(conn, [make_turn("t9", session_id="x", tenant="other")])
+    return database
+
+
+@pytest.mark.parametrize(
+    ("contents", "found"),
+    [
+        (Contents(), "dcba"),
+        (Contents(min_reward=0.5), "cb"),
+        (Contents(max_reward=0.5), "ba"),
+        (Contents(min_reward=0.1, max_reward=0.9), "b"),
+        (Contents(termination_reason="solved"), "a"),
+        (Contents(outcome=Outcome.UNTRAINABLE), "b"),
+        (Contents(outcome=Outcome.EXACT), "dca"),
+        (Contents(reason="media"), "b"),
+        (Contents(policy_version=2), "b"),
+        (Contents(policy_version=0), "dcba"),
+        (Contents(text="ANSWER IS"), "a"),
+        (Contents(text="50% of"), "a"),
+        (Contents(text="50_ of"), ""),
+        (Contents(text="שלום"), "c"),
+        (Contents(text='"quoted"'), "c"),
+        (Contents(text="🙂"), "c"),
+        (Contents(text='"city": "São'), "d"),
+        (Contents(text="question 2", outcome=Outcome.EXACT), ""),
+    ],
+)
+def test_each_condition_selects_the_sessions_that_satisfy_it(filled: Database, contents: Contents, found: str) -> None:
+    with filled.read() as conn:
+        result = search_sessions(conn, HERE, contents)
+    assert "".join(each.session_id for each in result.sessions) == found
+    assert (result.next_after, result.num_searched) == (None, 4)
+
+
+def test_a_page_continues_where_it_stopped_until_the_end(filled: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "WINDOW", 2)
+    with filled.read() as conn:
+        first = search_sessions(conn, HERE, Contents(min_reward=0.0), limit=2)
+        assert [each.session_id for each in first.sessions] == ["c", "b"]
+        assert (first.next_after, first.num_searched) == ("b", 3)
+        second = search_sessions(conn, HERE, Contents(min_reward=0.0), limit=2, after="b")
+        assert ([each.session_id for each in second.sessions], second.next_after) == (["a"], None)
+        exact = search_sessions(conn, HERE, Contents(min_reward=0.0), limit=1, after="b")
+        assert exact.next_after is None
+
+
+@pytest.mark.parametrize(("name", "bound"), [("MAX_SEARCHED", 2), ("MAX_SECONDS", -1.0)])
+def test_one_search_is_bounded_and_says_where_it_stopped(
+    filled: Database, monkeypatch: pytest.MonkeyPatch, name: str, bound: float
+) -> None:
+    monkeypatch.setattr(search, "WINDOW", 2)
+    monkeypatch.setattr(search, name, bound)
+    with filled.read() as conn:
+        stopped = search_sessions(conn, HERE, Contents(termination_reason="solved"))
+        assert (stopped.sessions, stopped.next_after, stopped.num_searched) == ([], "c", 2)
+        rest = search_sessions(conn, HERE, Contents(termination_reason="solved"), after="c")
+    assert ([each.session_id for each in rest.sessions], rest.next_after) == (["a"], None)
