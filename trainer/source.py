@@ -112,9 +112,11 @@ class Source(Protocol):
 class LedgerSource:
     """Claims groups from the store."""
 
-    def __init__(self, db: Database, rule: SourceRule) -> None:
+    def __init__(self, db: Database, rule: SourceRule, *, with_imported: bool = False) -> None:
+        """`with_imported` claims groups of imported sessions too: the loss must read no behaviour logprobs."""
         self._db = db
         self._rule = rule
+        self._with_imported = with_imported
         self._closed = threading.Event()
         self._lease: _Lease | None = None
 
@@ -135,6 +137,7 @@ class LedgerSource:
                 max_groups=self._rule.groups_per_batch,
                 lease_seconds=self._rule.lease_seconds,
                 min_policy_version=at.min_policy_version,
+                with_imported=self._with_imported,
             )
             if claim is None:
                 continue
@@ -148,6 +151,7 @@ class LedgerSource:
                         claim.group_pks,
                         reward_bonus_coeff=self._rule.reward_bonus_coeff,
                         roles=self._rule.train_roles,
+                        with_imported=self._with_imported,
                     )
                 )
             return ClaimedBatch(
@@ -289,7 +293,7 @@ class LedgerSource:
             since = now - timedelta(seconds=self._rule.in_flight_seconds)
             with self._db.read() as conn:
                 return Look(
-                    num_ready=claims.num_claimable(conn),
+                    num_ready=claims.num_claimable(conn, with_imported=self._with_imported),
                     pinned=policies.pinned_version(conn) if at.is_paced else None,
                     oldest_in_flight=claims.oldest_version_in_flight(conn, since) if at.is_paced else None,
                     failed=policies.failed_versions(conn, at.recent_versions),

@@ -19,6 +19,10 @@ TRAINABLE_OUTCOMES = frozenset({Outcome.EXACT, Outcome.RETOKENISED})
 """Outcomes of turns that are captured completely and bit-exactly."""
 
 
+IMPORTED = "imported"
+"""Reason of an untrainable turn whose reply was imported: it has tokens, but no policy sampled them."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChainTokens:
     """One training sequence of L tokens, with K turns trained in it."""
@@ -40,6 +44,11 @@ class ChainTokens:
 def is_trainable(turn: Turn) -> bool:
     """Return whether the turn has sampled tokens that may carry loss."""
     return turn.outcome in TRAINABLE_OUTCOMES and turn.token_ids.size > 0
+
+
+def is_imported(turn: Turn) -> bool:
+    """Return whether the turn's reply was imported, so that only a loss without an importance ratio may train it."""
+    return turn.outcome is Outcome.UNTRAINABLE and turn.reason == IMPORTED and turn.token_ids.size > 0
 
 
 def chain_paths(turns: Sequence[Turn]) -> list[list[Turn]]:

@@ -27,6 +27,10 @@ SessionKey = tuple[str, str]
 """A session's tenant and id."""
 
 
+IMPORT = "import"
+"""`Session.opened_by` of an imported session."""
+
+
 def utc_now() -> datetime.datetime:
     """Return the current time as a timezone-aware datetime in UTC."""
     return datetime.datetime.now(datetime.UTC)
@@ -160,7 +164,8 @@ class Session:
     """Sampling parameters that override those of the session's calls."""
     metadata: Json = dataclasses.field(default_factory=dict)
     opened_by: str | None = None
-    """`api` for a session created by `POST /v1/sessions`, `call` for one created by its first call."""
+    """`api` for a session created by `POST /v1/sessions`, `call` for one created by its first call, `import` for an
+    imported one."""
     continues: str | None = None
     """The session that this one continues: the application used the same id after that session was over."""
     status: SessionStatus = SessionStatus.OPEN
@@ -222,7 +227,7 @@ class Turn:
     role_reason: str | None = None
     """How the role was determined, or `corrected`."""
     policy_version_first: int = 0
-    """Policy version that sampled the first token."""
+    """Policy version that sampled the first token; -1 for an imported reply, which no policy sampled."""
     policy_version_last: int = 0
     """Policy version that sampled the last token; differs from the first if a reload happened during the call."""
     history_digest: bytes = b""

@@ -21,6 +21,7 @@ from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.long_probes import LongProbe, long_probes
 from proxy.continuation.outline import Outline, Outliner, marks_of
 from proxy.continuation.reply import Reply
+from turnwise.template_messages import ContentFormat, load_tokenizer, shape_conversation
 from turnwise.types import Json, TokenIds
 
 MARKER = "TurnwiseMarkQ7Z"
@@ -57,9 +58,7 @@ class ChatTokenizer(Protocol):
 class ChatTemplate:
     """Renders conversations as the engine does."""
 
-    def __init__(
-        self, tokenizer: ChatTokenizer, end_tokens: Sequence[int], content_format: Literal["string", "openai"]
-    ) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, end_tokens: Sequence[int], content_format: ContentFormat) -> None:
         self._tokenizer = tokenizer
         self._format = content_format
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
@@ -100,10 +99,8 @@ class ChatTemplate:
         Raises:
             Unsafe: when the template refuses the conversation.
         """
-        conversation = [self._as_engine(message) for message in messages]
-        if not self._renders_developer:
-            conversation = _merge_system(conversation)
         try:
+            conversation = shape_conversation(messages, self._format, has_developer=self._renders_developer)
             text = self._tokenizer.apply_chat_template(
                 conversation, tools=tools or None, tokenize=False, **{**arguments, "add_generation_prompt": generate}
             )
@@ -269,24 +266,6 @@ class ChatTemplate:
             raise Unsafe("tokenizer_differs")
         return np.asarray(ids[1:], np.int32)
 
-    def _as_engine(self, message: Json) -> Json:
-        """Return the message as vLLM passes it to the template: fields that it drops are dropped."""
-        content = message.get("content")
-        if not isinstance(content, str | list | None):
-            raise Unsafe("template_unsafe")
-        parts = [content] if isinstance(content, str) else [_part_text(part) for part in content or []]
-        shaped: Json = {"role": message.get("role")}
-        if self._format == "openai" and shaped["role"] != "tool":
-            shaped["content"] = [{"type": "text", "text": text} for text in parts]
-        else:
-            shaped["content"] = "\n".join(parts)
-        for field in ("name", "tool_call_id"):
-            if isinstance(message.get(field), str):
-                shaped[field] = message[field]
-        if message.get("role") == "assistant":
-            _add_assistant_fields(shaped, message)
-        return shaped
-
 
 def _named_probe(values: dict[str, str]) -> list[Json]:
     """Return a conversation with names."""
@@ -325,32 +304,6 @@ def _last_common(closing: str, rest: str, end: str) -> int | None:
     return None if at < 0 else at
 
 
-def _add_assistant_fields(shaped: Json, message: Json) -> None:
-    if calls := message.get("tool_calls"):
-        shaped["tool_calls"] = [_call_with_parsed_arguments(call) for call in calls]
-    thinking = message.get("reasoning", message.get("reasoning_content"))
-    if thinking is not None:
-        shaped["reasoning"] = shaped["reasoning_content"] = thinking
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, dict):
-        return str(part.get("text") or part.get("refusal") or "")
-    return str(part)
-
-
-def _call_with_parsed_arguments(call: Json) -> Json:
-    function = dict(call.get("function") or {})
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            arguments = {}
-    function["arguments"] = arguments if isinstance(arguments, dict) else {}
-    return {**call, "function": function}
-
-
 def _marked(reply: Json) -> Json:
     """Return the reply with the marker as the last part that a template prints."""
     if not reply.get("tool_calls"):
@@ -366,32 +319,13 @@ def _without_thinking(message: Json) -> Json:
     return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
 
 
-def _merge_system(conversation: list[Json]) -> list[Json]:
-    """Turn developer messages into one system message at the front, as vLLM does for templates that know none."""
-    if not any(message["role"] == "developer" for message in conversation):
-        return conversation
-    system = [m for m in conversation if m["role"] in ("developer", "system")]
-    texts = [
-        m["content"] if isinstance(m["content"], str) else "\n".join(part["text"] for part in m["content"])
-        for m in system
-    ]
-    first = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
-    return [first, *(m for m in conversation if m["role"] not in ("developer", "system"))]
-
-
-def load_chat_template(path: str, content_format: Literal["string", "openai"]) -> ChatTemplate:
+def load_chat_template(path: str, content_format: ContentFormat) -> ChatTemplate:
     """Load a tokenizer and its template from a directory, or by its id from the local Hugging Face cache.
 
     Raises:
         OSError, ValueError: there is no such tokenizer, as transformers raises it.
     """
-    from transformers import AutoTokenizer, GenerationConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    ends = {tokenizer.eos_token_id}
-    if not os.path.isdir(path) or os.path.isfile(os.path.join(path, "generation_config.json")):  # noqa: PTH112,PTH113,PTH118
-        configured = GenerationConfig.from_pretrained(path).eos_token_id
-        ends.update(configured if isinstance(configured, list) else [configured])
-    template = ChatTemplate(tokenizer, sorted(end for end in ends if end is not None), content_format)
+    tokenizer, end_tokens = load_tokenizer(path)
+    template = ChatTemplate(tokenizer, end_tokens, content_format)
     template.shorten_if_alike()
     return template

@@ -47,6 +47,7 @@ each_block = pytest.mark.parametrize("block", SHELL, ids=str)
 def _files_of_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("calls.jsonl").touch()
+    Path("examples.jsonl").touch()
 
 
 def _check_turnwise(words: list[str]) -> None:

@@ -82,6 +82,13 @@ class LossRule(CorrectionRule):
         return corrects and self.algorithm not in WITHOUT_RATIO
 
     @property
+    def reads_no_behaviour(self) -> bool:
+        """Whether the loss needs no behaviour logprobs, so that it can train imported conversations."""
+        if self.tis_cap is not None or self.mis_cap is not None or self.off_policy_mask is not None:
+            return False
+        return self.algorithm == "sft" or (self.algorithm == "dpo" and self.dpo_reference == "base")
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a term needs the base model's logprobs."""
         return self.kl_coef > 0 or (self.algorithm == "dpo" and self.dpo_reference == "base")

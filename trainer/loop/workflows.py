@@ -47,7 +47,7 @@ class OnPolicyWorkflow(RLWorkflow):
         db = Database(settings.database.get_secret_value())
         evaluator = LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url)
         return cls(
-            LedgerSource(db, settings),
+            LedgerSource(db, settings, with_imported=settings.reads_no_behaviour),
             make_agent(settings),
             optimizer_factory(settings),
             evaluator,
@@ -326,7 +326,11 @@ def _claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State) -> Jso
     """Return what is known of a batch before it is trained on."""
     sessions = {experience.session_key: experience.reward for experience in claimed.experiences}
     rewards = np.array(list(sessions.values()) or [0.0])
-    staleness = [state.progress.staleness_of(one.policy_version_first) for one in claimed.experiences] or [0]
+    staleness = [
+        state.progress.staleness_of(one.policy_version_first)
+        for one in claimed.experiences
+        if one.policy_version_first >= 0
+    ] or [0]
     uniform = sum(reason == "uniform_rewards" for reason in chosen.refused.values())
     return {
         "reward_mean": float(rewards.mean()),

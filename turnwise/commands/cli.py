@@ -17,6 +17,7 @@ from turnwise.commands import reward as reward_sessions
 from turnwise.commands import run as run_agents
 from turnwise.commands import start
 from turnwise.commands.flags import SettingsCommand
+from turnwise.commands.importing import command as import_conversations
 from turnwise.commands.output import print_error
 from turnwise.commands.records import db, export, forget, keys, prune, replay, sessions, verify
 from turnwise.commands.setup import doctor, init
@@ -146,7 +147,8 @@ def fake_engine(
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port") from error
 
 
-for _command in (init, doctor, db, keys, sessions, prune, forget, policies, updates, export, replay, verify):
+_STORE_COMMANDS = (db, keys, sessions, prune, forget, policies, updates, export, import_conversations, replay, verify)
+for _command in (init, doctor, *_STORE_COMMANDS):
     main.add_command(_command)
 
 

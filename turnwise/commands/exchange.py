@@ -1,4 +1,4 @@
-"""What `turnwise export` and `turnwise replay` do: a format's lines to a file, and recorded calls to an endpoint."""
+"""What `turnwise export`, `turnwise import` and `turnwise replay` do with a store, a file and an endpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from turnwise.commands.operate import experience_json, opened
-from turnwise.errors import InvalidRequest
+from turnwise.errors import InvalidRequest, NotFound, SettingsError
+from turnwise.store import policies
+from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter, experiences
 from turnwise.store.session_records import SessionRecord, session_records
-from turnwise.types import Credit, Experience, Json
+from turnwise.types import Credit, Experience, Json, Split
 
 SESSION_FORMATS = {"openai": "openai_chat", "atif": "atif", "replay": "recorded_calls"}
 """Formats of whole sessions, by the module of `turnwise.exchange` that makes their lines."""
@@ -105,3 +107,54 @@ def _opened_output(output: Path | None) -> Iterator[TextIO]:
         return
     with output.open("w", encoding="utf-8") as file:
         yield file
+
+
+def import_conversations(
+    url: str,
+    path: Path,
+    *,
+    module: str,
+    format_name: str,
+    tokenizer: str | None,
+    engine: str | None,
+    arguments: Json,
+    tenant: str,
+    split: str,
+    reward: float | None,
+    dry_run: bool,
+    progress: Callable[[Any], None],
+) -> Json:
+    """Store the conversations of a file; return what became of its lines.
+
+    Raises:
+        InvalidRequest: the file is not of a known kind.
+        SettingsError: there is no tokenizer.
+        EngineUnsuitable: the engine tokenises differently.
+    """
+    imports = import_module("turnwise.exchange.imports.writer")
+    with opened(url) as database:
+        served = _tokeniser(database, tokenizer, arguments)
+        if engine is not None:
+            import_module("turnwise.exchange.imports.served_template").use_engines_template(served, engine)
+        rule = imports.ImportRule(
+            format_name=format_name, tenant=tenant, split=Split(split), reward=reward, is_dry_run=dry_run
+        )
+        reader = import_module(f"turnwise.exchange.imports.{module}")
+        report = imports.import_files(database, path, reader, served, rule, progress)
+    counts: Json = report.as_json()
+    return counts
+
+
+def _tokeniser(database: Database, tokenizer: str | None, arguments: Json) -> Any:
+    """Load the tokenizer that is named, or that of version 0 of the policies."""
+    path = tokenizer
+    if path is None:
+        with database.read() as conn:
+            try:
+                path = policies.get_policy(conn, 0).path
+            except NotFound as error:
+                raise SettingsError("no policy is published yet; name the served model by --tokenizer") from error
+    try:
+        return import_module("turnwise.exchange.imports.tokenise").Tokeniser(path, arguments)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"there is no tokenizer at {path!r}: {error}; name the served model's directory") from error

@@ -1,1 +1,1 @@
-"""Data out of the store in formats that other tools read; one module per format."""
+"""Data out of the store in formats that other tools read, and conversations of other tools into it."""

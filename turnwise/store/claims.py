@@ -73,6 +73,7 @@ def claim(
     max_groups: int,
     lease_seconds: float,
     min_policy_version: int | None = None,
+    with_imported: bool = False,
     now: datetime.datetime | None = None,
 ) -> Claim | None:
     """Claim the groups that have been ready longest, including groups with an expired lease.
@@ -83,6 +84,7 @@ def claim(
         max_groups: Maximum number of groups.
         lease_seconds: Length of the lease without renewal, at most `LONGEST_LEASE_SECONDS`.
         min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
+        with_imported: Claim groups of imported sessions too.
         now: Replaces the database's own time in tests.
 
     Returns:
@@ -94,7 +96,7 @@ def claim(
         leased_until = instant + _lease_micros(lease_seconds)
         found = conn.execute(
             sa.select(groups.c.group_pk, groups.c.group_id, groups.c.tenant, groups.c.fencing_token)
-            .where(_is_claimable(instant))
+            .where(_is_claimable(instant, with_imported=with_imported))
             .order_by(groups.c.ready_at, groups.c.group_pk)
             .limit(max_groups)
             .with_for_update(skip_locked=True)
@@ -120,10 +122,10 @@ def claim(
     return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
 
 
-def num_claimable(conn: sa.Connection) -> int:
+def num_claimable(conn: sa.Connection, *, with_imported: bool = False) -> int:
     """Count the groups that could be claimed now, including groups with an expired lease."""
-    instant = clock(conn, None)
-    return int(conn.execute(sa.select(sa.func.count()).select_from(groups).where(_is_claimable(instant))).scalar_one())
+    claimable = _is_claimable(clock(conn, None), with_imported=with_imported)
+    return int(conn.execute(sa.select(sa.func.count()).select_from(groups).where(claimable)).scalar_one())
 
 
 def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetime) -> int | None:
@@ -138,7 +140,11 @@ def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetim
         .select_from(groups)
         .join(sessions, sessions.c.group_pk == groups.c.group_pk)
         .join(turns, turns.c.session_pk == sessions.c.session_pk)
-        .where(groups.c.status == GroupStatus.OPEN.value, sessions.c.last_active_at >= to_micros(active_since))
+        .where(
+            groups.c.status == GroupStatus.OPEN.value,
+            groups.c.imported.is_(None),
+            sessions.c.last_active_at >= to_micros(active_since),
+        )
     )
     found: int | None = conn.execute(oldest).scalar_one()
     return found
@@ -221,13 +227,14 @@ def ack(
     return True
 
 
-def _is_claimable(instant: int) -> sa.ColumnElement[bool]:
+def _is_claimable(instant: int, *, with_imported: bool = False) -> sa.ColumnElement[bool]:
     """Return the SQL condition for a group that may be claimed."""
     until = groups.c.leased_until
     lapsed = sa.or_(until <= instant, until > instant + _lease_micros(LONGEST_LEASE_SECONDS))
-    return sa.or_(
+    claimable = sa.or_(
         groups.c.status == GroupStatus.READY.value, sa.and_(groups.c.status == GroupStatus.CLAIMED.value, lapsed)
     )
+    return claimable if with_imported else sa.and_(claimable, groups.c.imported.is_(None))
 
 
 def _lease_micros(lease_seconds: float) -> int:

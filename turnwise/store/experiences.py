@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import sqlalchemy as sa
 
-from turnwise.chains import ChainTokens, is_trainable, merge_session, split_session
+from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
 from turnwise.store import lineage, rows, trained
 from turnwise.store.tables import session_labels, sessions
@@ -72,6 +72,7 @@ class _Shape:
     names: Collection[str] | None = None
     roles: Collection[Role] = TRAINED_ROLES
     merge: Literal["turn", "chain"] = "turn"
+    with_imported: bool = False
 
 
 def experiences(
@@ -114,6 +115,7 @@ def experiences_of_groups(
     names: Collection[str] | None = None,
     roles: Collection[Role] = TRAINED_ROLES,
     merge: Literal["turn", "chain"] = "chain",
+    with_imported: bool = False,
 ) -> Iterator[Experience]:
     """Yield the experiences of the finished sessions of these groups.
 
@@ -124,8 +126,11 @@ def experiences_of_groups(
         names: The reward names that count; None means all.
         roles: Roles whose turns are trained; turns of other roles remain in their prompts.
         merge: One experience per chain, or one per turn.
+        with_imported: Include imported replies, whose behaviour logprobs are 0 where they are not known.
     """
-    shape = _Shape(reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge)
+    shape = _Shape(
+        reward_bonus_coeff=reward_bonus_coeff, names=names, roles=roles, merge=merge, with_imported=with_imported
+    )
     clauses = [sessions.c.group_pk.in_(group_pks), sessions.c.status != SessionStatus.OPEN.value]
     return _stream(conn, clauses, shape)
 
@@ -167,7 +172,7 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
     lines = lineage.rewards_of(conn, pks)
     updates_of = trained.trained_in(conn, pks)
     for row in found:
-        in_session = [_trained(turn, shape.roles) for turn in turns.get(row.session_pk, [])]
+        in_session = [_trained(turn, shape) for turn in turns.get(row.session_pk, [])]
         in_force = latest_lines(lines.get(row.session_pk, []), shape.names)
         if not in_force:
             continue  # no reward has a name that counts
@@ -184,10 +189,13 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
             yield _experience(session, sequence, assigned, updates_of.get(row.session_pk, ()))
 
 
-def _trained(turn: Turn, roles: Collection[Role]) -> Turn:
-    """Return the turn, changed to untrainable if it has another role."""
+def _trained(turn: Turn, shape: _Shape) -> Turn:
+    """Return the turn, changed to untrainable if it has another role, and to trainable if imported turns count."""
+    if shape.with_imported and is_imported(turn):
+        logprobs = turn.logprobs if turn.logprobs.size else np.zeros(turn.token_ids.size, np.float32)
+        return dataclasses.replace(turn, outcome=Outcome.EXACT, logprobs=logprobs)
     role = turn.role or Role.MAIN
-    if role in roles or not is_trainable(turn):
+    if role in shape.roles or not is_trainable(turn):
         return turn
     return dataclasses.replace(turn, outcome=Outcome.UNTRAINABLE, reason=f"role_{role}")
 

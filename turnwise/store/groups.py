@@ -19,7 +19,7 @@ from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import insert_if_new, is_among, members
 from turnwise.store.tables import groups, sessions, turns
-from turnwise.types import GroupStatus, Session, Split, utc_now
+from turnwise.types import IMPORT, GroupStatus, Session, Split, utc_now
 
 ALONE = (
     "It is a group of one, which has no other reward to compare with: the trainer drops it, unless its `singleton` is "
@@ -73,6 +73,7 @@ def join(conn: sa.Connection, session: Session) -> int:
             "num_finished": 0,
             "last_active_at": instant,
             "fencing_token": 0,
+            "imported": 1 if session.opened_by == IMPORT else None,
         },
     )
     if created_pk is not None:

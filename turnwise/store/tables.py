@@ -176,13 +176,15 @@ groups = sa.Table(
     sa.Column("leased_until", Instant),
     sa.Column("update_id", sa.Integer),
     sa.Column("reason", sa.Text),
+    sa.Column("imported", sa.Integer),
     sa.UniqueConstraint("tenant", "group_id"),
     sa.Index("ix_groups_status", "status", "ready_at"),
     sa.Index("ix_groups_update", "update_id"),
     sa.Index("ix_groups_tenant", "tenant", "status"),
     sa.Index("ix_groups_activity", "status", "last_active_at"),
 )
-"""The unit of claiming. A session without a group id has a group of size 1 with the session's id."""
+"""The unit of claiming. A session without a group id has a group of size 1 with the session's id. `imported` is 1 for
+groups of imported sessions, which only SFT and DPO train; null otherwise."""
 
 updates = sa.Table("updates", metadata, *_columns(UpdateRecord, key="update_id"))
 

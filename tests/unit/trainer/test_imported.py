@@ -1,0 +1,98 @@
+"""Imported conversations are trained by SFT and DPO, and left alone by every other loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.trainer_ledger import load_model, make_model, settings_for
+
+from trainer.loop.workflows import OnPolicyWorkflow
+from turnwise.commands.cli import main
+from turnwise.fake_engine import tokens
+from turnwise.store import claims
+from turnwise.store.database import Database
+
+PROMPT = [{"role": "user", "content": "Say it."}]
+GOOD, BAD = "yes", "no!"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose tokens are bytes."""
+    torch.set_num_threads(1)
+    directory = make_model(tmp_path_factory.mktemp("model"), vocab_size=tokens.VOCABULARY_SIZE)
+    config = (directory / "config.json").read_text()
+    tokens.write_tokenizer(directory)
+    (directory / "config.json").write_text(config)
+    return directory
+
+
+def import_lines(tmp_path: Path, model: Path, lines: list[dict]) -> None:
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["import", str(tmp_path / "lines.jsonl"), "--format", "openai", "--tokenizer", str(model)]
+    result = CliRunner().invoke(main, [*command, "--database", f"sqlite:///{tmp_path / 'ledger.db'}"])
+    assert result.exit_code == 0, result.output
+
+
+def train(tmp_path: Path, model: Path, **changes: object) -> dict:
+    settings = settings_for(tmp_path, model, total_batches=1, groups_per_batch=4, reuse_epochs=4, **changes)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.learn(workflow.setup(0))
+    workflow.close()
+    return state.metrics
+
+
+def logprob(directory: Path, reply: str) -> float:
+    prompt, ids = tokens.encode(tokens.render(PROMPT, None)), tokens.encode(f"{reply}<|im_end|>")
+    with torch.no_grad():
+        logits = load_model(directory)(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return float(torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[:, None]).sum())
+
+
+def newest(tmp_path: Path) -> Path:
+    (path,) = (tmp_path / "policies").glob("*1")
+    return path
+
+
+def test_sft_makes_imported_replies_more_probable(tmp_path: Path, model: Path) -> None:
+    """4 replies of 4 tokens in 4 passes: 16 trained tokens a pass, none of which an engine could be compared with."""
+    import_lines(tmp_path, model, [{"messages": [*PROMPT, {"role": "assistant", "content": GOOD}]}] * 4)
+    metrics = train(tmp_path, model, algorithm="sft")
+    assert (metrics["num_sessions"], metrics["num_groups"]) == (4, 4)
+    assert metrics["tokens"] == 4 * 4 * 4
+    assert metrics["logprob_gap"] is None
+    assert logprob(newest(tmp_path), GOOD) > logprob(model, GOOD) + 1.0
+
+
+def test_dpo_prefers_the_imported_preferred_output(tmp_path: Path, model: Path) -> None:
+    outputs = {
+        "preferred_output": [{"role": "assistant", "content": GOOD}],
+        "non_preferred_output": [{"role": "assistant", "content": BAD}],
+    }
+    import_lines(tmp_path, model, [{"input": {"messages": PROMPT}, **outputs}] * 4)
+    metrics = train(tmp_path, model, algorithm="dpo")
+    assert metrics["num_sessions"] == 8
+    before = logprob(model, GOOD) - logprob(model, BAD)
+    assert logprob(newest(tmp_path), GOOD) - logprob(newest(tmp_path), BAD) > before + 0.1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"algorithm": "reinforce"},
+        {"algorithm": "sft", "tis_cap": 2.0},
+        {"algorithm": "dpo", "dpo_reference": "behaviour"},
+    ],
+)
+def test_losses_that_read_behaviour_logprobs_do_not_claim_imports(changes: dict, tmp_path: Path, model: Path) -> None:
+    assert not settings_for(tmp_path, model, **changes).reads_no_behaviour
+    import_lines(tmp_path, model, [{"messages": [*PROMPT, {"role": "assistant", "content": GOOD}]}])
+    database = Database(f"sqlite:///{tmp_path / 'ledger.db'}")
+    with database.read() as conn:
+        assert (claims.num_claimable(conn), claims.num_claimable(conn, with_imported=True)) == (0, 1)
+    database.close()

@@ -1,0 +1,92 @@
+"""`turnwise import`: conversations of other tools into the store."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from turnwise.commands.location import database_option, database_url
+from turnwise.errors import SettingsError
+
+FORMATS = {
+    "openai": "openai_chat",
+    "hf": "chat_sets",
+    "litellm": "litellm_logs",
+    "langfuse": "langfuse_logs",
+    "atif": "atif_trajectories",
+}
+"""Formats, by the module of `turnwise.exchange.imports` that reads them."""
+
+
+@click.command("import")
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+@click.option("--format", "format_name", type=click.Choice(list(FORMATS)), required=True, help="What the file holds.")
+@click.option(
+    "--tokenizer",
+    metavar="PATH",
+    help="Directory or id of the served model [default: that of policy version 0].",
+)
+@click.option("--engine", metavar="URL", help="Engine whose tokens of a few conversations must be the same.")
+@click.option("--template-arguments", metavar="JSON", help="Arguments of the chat template, as chat_template_kwargs.")
+@click.option("--tenant", default="default", show_default=True, help="Whose sessions they become.")
+@click.option("--split", type=click.Choice(["train", "eval"]), default="train", show_default=True)
+@click.option("--reward", type=float, default=1.0, show_default=True, help="Of sessions without one in the file.")
+@click.option("--no-reward", is_flag=True, help="Leave sessions without a reward in the file to a judge.")
+@click.option("--dry-run", is_flag=True, help="Read and tokenise everything and store nothing.")
+@database_option
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(path: Path, database: str | None, template_arguments: str | None, *, as_json: bool, **given: Any) -> None:
+    """Store conversations as sessions for SFT, DPO and judges; exit 1 if a line is bad.
+
+    PATH is a file of JSON Lines, a JSON array, a Parquet file, or a directory of such files. Nothing that is imported
+    counts as sampled, so reinforcement learning never trains it. A second import of the same file adds nothing.
+    """
+    is_shown = sys.stderr.isatty() and not as_json
+
+    def show_progress(report: Any) -> None:
+        if is_shown:
+            click.echo(f"\r{report.lines} lines, {report.sessions} sessions", nl=False, err=True)
+
+    reward = None if given.pop("no_reward") else given["reward"]
+    exchange = import_module("turnwise.commands.exchange")
+    report = exchange.import_conversations(
+        database_url(database),
+        path,
+        module=FORMATS[given["format_name"]],
+        arguments=_arguments(template_arguments),
+        progress=show_progress,
+        **given | {"reward": reward},
+    )
+    if as_json:
+        click.echo(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        _print_report(report)
+    if report["num_bad"]:
+        sys.exit(1)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    for bad in report["bad"]:
+        click.echo(f"{click.style('bad line', fg='red')}  {bad['file']}:{bad['line']}: {bad['reason']}", err=True)
+    for reason, number in report["skipped"].items():
+        click.echo(f"{click.style('skipped', fg='yellow')}  {number}: {reason}", err=True)
+    click.echo(
+        f"{report['lines']} lines read: {report['sessions']} sessions with {report['turns']} replies of "
+        f"{report['tokens']} tokens stored, {report['already_there']} sessions there already, "
+        f"{report['num_bad']} lines bad"
+    )
+
+
+def _arguments(given: str | None) -> dict[str, Any]:
+    try:
+        found = {} if given is None else json.loads(given)
+    except ValueError as error:
+        raise SettingsError(f"--template-arguments {given!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"--template-arguments {given!r} is not a JSON object")
+    return found

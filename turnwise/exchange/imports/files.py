@@ -1,0 +1,148 @@
+"""The documents of a file: JSON Lines, a JSON array, Parquet, or a directory of such files.
+
+Documents are read one at a time. Lines can be read again by their number, so that the lines of a session that are far
+apart need not be held in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from turnwise.errors import InvalidRequest
+from turnwise.exchange.imports.drafts import BadLine
+from turnwise.types import Json
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+ROWS_AT_ONCE = 256
+
+
+class Documents(Protocol):
+    """Numbered documents, from 1 on."""
+
+    def read(self) -> Iterator[tuple[int, Json | BadLine]]:
+        """Yield each document, or why it is none."""
+
+
+@runtime_checkable
+class IndexedDocuments(Documents, Protocol):
+    """Documents that can be read again by their number."""
+
+    def get(self, number: int) -> Json:
+        """Return a document that `read` has yielded."""
+
+
+def open_files(path: Path) -> list[tuple[Path, Documents]]:
+    """Return the documents of a file, or of the files of a directory in the order of their names.
+
+    Raises:
+        InvalidRequest: there is no file of a known kind.
+    """
+    if not path.is_dir():
+        return [(path, open_documents(path))]
+    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("."))
+    if not found:
+        raise InvalidRequest(f"the directory {str(path)!r} has no file with a name that ends in {', '.join(SUFFIXES)}")
+    return [(file, open_documents(file)) for file in found]
+
+
+def open_documents(path: Path) -> Documents:
+    """Return the documents of one file.
+
+    Raises:
+        InvalidRequest: a JSON file is not an array, or a Parquet file cannot be read.
+    """
+    if path.suffix == ".parquet":
+        return ParquetRows(path)
+    return JsonArray(path) if path.suffix == ".json" and _begins_with_bracket(path) else JsonLines(path)
+
+
+class JsonLines:
+    """A file with one JSON object per line; empty lines are left out but counted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offsets: list[int] = []
+
+    def read(self) -> Iterator[tuple[int, Json | BadLine]]:
+        """Yield each document, or why it is none."""
+        self._offsets.clear()
+        offset = 0
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                self._offsets.append(offset)
+                offset += len(line)
+                if line.strip():
+                    yield number, _document(line)
+
+    def get(self, number: int) -> Json:
+        """Return the document of a line."""
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[number - 1])
+            document = _document(file.readline())
+        assert not isinstance(document, BadLine), "the line was a document when it was read first"
+        return document
+
+
+class JsonArray:
+    """A file that is one JSON array, held in memory."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._documents: list[Any] = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise InvalidRequest(f"{str(path)!r} is not JSON: {error}") from error
+
+    def read(self) -> Iterator[tuple[int, Json | BadLine]]:
+        """Yield each document, or why it is none."""
+        for number, document in enumerate(self._documents, 1):
+            is_object = isinstance(document, dict)
+            yield number, document if is_object else BadLine(f"{document!r:.80} is not a JSON object")
+
+    def get(self, number: int) -> Json:
+        """Return an element of the array."""
+        document: Json = self._documents[number - 1]
+        return document
+
+
+class ParquetRows:
+    """The rows of a Parquet file."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            self._file: Any = pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowInvalid as error:
+            raise InvalidRequest(f"{str(path)!r} is not a Parquet file: {error}") from error
+
+    def read(self) -> Iterator[tuple[int, Json | BadLine]]:
+        """Yield each row."""
+        number = 0
+        for batch in self._file.iter_batches(batch_size=ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, _without_nulls(row)
+
+
+def _document(line: bytes) -> Json | BadLine:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        return BadLine(f"it is not JSON: {error}")
+    return document if isinstance(document, dict) else BadLine(f"{document!r:.80} is not a JSON object")
+
+
+def _begins_with_bracket(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(256).lstrip().startswith(b"[")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a row without the nulls that Parquet has for each field that some other row has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,129 @@
+"""Messages of other tools as messages of a chat request: the roles and fields that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from turnwise.exchange.imports.drafts import BadLine
+from turnwise.types import Json
+
+ROLES = {
+    **dict.fromkeys(("system", "user", "assistant", "tool", "developer")),
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Roles, and the role that another name stands for."""
+REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+MEDIA_PARTS = ("image_url", "image", "input_audio", "audio", "video", "video_url", "file")
+
+
+def chat_messages(found: Any) -> list[Json]:
+    """Return a list of messages in the form of a chat request.
+
+    Raises:
+        BadLine: they cannot be messages.
+    """
+    if not isinstance(found, list) or not found:
+        raise BadLine(f"its messages are {_shown(found)}, not a list of messages")
+    return [chat_message(message) for message in found]
+
+
+def chat_message(found: Any) -> Json:
+    """Return a message in the form of a chat request.
+
+    Raises:
+        BadLine: it is not a message.
+    """
+    if not isinstance(found, dict):
+        raise BadLine(f"a message is {_shown(found)}, not an object")
+    name = found.get("role", found.get("from"))
+    if not isinstance(name, str) or name not in ROLES:
+        raise BadLine(f"a message has the role {name!r}; known roles are {', '.join(ROLES)}")
+    message: Json = {"role": ROLES[name] or name}
+    content = found.get("content", found.get("value"))
+    if content is not None:
+        message["content"] = _content(content)
+    for field in ("name", "tool_call_id", "refusal"):
+        if isinstance(found.get(field), str):
+            message[field] = found[field]
+    if message["role"] == "assistant":
+        _add_reply_fields(message, found)
+    if message["role"] == "assistant" and len(message) == 1:
+        raise BadLine("an assistant message has neither content nor tool calls")
+    return message
+
+
+def tool_schemas(found: Any) -> list[Json] | None:
+    """Return the tool schemas of a document, which may be JSON text; None without any.
+
+    Raises:
+        BadLine: they cannot be tool schemas.
+    """
+    schemas = parsed(found) if isinstance(found, str) else found
+    if not schemas:
+        return None
+    if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
+        raise BadLine(f"its tools are {_shown(schemas)}, not a list of tool schemas")
+    return [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas]
+
+
+def parsed(text: str) -> Any:
+    """Return the value of JSON text.
+
+    Raises:
+        BadLine: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadLine(f"{text!r:.80} is not JSON: {error}") from error
+
+
+def _content(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadLine(f"a content is {_shown(content)}, neither text nor a list of parts")
+    for part in content:
+        if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
+            raise BadLine(f"a content has a part of type {part['type']!r}; only text can be tokenised")
+    return content
+
+
+def _add_reply_fields(message: Json, found: Json) -> None:
+    for field in REASONING_FIELDS:
+        if isinstance(found.get(field), str) and found[field]:
+            message["reasoning"] = found[field]
+            break
+    calls = found.get("tool_calls")
+    if isinstance(found.get("function_call"), dict):  # OpenAI's form before tools
+        calls = [{"id": "call_0", "type": "function", "function": found["function_call"]}]
+    if calls:
+        if not isinstance(calls, list):
+            raise BadLine(f"tool_calls are {_shown(calls)}, not a list")
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: Any) -> Json:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadLine(f"a tool call is {_shown(call)}, without the name of a function")
+    arguments = function.get("arguments", "{}")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": text},
+    }
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"

@@ -1,0 +1,200 @@
+"""Imported conversations as turns: replies tokenised by the served model's template, or token ids of the file.
+
+A reply's prompt is what the template renders for it, so its tokens are those that the engine would be given. Where that
+prompt begins with the tokens of the reply before it, the turn extends that turn; otherwise it starts a chain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from turnwise.chains import IMPORTED
+from turnwise.exchange.imports.drafts import BadLine, Conversation, SampledTokens
+from turnwise.template_messages import ContentFormat, load_tokenizer, shape_conversation
+from turnwise.types import Json, Outcome, Turn, utc_now
+
+NO_POLICY = -1
+"""Policy version of a turn that no policy sampled."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reply:
+    """A turn with what its children need of it."""
+
+    turn: Turn
+    tokens: list[int]
+    """Prompt and reply."""
+    text: str | None
+    """Prompt and reply; None where the file had token ids."""
+    end: str
+    """Text of the end token; empty where the reply has none."""
+    num_messages: int
+    """Messages up to the reply, inclusive."""
+
+
+class Tokeniser:
+    """Tokenises conversations as the engine does."""
+
+    def __init__(self, path: str, arguments: Json | None = None) -> None:
+        """Load the tokenizer of a directory or of an id in the local Hugging Face cache.
+
+        Args:
+            path: The served model.
+            arguments: Arguments of the chat template, as `chat_template_kwargs` of a call.
+
+        Raises:
+            OSError, ValueError: there is no such tokenizer.
+        """
+        self._tokenizer, end_tokens = load_tokenizer(path)
+        self._ends = {self._tokenizer.decode([token], skip_special_tokens=False): token for token in end_tokens}
+        self.arguments = arguments or {}
+        self.content_format: ContentFormat = "string"
+
+    def prompt_ids(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Raises:
+            BadLine: the template refuses the messages.
+        """
+        return self._encode(self._render(messages, tools, generate=True))
+
+    def turns(self, session_id: str, tenant: str, conversations: Sequence[Conversation]) -> list[Turn]:
+        """Return the turns of a session, parents before children; equal beginnings of conversations are shared.
+
+        Raises:
+            BadLine: a reply cannot be tokenised, or its token ids are not of this tokenizer.
+        """
+        replies: dict[bytes, _Reply] = {}
+        # Logs are not always in order; a reply comes before the calls whose prompts repeat it.
+        for conversation in sorted(conversations, key=lambda each: min(each.trained)):
+            last: _Reply | None = None
+            digest = hashlib.sha256(json.dumps(conversation.tools).encode())
+            for index, message in enumerate(conversation.messages):
+                digest.update(json.dumps({name: value for name, value in message.items() if value}).encode() + b"\n")
+                key = digest.digest()
+                if index in conversation.trained and key not in replies:
+                    name = f"{session_id}-t{len(replies)}"
+                    replies[key] = self._reply(conversation, index, last, name, session_id, tenant)
+                last = replies.get(key, last)
+        return [reply.turn for reply in replies.values()]
+
+    def _reply(
+        self, conversation: Conversation, index: int, last: _Reply | None, name: str, session_id: str, tenant: str
+    ) -> _Reply:
+        sampled = conversation.sampled.get(index)
+        if sampled is not None:
+            parent, delta, ids = self._from_file(sampled, conversation.messages[index], last)
+            text, end = None, ""
+        else:
+            parent, delta, ids, text, end = self._from_text(conversation, index, last)
+        before = [] if parent is None else parent.tokens
+        if not before and not delta:
+            raise BadLine(f"the template renders no prompt before message {index + 1}")
+        turn = Turn(
+            turn_id=name,
+            session_id=session_id,
+            tenant=tenant,
+            parent_turn_id=None if parent is None else parent.turn.turn_id,
+            chain_id=name if parent is None else parent.turn.chain_id,
+            model=conversation.model,
+            messages=conversation.messages[0 if parent is None else parent.num_messages : index],
+            tools=conversation.tools if parent is None else None,
+            response=conversation.messages[index],
+            prompt_delta=np.array(delta, np.int32),
+            prompt_length=len(before) + len(delta),
+            token_ids=np.array(ids, np.int32),
+            logprobs=np.array(sampled.logprobs if sampled else [], np.float32),
+            finish_reason="tool_calls" if conversation.messages[index].get("tool_calls") else "stop",
+            outcome=Outcome.UNTRAINABLE,
+            reason=IMPORTED,
+            policy_version_first=NO_POLICY,
+            policy_version_last=NO_POLICY,
+            created_at=conversation.created_at.get(index) or utc_now(),
+        )
+        return _Reply(turn, [*before, *delta, *ids], text, end, index + 1)
+
+    def _from_file(
+        self, sampled: SampledTokens, message: Json, last: _Reply | None
+    ) -> tuple[_Reply | None, list[int], list[int]]:
+        """Return the turn that is extended, the tokens after it, and the reply's."""
+        self._check_ids(sampled, message)
+        prompt = sampled.prompt_token_ids
+        if last is not None and prompt[: len(last.tokens)] == last.tokens:
+            return last, prompt[len(last.tokens) :], sampled.token_ids
+        return None, prompt, sampled.token_ids
+
+    def _from_text(
+        self, conversation: Conversation, index: int, last: _Reply | None
+    ) -> tuple[_Reply | None, list[int], list[int], str, str]:
+        """Return the turn that is extended, the tokens after it, the reply's, the text of both, and the end's."""
+        messages, tools = conversation.messages, conversation.tools
+        prompt = self._render(messages[:index], tools, generate=True)
+        whole = self._render(messages[: index + 1], tools, generate=False)
+        if not whole.startswith(prompt):
+            raise BadLine(
+                f"the template does not render message {index + 1} after its own generation prompt; try other "
+                "--template-arguments"
+            )
+        reply, end = self._cut_at_end(whole[len(prompt) :])
+        if not reply:
+            raise BadLine(f"the template renders nothing for message {index + 1}")
+        parent = last if last is not None and last.text is not None and prompt.startswith(last.text) else None
+        added = prompt if parent is None or parent.text is None else prompt[len(parent.text) :]
+        delta, ids = self._encode_after("" if parent is None else parent.end, added, reply)
+        return parent, delta, ids, prompt + reply, end
+
+    def _cut_at_end(self, text: str) -> tuple[str, str]:
+        """Return a rendered reply up to its end token, and the end token's text; what follows is not sampled."""
+        found = [(text.rfind(end) + len(end), end) for end in self._ends if end in text]
+        if not found:
+            return text, ""
+        position, end = max(found)
+        return text[:position], end
+
+    def _encode_after(self, end: str, added: str, reply: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a prompt's text after an end token, and of the reply after it.
+
+        Some tokenizers treat the start of a text differently, so texts are tokenised after what they follow.
+        """
+        prompt = self._encode(end + added)
+        whole = self._encode(end + added + reply)
+        ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._encode(reply)
+        if end and prompt[:1] == [self._ends[end]]:
+            return prompt[1:], ids
+        return (self._encode(added) if end else prompt), ids
+
+    def _check_ids(self, sampled: SampledTokens, message: Json) -> None:
+        """Check that a reply's text is in the text of its token ids.
+
+        Raises:
+            BadLine: it is not; the ids are another tokenizer's.
+        """
+        try:
+            decoded = "".join(self._tokenizer.decode(sampled.token_ids, skip_special_tokens=False).split())
+        except (OverflowError, TypeError, KeyError, IndexError) as error:
+            raise BadLine(f"its completion_token_ids are not of this tokenizer: {error}") from error
+        expected = [message.get("content") if isinstance(message.get("content"), str) else ""]
+        expected += [call["function"]["name"] for call in message.get("tool_calls") or []]
+        for text in expected:
+            if "".join((text or "").split()) not in decoded:
+                raise BadLine(f"its completion_token_ids are not of this tokenizer: {text!r:.60} is not their text")
+
+    def _render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, generate: bool) -> str:
+        has_developer = "developer" in str(self._tokenizer.chat_template)
+        arguments = {**self.arguments, "add_generation_prompt": generate}
+        try:
+            conversation = shape_conversation(messages, self.content_format, has_developer=has_developer)
+            text = self._tokenizer.apply_chat_template(conversation, tools=tools or None, tokenize=False, **arguments)
+        except Exception as error:
+            raise BadLine(f"the chat template refuses its messages: {type(error).__name__}: {error}") from error
+        return str(text)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: Any = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(ids)

@@ -1,0 +1,274 @@
+"""The import of a file: its sessions are stored whole or not at all, and each only once.
+
+A session's id follows from the line's content, or from the session that a log names, so a second import of the same
+file finds everything there. Lines of one session are stored in one transaction; if one of them is bad, none is stored.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from turnwise.errors import InvalidRequest
+from turnwise.exchange.imports.drafts import BadLine, Draft, SkippedLine
+from turnwise.exchange.imports.files import Documents, IndexedDocuments, open_files
+from turnwise.exchange.imports.tokenise import Tokeniser
+from turnwise.store import ledger
+from turnwise.store.database import Connection, Database
+from turnwise.store.imports import imported_digests
+from turnwise.types import IMPORT, Json, Reward, Session, Split, Turn
+
+SESSIONS_AT_ONCE = 32
+"""Lines, or sessions of a log, that are stored in one transaction."""
+BAD_LINES_KEPT = 1000
+"""Bad lines that are listed one by one; all are counted."""
+
+
+class Format(Protocol):
+    """A module that reads one format."""
+
+    @staticmethod
+    def key_of(document: Json) -> str | None:
+        """Return the session that the document belongs to; None if it is a session of its own."""
+
+    @staticmethod
+    def drafts_of(document: Json) -> list[Draft]:
+        """Return the sessions of a document.
+
+        Raises:
+            BadLine, SkippedLine: it has none.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImportRule:
+    """What the imported sessions are."""
+
+    format_name: str
+    tenant: str = "default"
+    split: Split = Split.TRAIN
+    reward: float | None = 1.0
+    """Reward of sessions that have none in the file; None leaves them without."""
+    is_dry_run: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a file."""
+
+    file: str
+    line: int
+
+
+@dataclasses.dataclass(slots=True)
+class ImportReport:
+    """What became of a file's lines."""
+
+    lines: int = 0
+    sessions: int = 0
+    """Sessions that were stored."""
+    turns: int = 0
+    tokens: int = 0
+    """Tokens of the stored replies."""
+    already_there: int = 0
+    """Sessions that an earlier import stored."""
+    skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Lines that hold no conversation, by what they are."""
+    num_bad: int = 0
+    bad: list[Json] = dataclasses.field(default_factory=list)
+    """The first bad lines, with their reasons."""
+
+    def add_bad(self, places: Iterable[Place], reason: str) -> None:
+        """Record why lines are not imported."""
+        for place in places:
+            self.num_bad += 1
+            if len(self.bad) < BAD_LINES_KEPT:
+                self.bad.append({"file": place.file, "line": place.line, "reason": reason})
+
+    def as_json(self) -> Json:
+        """Return the report as JSON values."""
+        return dataclasses.asdict(self) | {"skipped": dict(self.skipped)}
+
+
+@dataclasses.dataclass(slots=True)
+class _Unit:
+    """Lines that are stored together."""
+
+    stem: str
+    """Id of the session, or of the group."""
+    digest: str
+    """Digest of the lines."""
+    places: list[Place]
+    documents: list[Json]
+    source_id: str | None
+    """The session that the file names."""
+    sessions: list[tuple[Session, Draft, list[Turn]]] = dataclasses.field(default_factory=list)
+
+    @property
+    def session_ids(self) -> list[str]:
+        """The ids that its sessions can have."""
+        return [self.stem, f"{self.stem}-chosen", f"{self.stem}-rejected"]
+
+
+def import_files(
+    database: Database,
+    path: Path,
+    reader: Format,
+    tokeniser: Tokeniser,
+    rule: ImportRule,
+    progress: Callable[[ImportReport], None],
+) -> ImportReport:
+    """Store the conversations of a file or directory.
+
+    Args:
+        database: The store.
+        path: The file, or a directory with files.
+        reader: The module of the format.
+        tokeniser: The served model's.
+        rule: What the sessions are.
+        progress: Called after each transaction.
+
+    Raises:
+        InvalidRequest: the file cannot be read as this format at all.
+    """
+    report = ImportReport()
+    units = _units(path, reader, rule, report)
+    while some := list(itertools.islice(units, SESSIONS_AT_ONCE)):
+        with database.read() as conn:
+            known = imported_digests(conn, rule.tenant, [name for unit in some for name in unit.session_ids])
+        new = [unit for unit in some if not _is_known(unit, known, rule, report)]
+        ready = [unit for unit in new if _prepare(unit, reader, tokeniser, rule, report)]
+        if not rule.is_dry_run:
+            with database.write() as conn:
+                for unit in ready:
+                    _store(conn, unit, rule)
+        for _, _, turns in itertools.chain.from_iterable(unit.sessions for unit in ready):
+            report.sessions += 1
+            report.turns += len(turns)
+            report.tokens += sum(turn.token_ids.size for turn in turns)
+        progress(report)
+    return report
+
+
+def _units(path: Path, reader: Format, rule: ImportRule, report: ImportReport) -> Iterator[_Unit]:
+    """Yield each line that is a session of its own, then the sessions of several lines."""
+    seen: collections.Counter[str] = collections.Counter()
+    by_key: dict[str, list[tuple[IndexedDocuments, Place]]] = collections.defaultdict(list)
+    for file, documents in open_files(path):
+        for number, document in documents.read():
+            place = Place(str(file), number)
+            report.lines += 1
+            if isinstance(document, BadLine):
+                report.add_bad([place], str(document))
+                continue
+            key = reader.key_of(document)
+            if key is not None:
+                by_key[key].append((_indexed(documents, file), place))
+                continue
+            digest = _digest(document)
+            seen[digest] += 1  # equal lines are as many sessions
+            yield _Unit(_stem(rule, digest, str(seen[digest])), digest, [place], [document], None)
+    for key, lines in by_key.items():
+        found = [documents.get(place.line) for documents, place in lines]
+        yield _Unit(_stem(rule, "session", key), _digest(*found), [place for _, place in lines], found, key)
+
+
+def _indexed(documents: Documents, file: Path) -> IndexedDocuments:
+    if isinstance(documents, IndexedDocuments):
+        return documents
+    raise InvalidRequest(f"{str(file)!r} is Parquet; logs and trajectories are imported from JSON Lines")
+
+
+def _digest(*documents: Json) -> str:
+    return hashlib.sha256(json.dumps(documents, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _stem(rule: ImportRule, *parts: str) -> str:
+    text = json.dumps([rule.format_name, rule.tenant, *parts])
+    return f"import-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _is_known(unit: _Unit, known: dict[str, str], rule: ImportRule, report: ImportReport) -> bool:
+    """Return whether an earlier import stored the unit; report one that it stored with other lines."""
+    stored = [session_id for session_id in unit.session_ids if session_id in known]
+    for session_id in stored:
+        if known[session_id] != unit.digest:
+            report.add_bad(
+                unit.places,
+                f"session {unit.source_id!r} was imported before with other lines, as {session_id!r}; delete that "
+                f"first: turnwise forget --tenant {rule.tenant} --session-id {session_id}",
+            )
+            return True
+    report.already_there += len(stored)
+    return bool(stored)
+
+
+def _prepare(unit: _Unit, reader: Format, tokeniser: Tokeniser, rule: ImportRule, report: ImportReport) -> bool:
+    """Make the unit's sessions and turns; return whether there are any. Bad lines are reported."""
+    drafts: list[Draft] = []
+    for place, document in zip(unit.places, unit.documents, strict=True):
+        try:
+            drafts += reader.drafts_of(document)
+        except SkippedLine as skipped:
+            report.skipped[str(skipped)] += 1
+        except BadLine as error:
+            report.add_bad([place], str(error))
+            others = [other for other in unit.places if other != place]
+            report.add_bad(others, f"line {place.line} of the same session is bad")
+            return False
+    if unit.source_id is not None and drafts:
+        drafts = [_merged(drafts)]
+    try:
+        for draft in drafts:
+            session = _session(unit, draft, rule, is_group=len(drafts) > 1)
+            turns = tokeniser.turns(session.session_id, rule.tenant, draft.conversations)
+            unit.sessions.append((session, draft, turns))
+    except BadLine as error:
+        unit.sessions.clear()
+        report.add_bad(unit.places, str(error))
+    return bool(unit.sessions)
+
+
+def _merged(drafts: list[Draft]) -> Draft:
+    rewards = {name: value for draft in drafts for name, value in draft.rewards.items()}
+    task_id = next((draft.task_id for draft in drafts if draft.task_id is not None), None)
+    conversations = [conversation for draft in drafts for conversation in draft.conversations]
+    return Draft(conversations=conversations, rewards=rewards, task_id=task_id)
+
+
+def _session(unit: _Unit, draft: Draft, rule: ImportRule, *, is_group: bool) -> Session:
+    place = unit.places[0]
+    imported = {"format": rule.format_name, "file": Path(place.file).name, "line": place.line, "digest": unit.digest}
+    if unit.source_id is not None:
+        imported["session_id"] = unit.source_id
+    return Session(
+        session_id=f"{unit.stem}-{draft.suffix}" if draft.suffix else unit.stem,
+        tenant=rule.tenant,
+        task_id=draft.task_id,
+        group_id=unit.stem if is_group else None,
+        group_size=2 if is_group else None,
+        split=rule.split,
+        metadata={"imported": imported},
+        opened_by=IMPORT,
+    )
+
+
+def _store(conn: Connection, unit: _Unit, rule: ImportRule) -> None:
+    for session, draft, turns in unit.sessions:
+        _, is_new = ledger.create_session(conn, session)
+        if not is_new:
+            continue  # another import stored it meanwhile
+        ledger.append_turns(conn, turns)
+        values = draft.rewards or ({} if rule.reward is None else {"reward": rule.reward})
+        lines = [
+            Reward(session_id=session.session_id, tenant=rule.tenant, name=name, value=value, source=IMPORT)
+            for name, value in values.items()
+        ]
+        ledger.add_rewards(conn, lines)
+        ledger.end_session(conn, rule.tenant, session.session_id, "imported")
