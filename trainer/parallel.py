@@ -29,6 +29,8 @@ class World:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._control = _control_group() if self.size > 1 else None
+        if self.size > 1:
+            _background_group()  # all processes create their groups in the same order, in their main threads
 
     @property
     def is_first(self) -> bool:
@@ -42,6 +44,16 @@ class World:
         box: list[Any] = [item]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
+
+    @property
+    def control_group(self) -> Any:
+        """The group for plain values and for reading checkpoints; None for one process."""
+        return self._control
+
+    @property
+    def background_group(self) -> Any:
+        """The group in which a thread writes checkpoints while the others compute; None for one process."""
+        return _background_group() if self.size > 1 else None
 
     def own(self, rows: Sequence[Item]) -> list[tuple[Item, bool]]:
         """Return this process's rows, each with whether it counts.
@@ -81,8 +93,15 @@ def _control_group() -> Any:
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
 
+@functools.cache
+def _background_group() -> Any:
+    """Return the group of the checkpoint threads, whose messages must not mix with those of the main threads."""
+    return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
 def leave_world() -> None:
     """Leave the group of processes."""
     _control_group.cache_clear()
+    _background_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

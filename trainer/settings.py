@@ -54,6 +54,10 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
 
     min_gap_coverage: float = Field(default=0.01, ge=0, le=1)
     """Warn when a smaller share of the trained tokens could be compared with the engine's logprobs."""
+    checkpoint_every: int = Field(default=1, ge=1)
+    """Versions between two states of the trainer on disk. 1: the state is written before its version is published.
+    More: versions are published at once, states are written in the background, and batches are acknowledged with the
+    state that contains them. A crash then costs up to twice as many batches, which are trained again."""
     keep_versions: int = Field(default=3, ge=1)
     """Versions that stay on disk, besides the active, the pinned and the newest one."""
     evaluate_every: int | None = Field(default=None, ge=1)

@@ -68,21 +68,31 @@ class ClaimedBatch:
     """The version that was pinned at the claim."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedBatch:
+    """A batch that was worked on, with all that its acknowledgement records."""
+
+    batch: ClaimedBatch
+    update: UpdateRecord
+    policy: PolicyVersion | None = None
+    """The version that it made."""
+    refused: Mapping[GroupKey, str] = dataclasses.field(default_factory=dict)
+    """Groups that were not trained, with the reason; they are dropped."""
+    trained: Mapping[SessionKey, Advantages] = dataclasses.field(default_factory=dict)
+    """The sessions that were trained, with the advantages of their turns."""
+
+
 class Source(Protocol):
     """Where a workflow gets its experiences: what `env` must be."""
 
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait for a batch, or for the request to go on from another version; None after `close`."""
 
-    def ack(
-        self,
-        batch: ClaimedBatch,
-        update: UpdateRecord,
-        policy: PolicyVersion | None,
-        refused: dict[GroupKey, str],
-        trained: Mapping[SessionKey, Advantages] | None = None,
-    ) -> bool:
-        """Finish a batch, durably; False when this update was committed before."""
+    def publish(self, policy: PolicyVersion) -> None:
+        """Announce a version whose batch is acknowledged later."""
+
+    def ack(self, finished: Sequence[FinishedBatch]) -> None:
+        """Record batches, their groups and their versions, durably and all together."""
 
     def open(self, base: PolicyVersion) -> None:
         """Take over what an earlier process held, and publish version 0 in an empty ledger."""
@@ -118,7 +128,7 @@ class LedgerSource:
         self._rule = rule
         self._with_imported = with_imported
         self._closed = threading.Event()
-        self._lease: _Lease | None = None
+        self._leases: dict[claims.Claim, _Lease] = {}
 
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`.
@@ -142,7 +152,7 @@ class LedgerSource:
             if claim is None:
                 continue
             self._report_status(f"training on {len(claim.groups)} groups", None)
-            self._lease = _Lease(self._db, claim, self._rule.lease_seconds)
+            self._leases[claim] = _Lease(self._db, claim, self._rule.lease_seconds)
             with self._db.read() as conn:
                 pinned = policies.pinned_version(conn)
                 found = list(
@@ -162,22 +172,22 @@ class LedgerSource:
                 pinned=pinned,
             )
 
-    def ack(
-        self,
-        batch: ClaimedBatch,
-        update: UpdateRecord,
-        policy: PolicyVersion | None,
-        refused: dict[GroupKey, str],
-        trained: Mapping[SessionKey, Advantages] | None = None,
-    ) -> bool:
-        """Record the update, its groups and the policy version in one transaction.
+    def publish(self, policy: PolicyVersion) -> None:
+        """Announce a version; its groups stay claimed until `ack`."""
+        with self._db.write() as conn:
+            policies.publish_policy(conn, policy)
+
+    def ack(self, finished: Sequence[FinishedBatch]) -> None:
+        """Record batches, their groups and their versions in one transaction; a batch recorded before is left out.
 
         Raises:
-            LeaseLost: The lease ran out and another trainer has a group; nothing was recorded.
+            LeaseLost: The lease of a batch ran out and another trainer has a group; nothing was recorded.
         """
-        self._end_lease()
+        for one in finished:
+            self._end_lease(one.batch.claim)
         with self._db.write() as conn:
-            return claims.ack(conn, batch.claim, update, policy, refused, trained)
+            for one in finished:
+                claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained)
 
     def open(self, base: PolicyVersion) -> None:
         """Take over what an earlier process held; in an empty ledger publish version 0.
@@ -232,20 +242,18 @@ class LedgerSource:
     def close(self) -> None:
         """Stop waiting and release what is held, for the next process to take over."""
         self._closed.set()
-        held = self._end_lease()
-        if held is not None:
+        for held in list(self._leases):
+            self._end_lease(held)
             try:
                 claims.release(self._db, held, "the trainer stopped")
             except LeaseLost:
-                log.info("the groups of the unfinished batch were taken by another trainer already")
+                log.info("the groups of an unfinished batch were taken by another trainer already")
         self._db.close()
 
-    def _end_lease(self) -> claims.Claim | None:
-        lease, self._lease = self._lease, None
-        if lease is None:
-            return None
-        lease.stop()
-        return lease.claim
+    def _end_lease(self, held: claims.Claim) -> None:
+        lease = self._leases.pop(held, None)
+        if lease is not None:
+            lease.stop()
 
     def _wait_until_ready(self, at: Position, waiting: WaitingLog) -> bool | Rewind:
         """Return True once a claim can succeed, False after `close`, or the rewind that a pin asks for."""

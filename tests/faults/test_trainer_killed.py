@@ -9,24 +9,32 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, Trainers, running_trainers
+from support.killed_trainer import (
+    BEHIND_IN_EVERY_RUN,
+    STAGES,
+    STAGES_BEHIND,
+    STAGES_IN_EVERY_RUN,
+    Trainers,
+    running_trainers,
+)
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from turnwise.store import queries
+from turnwise.store import policies, queries, trained
 
 VERSIONS = (1, 2)
 
 
-def play(directory: Path, model: Path) -> Path:
-    """Create a ledger with two batches; return the directory."""
+def play(directory: Path, model: Path, num_batches: int = 2) -> Path:
+    """Create a ledger with batches of three groups; return the directory."""
     directory.mkdir()
     db = new_ledger(directory / "ledger.db")
-    Rollouts(db, load_model(model)).play("a", num_groups=6)
+    Rollouts(db, load_model(model)).play("a", num_groups=3 * num_batches)
     db.close()
     return directory
 
 
-def train(trainers: Trainers, directory: Path, model: Path, *die_at: str) -> int:
+def train(trainers: Trainers, directory: Path, model: Path, *die_at: str, total: int = 2, every: int = 1) -> int:
     """Run a trainer over the ledger; return its exit status."""
     config = directory / "trainer.toml"
     config.write_text(
@@ -36,7 +44,8 @@ def train(trainers: Trainers, directory: Path, model: Path, *die_at: str) -> int
         policies_dir = "{directory / "policies"}"
         groups_per_batch = 3
         num_minibatches = 2
-        total_batches = 2
+        total_batches = {total}
+        checkpoint_every = {every}
         max_staleness = 10
         row_tokens = 16
         num_threads = 1
@@ -50,14 +59,23 @@ def train(trainers: Trainers, directory: Path, model: Path, *die_at: str) -> int
 def state_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
     """Return the weights of a version, and all tensors of the trainer's own state."""
     policies = directory / "policies"
-    saved = torch.load(policies / f"v{version:06d}.trainer" / "state.pt", weights_only=True)
-    optimizer = {
+    saved = tensors_of_state(policies, version)
+    return load_file(policies / f"v{version:06d}" / "model.safetensors") | saved
+
+
+def tensors_of_state(policies: Path, version: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a trainer's state by name, written by any number of processes."""
+    place = policies / f"v{version:06d}.trainer" / "tensors"
+    whole = policies.parent / f"whole-{version}.pt"
+    dcp_to_torch_save(place, whole)
+    saved = torch.load(whole, weights_only=True)
+    moments = {
         f"{name}.{key}": value
         for name, values in saved["optimizer"]["state"].items()
         for key, value in values.items()
         if isinstance(value, torch.Tensor)
     }
-    return load_file(policies / f"v{version:06d}" / "model.safetensors") | optimizer
+    return moments | {f"state.{name}": value for name, value in saved["model"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +118,37 @@ def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
         assert queries.counts(conn).groups == {"trained": 6}
         assert [record.update_id for record in queries.updates(conn)[0]] == [2, 1]
     db.close()
+
+
+@pytest.fixture(scope="module")
+def published_ahead(tmp_path_factory, trainers, model):
+    """The result of a trainer that is not killed and writes its state every second version."""
+    directory = play(tmp_path_factory.mktemp("ahead") / "run", model, 4)
+    assert train(trainers, directory, model, total=4, every=2) == 0
+    return directory
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [stage if stage in BEHIND_IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES_BEHIND],
+)
+def test_a_trainer_that_publishes_ahead_of_its_state_trains_each_group_once_under_any_kill(
+    tmp_path, trainers, model, published_ahead, stage
+):
+    """Groups of versions without a state are trained again from the last state, to the same weights bit for bit."""
+    killed = play(tmp_path / "run", model, 4)
+    assert train(trainers, killed, model, STAGES_BEHIND[stage], total=4, every=2) == -signal.SIGKILL
+    assert train(trainers, killed, model, total=4, every=2) == 0
+    db = new_ledger(killed / "ledger.db")
+    with db.read() as conn:
+        newest = policies.newest_policy(conn).version
+        assert queries.counts(conn).groups == {"trained": 12}
+        views, _ = trained.list_updates(conn, "default")
+    db.close()
+    assert [view.update.update_id for view in views] == [4, 3, 2, 1]
+    assert len({session.session_id for view in views for session in view.sessions}) == 48
+    assert sum(len(view.sessions) for view in views) == 48
+    expected, resumed = state_of(published_ahead, 4), state_of(killed, newest)
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert not list((killed / "policies").glob(".writing-*"))

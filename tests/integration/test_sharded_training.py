@@ -22,7 +22,7 @@ sys.exit(run(load_settings(TrainerSettings, config=Path(sys.argv[1]), section="t
 """
 
 
-def train(directory, model, num_processes, kind, *, num_groups=20, total_batches=5):
+def train(directory, model, num_processes, kind, *, num_groups=20, total_batches=5, checkpoint_every=1):
     if not directory.exists():
         directory.mkdir()
         db = new_ledger(directory / "ledger.db")
@@ -41,6 +41,7 @@ def train(directory, model, num_processes, kind, *, num_groups=20, total_batches
         num_minibatches = 4
         learning_rate = 3e-4
         total_batches = {total_batches}
+        checkpoint_every = {checkpoint_every}
         max_staleness = 10
         row_tokens = 48
         num_threads = 1
@@ -86,12 +87,12 @@ def test_two_processes_give_the_losses_and_weights_of_one_over_twenty_updates(tm
 
 
 @pytest.mark.slow
-def test_two_processes_resume_from_a_state_that_only_the_first_process_reads(tmp_path):
-    """Stopped after the first of two batches and restarted, they reach the weights of one uninterrupted process."""
-    model = make_model(tmp_path / "model")
-    train(tmp_path / "one", model, 1, "full", num_groups=8, total_batches=2)
-    for total_batches in (1, 2):
-        train(tmp_path / "two", model, 2, "full", num_groups=8, total_batches=total_batches)
-    expected, resumed = (load_file(tmp_path / name / "policies/v000002/model.safetensors") for name in ("one", "two"))
+def test_a_run_continues_with_other_numbers_of_processes_from_shards_written_in_the_background(tmp_path):
+    """Two batches on 2 processes, two on 4 and one on 1 give the weights of one uninterrupted process."""
+    model = make_model(tmp_path / "model", tie_word_embeddings=True)
+    train(tmp_path / "one", model, 1, "full", total_batches=5)
+    for num_processes, total_batches in ((2, 2), (4, 4), (1, 5)):
+        train(tmp_path / "more", model, num_processes, "full", total_batches=total_batches, checkpoint_every=2)
+    expected, resumed = (load_file(tmp_path / name / "policies/v000005/model.safetensors") for name in ("one", "more"))
     for name, value in expected.items():
         torch.testing.assert_close(resumed[name], value, atol=1e-5, rtol=0)

@@ -58,7 +58,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     clock = WrongClock(float(skew_seconds), Path(jumps))
     types.utc_now = clock.now  # before the modules that import it from there
     from trainer.pacing import Position
-    from trainer.source import LedgerSource, SourceRule
+    from trainer.source import FinishedBatch, LedgerSource, SourceRule
     from turnwise.errors import LeaseLost
     from turnwise.store import queries
     from turnwise.store.database import Database
@@ -99,7 +99,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
             metrics={"turn_ids": [turn_id for one in batch.experiences for turn_id in one.turn_ids]},
         )
         try:
-            source.ack(batch, update, None, {})
+            source.ack([FinishedBatch(batch=batch, update=update)])
         except LeaseLost:
             print("refused", flush=True)
 

@@ -17,8 +17,9 @@ from torch.nn import Parameter
 
 from trainer.build import OptimizerLike, as_settings
 from trainer.learning.optimizer import make_scheduler, set_position
+from trainer.loop.commits import Commits
 from trainer.loop.evaluator import Evaluator
-from trainer.loop.resume import check_resumable, log_changes
+from trainer.loop.resume import check_resumable, log_changes, saved_settings
 from trainer.loop.state import TENSORS, Progress, State
 from trainer.pacing import Rewind
 from trainer.parallel import join_world
@@ -55,6 +56,7 @@ class RLWorkflow(abc.ABC):
         self.config = as_settings(config)
         self.recorder = ChainRecorder([])
         self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
+        self.commits = Commits(env, self.checkpoints, self.config.checkpoint_every)
         self.weights: WeightServer | None = None
         """Hands weights to engines; None where they read directories. In the first process alone."""
 
@@ -120,6 +122,7 @@ class RLWorkflow(abc.ABC):
         if world.is_first:
             self.env.open(directory.base_version(self.config.model))
             self._serve_weights()
+        self.commits.start(world, last.policy_version if last else 0)
         if last is None:
             return self._post_setup(state)
         if world.is_first:
@@ -156,10 +159,12 @@ class RLWorkflow(abc.ABC):
             if every is not None and (done % every == 0 or done == total):
                 metrics, state = self.evaluate(state)
                 self._record({f"eval/{name}": value for name, value in metrics.items()}, done)
+        self.commits.flush(state, saved_settings(self.config))
         return state
 
     def close(self) -> None:
         """Release what is held, and flush."""
+        self.commits.close()
         if self.weights is not None:
             self.env.announce_weights(None)
             self.weights.close()
@@ -189,9 +194,9 @@ class RLWorkflow(abc.ABC):
         if self.weights is not None and not self.weights.held.hold(version, weights, probe):
             log.error("version %d has weights that are not finite; engines will refuse its directory", version)
 
-    def _new_state(self, seed: int) -> State:
-        """Return the state of a new run: the base model and a fresh optimizer."""
-        self.agent.load(seed)
+    def _new_state(self, seed: int, *, with_weights: bool = True) -> State:
+        """Return the state of a new run: the base model, unless a saved state replaces it, and a fresh optimizer."""
+        self.agent.load(seed, with_weights=with_weights)
         optimizer = self._new_optimizer(self.agent.policy.parameters())
         return State(
             progress=Progress(seed=seed),
@@ -213,39 +218,56 @@ class RLWorkflow(abc.ABC):
         check_resumable(saved.get("settings", {}), self.config)
         if reports_changes and self.agent.world.is_first:
             log_changes(saved.get("settings", {}), self.config)
-        return self._new_state(seed).restored(saved, from_first=self.agent.world.size > 1)
+        group = self.agent.world.control_group
+        return self._new_state(seed, with_weights="model" in saved).restored(
+            saved, lambda tensors: self.checkpoints.read_tensors(version, tensors, group)
+        )
 
     def _read_state(self, version: int) -> dict[str, Any]:
-        """Read a version's state in the first process alone; the others get its plain values, and no tensors."""
+        """Read the values of a version's state in the first process, for all; tensors are read by each of them.
+
+        The other processes get empty tensors of a state in one file: the first process sends those.
+        """
         world = self.agent.world
-        if not world.is_first:
-            shared: dict[str, Any] | BadCheckpoint = world.share(None)
-            if isinstance(shared, BadCheckpoint):
-                raise shared
-            return shared | {name: {} for name in TENSORS}
-        try:
-            saved = self.checkpoints.read_state(version)
-        except BadCheckpoint as error:
-            world.share(error)
-            raise
-        world.share({name: value for name, value in saved.items() if name not in TENSORS})
-        return saved
+        saved: dict[str, Any] | BadCheckpoint = {}
+        if world.is_first:
+            try:
+                saved = self.checkpoints.read_state(version)
+            except BadCheckpoint as error:
+                saved = error
+        plain = saved
+        if isinstance(saved, dict):
+            plain = {name: {} if name in TENSORS else value for name, value in saved.items()}
+        plain = world.share(plain)
+        if isinstance(plain, BadCheckpoint):
+            raise plain
+        return saved if world.is_first and isinstance(saved, dict) else plain
 
     def _rewound(self, state: State, to: Rewind) -> State:
-        """Return the state to go on from an older version's weights; the counts of the run go on."""
-        version = to.version
+        """Return the state to go on from an older version's weights; the counts of the run go on.
+
+        Without a state of that very version, the newest state before it is taken.
+        """
+        known = [version for version in state.progress.recent_versions if version <= to.version]
+        world = self.agent.world
+        version = world.share(self._newest_with_state(known, to.version) if world.is_first else None)
         try:
             older = self._state_of(version, self.config.seed)
         except BadCheckpoint as error:
             log.error("%s, and version %d cannot be trained from: %s", to.reason, version, error)  # noqa: TRY400
-            return state.with_progress(rewound_to=version)
+            return state.with_progress(rewound_to=to.version)
         log.warning("%s: going back to version %d from version %d", to.reason, version, state.progress.policy_version)
-        kept = tuple(known for known in state.progress.recent_versions if known <= version)
+        self.commits.go_back(version)
+        kept = tuple(before for before in known if before <= version)
         progress = dataclasses.replace(
-            state.progress, policy_version=version, recent_versions=kept or (version,), rewound_to=version
+            state.progress, policy_version=version, recent_versions=kept or (version,), rewound_to=to.version
         )
         set_position(older.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(older, progress=progress, buffer=state.buffer)
+
+    def _newest_with_state(self, known: Sequence[int], otherwise: int) -> int:
+        """Return the newest of these versions that can be resumed from."""
+        return max((version for version in known if self.checkpoints.has_state(version)), default=otherwise)
 
     def _post_setup(self, state: State) -> State:
         """Return the state a run begins with; a place for warm-up."""

@@ -7,6 +7,7 @@ same numbers, whatever was drawn before it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from trainer.policy.model import Policy
 from turnwise.types import Json
 
 TENSORS = ("model", "optimizer")
-"""The parts of a saved state that hold tensors."""
+"""The parts of a state that hold tensors; in the file of values only where an earlier release wrote it."""
 MOST_RECENT_VERSIONS = 64
 """How many versions `Progress.recent_versions` holds; nothing counts as more stale than this."""
 
@@ -88,37 +89,55 @@ class State:
         torch.manual_seed(int(sequence.generate_state(1)[0]))
         return np.random.default_rng(sequence)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resume needs, as tensors and plain values on the CPU."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return {
-            "progress": dataclasses.asdict(self.progress),
-            "model": self.policy.trained_state(),
-            "optimizer": get_optimizer_state_dict(self.policy.model, self.optimizer, options=options),
-            "metrics": self.metrics,
-            "buffer": self.buffer,
-        }
+    def values(self) -> dict[str, Any]:
+        """Return the plain values that a resume needs."""
+        return {"progress": dataclasses.asdict(self.progress), "metrics": self.metrics, "buffer": self.buffer}
 
-    def restored(self, saved: dict[str, Any], *, from_first: bool = False) -> State:
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors that a resume needs, of which this process holds all or its shards; not copied."""
+        return {"model": self.policy.shards(), "optimizer": get_optimizer_state_dict(self.policy.model, self.optimizer)}
+
+    def restored(self, saved: dict[str, Any], fill: Callable[[dict[str, Any]], None]) -> State:
         """Return this state with the saved weights, optimizer moments and counts.
 
         The optimizer's settings and the seed stay as they are now. The learning rate follows from the count of updates.
 
         Args:
-            saved: What `state_dict` returned.
-            from_first: Whether only the first process has the tensors, and sends each process its shard.
+            saved: What `values` returned.
+            fill: Gives tensors their saved values.
         """
-        self.policy.load_trained_state(saved["model"], from_first=from_first)
         settings = [_settings_of(group) for group in self.optimizer.param_groups]
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
-        set_optimizer_state_dict(
-            self.policy.model, self.optimizer, cast("dict[str, Any]", saved["optimizer"]), options=options
-        )
+        if "model" in saved:
+            self._load_whole(saved)
+        else:
+            tensors = self.tensors()
+            fill(tensors)
+            self.policy.load_shards(tensors["model"])
+            set_optimizer_state_dict(self.policy.model, self.optimizer, tensors["optimizer"])
         for group, kept in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(kept)
         progress = _progress_from(saved["progress"] | {"seed": self.progress.seed})
         set_position(self.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(self, progress=progress, metrics=saved["metrics"], buffer=saved["buffer"])
+
+    def _load_whole(self, saved: dict[str, Any]) -> None:
+        """Load the tensors of a state in one file, as earlier releases wrote it; the first process sends them."""
+        from_first = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        self.policy.load_trained_state(saved["model"], from_first=from_first)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+        set_optimizer_state_dict(
+            self.policy.model, self.optimizer, cast("dict[str, Any]", saved["optimizer"]), options=options
+        )
+
+
+def copied(tensors: Any) -> Any:
+    """Return nested dictionaries of tensors with copies on the CPU, for a thread that writes while training goes on."""
+    if isinstance(tensors, dict):
+        return {name: copied(value) for name, value in tensors.items()}
+    if isinstance(tensors, torch.Tensor):
+        value = tensors.detach()
+        return value.clone() if value.device.type == "cpu" else value.cpu()
+    return tensors
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

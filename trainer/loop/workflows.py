@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from trainer.build import make_agent, optimizer_factory
 from trainer.learning.batch import Batch, build, minibatches
@@ -28,7 +29,7 @@ from trainer.policy.agent import OutOfMemory
 from trainer.policy.memory_limits import read_limits, write_limits
 from trainer.publish import directory
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource
+from trainer.source import ClaimedBatch, FinishedBatch, LedgerSource
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
 from turnwise.types import Experience, GroupKey, Json, PolicyVersion, UpdateRecord
@@ -84,6 +85,8 @@ class OnPolicyWorkflow(RLWorkflow):
     def _claim(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Return the next batch, in all processes; None when the source was closed."""
         world = self.agent.world
+        if world.is_first:
+            self.commits.settle()
         claimed: ClaimedBatch | Rewind | None = world.share(self.env.next_batch(at) if world.is_first else None)
         return claimed
 
@@ -227,7 +230,7 @@ class OnPolicyWorkflow(RLWorkflow):
         num_steps: int,
         refusal: str | None,
     ) -> tuple[Json, State]:
-        """Write the version, then commit ack, update and policy in one transaction.
+        """Write the version, publish it, and acknowledge its batch with the state that contains it.
 
         A version that the publishing gate refused is kept on disk and stored as failed, with the reason.
         """
@@ -247,15 +250,35 @@ class OnPolicyWorkflow(RLWorkflow):
             ),
             metrics=metrics | {"policy_version": version},
         )
-        saved = after.state_dict() | {"settings": saved_settings(self.config)}
         probe = directory.probe_of(state.policy, chosen.experiences)
         self._hold(state, version, probe)
+        weights = state.policy.trained_state()
+        finished = self._written(after, claimed, chosen, weights, parent, probe, refusal) if world.is_first else None
+        self.commits.add(finished, after, saved_settings(self.config))
         if world.is_first:
-            path = directory.write_version(
-                self.checkpoints, state.policy, saved["model"], version=version, parent=parent, probe=probe
-            )
-            self.checkpoints.write_state(version, saved)
-            policy = PolicyVersion(
+            needed = self.commits.needed_versions | self.env.versions_in_use()
+            self.checkpoints.prune({version, parent} | needed)
+        return after.metrics, after
+
+    def _written(
+        self,
+        after: State,
+        claimed: ClaimedBatch,
+        chosen: Selection,
+        weights: dict[str, Tensor],
+        parent: int,
+        probe: Json,
+        refusal: str | None,
+    ) -> FinishedBatch:
+        """Write the directory of the version; return the batch to publish and acknowledge."""
+        version = after.progress.policy_version
+        path = directory.write_version(
+            self.checkpoints, after.policy, weights, version=version, parent=parent, probe=probe
+        )
+        return FinishedBatch(
+            batch=claimed,
+            update=self._record_of(after, claimed, chosen),
+            policy=PolicyVersion(
                 version=version,
                 path=str(path),
                 kind=self.config.kind,
@@ -263,13 +286,10 @@ class OnPolicyWorkflow(RLWorkflow):
                 metrics=after.metrics,
                 weights_digest=weights_digest(path),
                 error=None if refusal is None else f"refused by the publishing gate: {refusal}",
-            )
-            refusals = self._refusals(claimed, chosen.refused)
-            self.env.ack(
-                claimed, self._record_of(after, claimed, chosen), policy, refusals, chosen.advantages_by_session()
-            )
-            self.checkpoints.prune({version, parent} | self.env.versions_in_use())
-        return after.metrics, after
+            ),
+            refused=self._refusals(claimed, chosen.refused),
+            trained=chosen.advantages_by_session(),
+        )
 
     def _finish_untrained(
         self, state: State, claimed: ClaimedBatch, metrics: Json, reasons: dict[GroupKey, str]
@@ -286,7 +306,8 @@ class OnPolicyWorkflow(RLWorkflow):
             record = self._record_of(after, claimed, None)
             # No checkpoint holds what this batch did to the buffer, so the ledger does.
             carried = {"buffer": after.buffer} if after.buffer else {}
-            self.env.ack(claimed, dataclasses.replace(record, metrics=metrics | carried), None, reasons)
+            record = dataclasses.replace(record, metrics=metrics | carried)
+            self.commits.add_untrained(FinishedBatch(batch=claimed, update=record, refused=reasons))
         return metrics, after
 
     def _refusals(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:

@@ -92,10 +92,10 @@ class PolicyAgent:
         if self._reference is not None:
             self._reference.mesh_axis = axis
 
-    def load(self, seed: int) -> None:
-        """Load the policy afresh, and the reference if a loss needs one."""
+    def load(self, seed: int, *, with_weights: bool = True) -> None:
+        """Load the policy afresh, unless a saved state replaces its weights, and the reference if a loss needs one."""
         self.world = World()
-        self.policy.load(seed)
+        self.policy.load(seed, with_weights=with_weights)
         if self._reference is not None:
             self._reference.load(seed)
             self._reference.model.requires_grad_(requires_grad=False)

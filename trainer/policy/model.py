@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,6 +24,7 @@ from trainer.learning.batch import Row
 from trainer.learning.forest import Layout
 from trainer.learning.logprobs import linear_logprobs, selected_logprobs
 from trainer.policy.head import OutputLayer
+from trainer.policy.loading import allocate, base_of, copy_tokenizer, empty_model, load_model, tied_names
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.settings import Settings
 from turnwise.types import PolicyKind
@@ -57,19 +57,6 @@ class PolicySpec(Settings):
     """Names of the linear layers that get an adapter."""
 
 
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.tiktoken",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "generation_config.json",
-)
-"""What belongs to a model and is no weight: patterns of file names in its directory."""
-
-
 class Policy:
     """A causal LM that gives logprobs of packed rows.
 
@@ -88,8 +75,12 @@ class Policy:
         self.compute_dtype = torch.float32
         self.attention = "sdpa"
 
-    def load(self, seed: int) -> None:
+    def load(self, seed: int, *, with_weights: bool = True) -> None:
         """Load the base model, with a fresh adapter for LoRA, compiled and sharded as was asked for.
+
+        Args:
+            seed: Of the adapter's first weights.
+            with_weights: False where a saved state replaces all weights: a sharded model then reads none here.
 
         Raises:
             BadCheckpoint: There is no such model.
@@ -98,12 +89,14 @@ class Policy:
         self.device = resolve_device(self.spec.device)
         self.compute_dtype = _compute_dtype(self.spec.dtype, self.device)
         self.attention = _attention(self.spec.attention, self.device)
-        self.model: nn.Module = _without_dropout(_load(self.spec, self.attention)).to(self.device)
+        self.model: nn.Module
+        if self.mesh_axis is None:
+            self.model = load_model(self.spec, self.attention).to(self.device)
+        else:
+            self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
         can_split = self.mesh_axis is None and not self.compiled
-        self._head = OutputLayer.of(_base(self.model)) if can_split else None
-        self._keeps_logits = "logits_to_keep" in inspect.signature(_base(self.model).forward).parameters
-        if self.mesh_axis is not None:
-            self._shard(self.mesh_axis)
+        self._head = OutputLayer.of(base_of(self.model)) if can_split else None
+        self._keeps_logits = "logits_to_keep" in inspect.signature(base_of(self.model).forward).parameters
         self._forward: Any = torch.compile(self.model, dynamic=True) if self.compiled else self.model
 
     @property
@@ -116,12 +109,24 @@ class Policy:
     @property
     def config(self) -> Any:
         """The model's own configuration."""
-        config = _base(self.model).config
+        config = base_of(self.model).config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what the optimizer updates."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
+        """Build the model without weights, shard it, and let the first process send each process its shards."""
+        self.model = empty_model(self.spec, self.attention)
+        self._shard(axis)
+        allocate(self.model, self.device)
+        if not with_weights and self.spec.kind is PolicyKind.FULL:
+            return
+        torch.manual_seed(seed)
+        is_first = torch.distributed.get_rank() == 0
+        weights = load_model(self.spec, self.attention).state_dict() if is_first else {}
+        self.load_trained_state(weights, from_first=True)
 
     def _shard(self, axis: str) -> None:
         """Shard parameters, gradients and optimizer with FSDP2, layer by layer, over all processes."""
@@ -130,7 +135,7 @@ class Policy:
 
         mesh = init_device_mesh(self.device.type, (torch.distributed.get_world_size(),), mesh_dim_names=(axis,))
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
-        layers = getattr(_base(self.model), "_no_split_modules", None) or ()
+        layers = getattr(base_of(self.model), "_no_split_modules", None) or ()
         for module in list(self.model.modules()):
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh, mp_policy=precision)
@@ -199,7 +204,7 @@ class Policy:
         """Write weights (or the adapter), configuration and tokenizer in the Hugging Face layout."""
         model = cast("Any", self.model)
         model.save_pretrained(directory, state_dict=self._published(state), safe_serialization=True)
-        _copy_tokenizer(self.spec.model, directory)
+        copy_tokenizer(self.spec.model, directory)
 
     def published_weights(self) -> dict[str, Tensor]:
         """Return what `save` writes of a whole model, by its names in the checkpoint, on the CPU.
@@ -213,13 +218,13 @@ class Policy:
         for name, value in self._published(cast("dict[str, Tensor]", get_model_state_dict(self.model))).items():
             full = getattr(value, "full_tensor", None)
             gathered[name] = (value if full is None else full()).detach().cpu().contiguous()
-        return cast("dict[str, Tensor]", revert_weight_conversion(_base(self.model), gathered))
+        return cast("dict[str, Tensor]", revert_weight_conversion(base_of(self.model), gathered))
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that engines load: in `publish_dtype`, a tied output layer left out."""
         dtypes = {"auto": self.compute_dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
         dtype = dtypes[self.spec.publish_dtype]
-        tied = _tied_names(_base(self.model)) if self.spec.kind is PolicyKind.FULL else set()
+        tied = tied_names(base_of(self.model)) if self.spec.kind is PolicyKind.FULL else set()
         return {name: value.to(dtype) for name, value in state.items() if name not in tied}
 
     def trained_state(self) -> dict[str, Tensor]:
@@ -230,6 +235,20 @@ class Policy:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
         state = cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
         return {name: value.clone() for name, value in state.items()}
+
+    def shards(self) -> dict[str, Any]:
+        """Return what this process holds of the trained weights, by name, on its device."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(ignore_frozen_params=self.spec.kind is PolicyKind.LORA)
+        return get_model_state_dict(self.model, options=options)
+
+    def load_shards(self, shards: dict[str, Any]) -> None:
+        """Load what `shards` returned."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        options = StateDictOptions(strict=self.spec.kind is PolicyKind.FULL)
+        set_model_state_dict(self.model, shards, options=options)
 
     def load_trained_state(self, state: dict[str, Tensor], *, from_first: bool = False) -> None:
         """Load what `trained_state` returned; with `from_first`, the first process sends it to the others.
@@ -269,69 +288,3 @@ def _attention(name: str, device: torch.device) -> str:
     if name == "auto":
         return "flex_attention" if device.type == "cuda" else "sdpa"
     return name
-
-
-def _without_dropout(model: nn.Module) -> nn.Module:
-    """Turn dropout off: the engine samples without it, so a ratio under dropout would compare two policies."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-    return model
-
-
-def _tied_names(model: Any) -> set[str]:
-    """Return the names under which tied weights are stored a second time."""
-    if not getattr(model.config, "tie_word_embeddings", False):
-        return set()
-    first: dict[int, str] = {}
-    again = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            again.add(name)
-    return again
-
-
-def _load(spec: PolicySpec, attention: str) -> nn.Module:
-    """Load the base model in float32, with an adapter for LoRA."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation=attention)
-    except (OSError, ValueError) as error:
-        raise BadCheckpoint(f"cannot load the model {spec.model!r}: {error}") from error
-    if spec.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if spec.kind is PolicyKind.LORA:
-        from peft import LoraConfig, get_peft_model
-
-        adapter = LoraConfig(
-            r=spec.lora_rank,
-            lora_alpha=spec.lora_alpha,
-            target_modules=list(spec.lora_targets),
-            task_type="CAUSAL_LM",
-        )
-        model = get_peft_model(model, adapter)
-        if spec.gradient_checkpointing:
-            model.enable_input_require_grads()
-    model.train()
-    return cast("nn.Module", model)
-
-
-def _base(model: nn.Module) -> Any:
-    """Return the Hugging Face model inside an adapter, or the model itself."""
-    get_base = getattr(model, "get_base_model", None)
-    return get_base() if get_base is not None else model
-
-
-def _copy_tokenizer(source: str, directory: Path) -> None:
-    """Give a checkpoint the base model's tokenizer and chat template, byte for byte where the base is a directory."""
-    if not Path(source).is_dir():
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
-        return
-    for pattern in TOKENIZER_FILES:
-        for path in Path(source).glob(pattern):
-            shutil.copyfile(path, directory / path.name)

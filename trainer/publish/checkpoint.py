@@ -4,6 +4,9 @@ What engines read and what the trainer resumes from are siblings, `v000007/` wit
 `turnwise.json` alone, `v000007.trainer/` with optimizer and counts. Both are written beside their place, synced and
 renamed, so a directory with a final name is complete. The ledger, not the disk, says which version counts; `latest`
 is a convenience for people.
+
+The tensors of a state are a checkpoint of `torch.distributed.checkpoint`: each process writes and reads its own shards,
+and a run can go on with another number of processes.
 """
 
 from __future__ import annotations
@@ -11,16 +14,22 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from turnwise import version_directory
 from turnwise.errors import BadCheckpoint
 from turnwise.types import Json
 from turnwise.version_directory import LATEST, STATE_FILE
+
+TENSORS = "tensors"
+"""In a version's state directory: the checkpoint of its tensors."""
 
 
 class Checkpoints:
@@ -41,6 +50,10 @@ class Checkpoints:
         """Return the directory of the trainer's state of a version."""
         return version_directory.state_directory(self.directory, version)
 
+    def has_state(self, version: int) -> bool:
+        """Return whether a run can be resumed from this version; version 0 needs no state."""
+        return version == 0 or self.state_directory(version).is_dir()
+
     def write_policy(self, version: int, write: Callable[[Path], None], manifest: Json) -> Path:
         """Write a version for engines; `write` fills an empty directory with the model's files."""
         place = self.policy_directory(version)
@@ -49,19 +62,34 @@ class Checkpoints:
             version_directory.write_manifest(staging, {"version": version, **manifest})
         return place
 
-    def write_state(self, version: int, state: dict[str, Any]) -> None:
-        """Write what a resume from this version needs, and point `latest` at it."""
-        with _appearing(self.state_directory(version)) as staging:
-            torch.save(state, staging / STATE_FILE)
+    def write_state(self, version: int, values: dict[str, Any], tensors: dict[str, Any], group: Any = None) -> None:
+        """Write what a resume from this version needs, and point `latest` at it; in all processes together.
+
+        Args:
+            version: The version of the weights.
+            values: Plain values, of which the first process writes its own.
+            tensors: Nested dictionaries of tensors; of sharded ones each process writes its shards.
+            group: The processes; None for one alone.
+
+        Raises:
+            BadCheckpoint: A process could not write.
+        """
+        place = self.state_directory(version)
+        if group is not None and torch.distributed.get_rank() != 0:
+            _save_tensors(tensors, _staging(place) / TENSORS, group)
+            return
+        with _appearing(place) as staging:
+            torch.save(values, staging / STATE_FILE)
+            _save_tensors(tensors, staging / TENSORS, group)
         pointer = self.directory / f".{LATEST}"
         pointer.write_text(self.policy_directory(version).name + "\n", encoding="utf-8")
         pointer.replace(self.directory / LATEST)
 
     def read_state(self, version: int) -> dict[str, Any]:
-        """Return what `write_state` wrote.
+        """Return the values that `write_state` wrote; the tensors too where an earlier release wrote them.
 
         Raises:
-            BadCheckpoint: There is none, or it cannot be read.
+            BadCheckpoint: There are none, or they cannot be read.
         """
         path = self.state_directory(version) / STATE_FILE
         try:
@@ -73,6 +101,21 @@ class Checkpoints:
         except (RuntimeError, EOFError, OSError, ValueError) as error:
             raise BadCheckpoint(f"the trainer state {str(path)!r} cannot be read: {error}") from error
         return state
+
+    def read_tensors(self, version: int, tensors: dict[str, Any], group: Any = None) -> None:
+        """Fill tensors, whole or sharded, with the values that `write_state` wrote; in all processes together.
+
+        Raises:
+            BadCheckpoint: They cannot be read, or are those of another model or optimizer.
+        """
+        path = self.state_directory(version) / TENSORS
+        try:
+            with _without_warning():
+                state_dict_loader.load(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
+        except (CheckpointException, RuntimeError, OSError, ValueError) as error:
+            raise BadCheckpoint(
+                f"the trainer state {str(path)!r} cannot be read, or does not fit this model and optimizer: {error}"
+            ) from error
 
     def discard_after(self, version: int) -> None:
         """Remove versions that were written but never committed: a crash came in between."""
@@ -97,12 +140,33 @@ class Checkpoints:
         shutil.rmtree(self.policy_directory(version), ignore_errors=True)
 
 
+def _save_tensors(tensors: dict[str, Any], path: Path, group: Any) -> None:
+    try:
+        with _without_warning():
+            state_dict_saver.save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise BadCheckpoint(f"the trainer state {str(path)!r} cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_warning() -> Iterator[None]:
+    """Suppress torch's warning that a single process saves alone, which is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _staging(place: Path) -> Path:
+    """Return where a directory is written; all processes of a trainer agree on it."""
+    return place.parent / f".writing-{place.name}"
+
+
 @contextlib.contextmanager
 def _appearing(place: Path) -> Iterator[Path]:
     """Yield an empty directory; when the block succeeds, sync it and rename it to its place."""
-    staging = place.parent / f".writing-{place.name}-{os.getpid()}"
+    staging = _staging(place)
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
+    staging.mkdir(exist_ok=True)  # another process may have begun to write its shards
     try:
         yield staging
         for path in [*staging.rglob("*"), staging]:

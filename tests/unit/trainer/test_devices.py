@@ -7,42 +7,42 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
+from support import trainer_ledger
+from support.trainer_ledger import Rollouts, make_model, new_ledger, settings_for
 
-from trainer.loop import base
 from trainer.loop.workflows import OnPolicyWorkflow
-from trainer.parallel import World
-from trainer.policy import model as policy_model
-from trainer.policy.model import Policy, PolicySpec
+from trainer.policy.loading import allocate, empty_model, load_model
+from trainer.policy.model import Policy, PolicySpec, resolve_device
 from turnwise.store import queries
 
 
 def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkeypatch):
-    """The device is resolved after the process joined the world and chose its GPU; the reference goes there too."""
-    loaded = []
-
-    class Gpu(torch.nn.Module):
-        def to(self, device):
-            loaded.append(device)
-            raise InterruptedError
-
-    def join():
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-        return World()
-
+    """The device is resolved after the process joined the world and chose its GPU."""
+    chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(base, "join_world", join)
-    monkeypatch.setattr(policy_model, "_load", lambda *_: Gpu())
-    workflow = OnPolicyWorkflow.build_from_config(
-        settings_for(tmp_path, model, total_batches=1, kl_coef=0.1), enable_multi_devices=True
-    )
-    for policy in (workflow.agent.policy, workflow.agent._reference):
-        with pytest.raises(InterruptedError):
-            policy.load(0)
-        assert policy.mesh_axis == "data"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else 0)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _: chosen.append(0))
+    monkeypatch.setattr(torch.distributed, "get_node_local_rank", lambda: 3)
+    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model), enable_multi_devices=True)
     workflow.close()
-    assert loaded == [torch.device("cuda", 3)] * 2
+    assert chosen == [0, 3]
+    assert resolve_device("auto") == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_model_without_weights_takes_no_memory_for_them_and_has_the_names_and_buffers_of_the_model(model, kind):
+    """What several processes shard: no process but the first reads the base model."""
+    spec = PolicySpec(model=str(model), device="cpu", kind=kind)
+    whole, empty = load_model(spec, "sdpa"), empty_model(spec, "sdpa")
+    frozen = {name: value.requires_grad for name, value in whole.named_parameters()}
+    assert {name: value.requires_grad for name, value in empty.named_parameters()} == frozen
+    assert {value.device.type for value in empty.parameters()} == {"meta"}
+    allocate(empty, torch.device("cpu"))
+    empty.load_state_dict(whole.state_dict())
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        assert torch.equal(empty(ids).logits, whole(ids).logits)
 
 
 def small_memory(monkeypatch, most_tokens):
@@ -61,11 +61,11 @@ def small_memory(monkeypatch, most_tokens):
 def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same(
     tmp_path, model, ledger, monkeypatch, caplog, proximal
 ):
-    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=3)
     other = tmp_path / "other"
     other.mkdir()
     twin = new_ledger(other / "ledger.db")
-    Rollouts(twin, load_model(model)).play("a", num_groups=3)
+    Rollouts(twin, trainer_ledger.load_model(model)).play("a", num_groups=3)
     twin.close()
     changes = {"total_batches": 1, "row_tokens": 200, "proximal": proximal}
     states = []
@@ -86,8 +86,8 @@ def test_a_group_that_does_not_fit_into_memory_is_refused_and_training_continues
 ):
     """Two groups are trained; the one with longer sessions is dropped with its reason, and the trainer continues."""
     caplog.set_level(logging.WARNING)
-    Rollouts(ledger, load_model(model)).play("short", num_groups=2)
-    Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)
+    Rollouts(ledger, trainer_ledger.load_model(model)).play("short", num_groups=2)
+    Rollouts(ledger, trainer_ledger.load_model(model), num_turns=8).play("long", num_groups=1)
     small_memory(monkeypatch, 20)
     workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model, total_batches=1), enable_jit=False)
     state = workflow.learn(workflow.setup(0))

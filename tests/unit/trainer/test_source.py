@@ -12,7 +12,7 @@ from support.waiting import wait_until
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule, select
 from trainer.pacing import Position
-from trainer.source import LedgerSource, SourceRule
+from trainer.source import FinishedBatch, LedgerSource, SourceRule
 from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
@@ -107,7 +107,7 @@ def test_a_refusal_drops_only_the_group_of_the_named_tenant(database):
     source = source_for(database, groups_per_batch=2)
     batch = source.next_batch(Position())
     update = UpdateRecord(update_id=1, trainer_id="t", policy_version=1, num_groups=1, num_sessions=1, num_tokens=2)
-    assert source.ack(batch, update, None, {("zeta", "kim"): "uniform_rewards"})
+    source.ack([FinishedBatch(batch=batch, update=update, refused={("zeta", "kim"): "uniform_rewards"})])
     with database.read() as connection:
         assert queries.counts(connection, "acme").groups == {"trained": 1}
         assert queries.counts(connection, "zeta").groups == {"dropped": 1}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import threading
 from typing import ClassVar
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, dying
-from support.trainer_ledger import Rollouts, load_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from trainer.learning.losses import loss_of
 from trainer.loop.off_policy import OffPolicyWorkflow
@@ -234,6 +236,56 @@ def test_a_missing_trainer_state_is_refused_with_a_sentence(tmp_path, model, led
     (tmp_path / "policies" / "v000001.trainer" / "state.pt").unlink()
     with pytest.raises(BadCheckpoint, match="version 1 has no trainer state"):
         train(settings)
+
+
+def test_a_state_in_one_file_of_an_earlier_release_is_resumed(tmp_path, model, ledger):
+    """Earlier releases wrote all tensors into the file of values."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    first = train(settings_for(tmp_path, model, total_batches=1))
+    place = tmp_path / "policies" / "v000001.trainer"
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    values = torch.load(place / "state.pt", weights_only=True)
+    values |= {
+        "model": first.policy.trained_state(),
+        "optimizer": get_optimizer_state_dict(first.policy.model, first.optimizer, options=whole),
+    }
+    torch.save(values, place / "state.pt")
+    shutil.rmtree(place / "tensors")
+    workflow = OnPolicyWorkflow.build_from_config(settings_for(tmp_path, model), enable_jit=False)
+    resumed = workflow.setup(0)
+    workflow.close()
+    expected, found = first.tensors(), resumed.tensors()
+    assert all(torch.equal(value, found["model"][name]) for name, value in expected["model"].items())
+    for name, moments in expected["optimizer"]["state"].items():
+        assert all(torch.equal(value, found["optimizer"]["state"][name][key]) for key, value in moments.items())
+
+
+def test_a_state_of_another_model_is_refused_with_a_sentence(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    train(settings_for(tmp_path, model, total_batches=1))
+    wider = make_model(tmp_path / "wider", intermediate_size=64)
+    with pytest.raises(BadCheckpoint, match="does not fit this model and optimizer"):
+        train(settings_for(tmp_path, wider))
+
+
+def test_a_stop_between_two_states_writes_one_and_acknowledges_every_batch(tmp_path, model, ledger):
+    """Three versions with a state each second one: the end of the run writes the state of the third."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    train(settings_for(tmp_path, model, groups_per_batch=1, total_batches=3, checkpoint_every=2, keep_versions=9))
+    assert groups_by_status(ledger) == {"trained": 3}
+    states = sorted(path.name for path in (tmp_path / "policies").glob("*.trainer"))
+    assert states == ["v000002.trainer", "v000003.trainer"]
+
+
+def test_a_refused_batch_behind_an_unwritten_state_is_acknowledged_with_it(tmp_path, model, ledger):
+    """The second batch is refused while version 1 has no state: both are recorded in order at the end."""
+    policy = load_model(model)
+    Rollouts(ledger, policy).play("a", num_groups=3)
+    Rollouts(ledger, policy, sampled=1, num_turns=1).play("b", num_groups=3, group_size=1)
+    train(settings_for(tmp_path, model, checkpoint_every=3))
+    assert groups_by_status(ledger) == {"trained": 3, "dropped": 3}
+    with ledger.read() as conn:
+        assert [(one.update_id, one.policy_version) for one in queries.updates(conn)[0]] == [(2, 1), (1, 1)]
 
 
 def test_old_versions_are_deleted_but_never_one_in_use(tmp_path, model, ledger):

@@ -1,0 +1,158 @@
+"""Loading a causal LM with transformers, whole or as an empty skeleton that is sharded before its weights arrive.
+
+With several processes only the first one loads the base model. The others build it without memory for its weights
+(on the meta device) and receive their shards. Buffers, such as the frequencies of rotary embeddings, are always real:
+no checkpoint contains them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.errors import BadCheckpoint
+from turnwise.types import PolicyKind
+
+if TYPE_CHECKING:
+    from trainer.policy.model import PolicySpec
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.tiktoken",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
+"""What belongs to a model and is no weight: patterns of file names in its directory."""
+
+
+def load_model(spec: PolicySpec, attention: str) -> nn.Module:
+    """Load the base model in float32 on the CPU, with a fresh adapter for LoRA.
+
+    Raises:
+        BadCheckpoint: There is no such model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _named_errors(spec):
+        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation=attention)
+    return _prepared(model, spec)
+
+
+def empty_model(spec: PolicySpec, attention: str) -> nn.Module:
+    """Return the same model with weights on the meta device and real buffers.
+
+    Raises:
+        BadCheckpoint: There is no such model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _named_errors(spec), _weights_on_meta():
+        config = AutoConfig.from_pretrained(spec.model)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        return _prepared(model, spec)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give the weights of an empty model memory on a device, with unspecified values; buffers keep theirs."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def base_of(model: nn.Module) -> Any:
+    """Return the Hugging Face model inside an adapter, or the model itself."""
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if get_base is not None else model
+
+
+def tied_names(model: Any) -> set[str]:
+    """Return the names under which tied weights are stored a second time."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return set()
+    first: dict[int, str] = {}
+    again = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            again.add(name)
+    return again
+
+
+def copy_tokenizer(source: str, directory: Path) -> None:
+    """Give a checkpoint the base model's tokenizer and chat template, byte for byte where the base is a directory."""
+    if not Path(source).is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+        return
+    for pattern in TOKENIZER_FILES:
+        for path in Path(source).glob(pattern):
+            shutil.copyfile(path, directory / path.name)
+
+
+def _prepared(model: Any, spec: PolicySpec) -> nn.Module:
+    """Return the model in training mode without dropout, with an adapter and checkpointing as the settings ask."""
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if spec.kind is PolicyKind.LORA:
+        from peft import LoraConfig, get_peft_model
+
+        adapter = LoraConfig(
+            r=spec.lora_rank,
+            lora_alpha=spec.lora_alpha,
+            target_modules=list(spec.lora_targets),
+            task_type="CAUSAL_LM",
+        )
+        model = get_peft_model(model, adapter)
+        if spec.gradient_checkpointing:
+            model.enable_input_require_grads()
+    model.train()
+    return _without_dropout(cast("nn.Module", model))
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """Turn dropout off: the engine samples without it, so a ratio under dropout would compare two policies."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    return model
+
+
+@contextlib.contextmanager
+def _named_errors(spec: PolicySpec) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"cannot load the model {spec.model!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Create parameters on the meta device inside the block, and buffers where they are computed."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # A tied weight is on the meta device already, and must remain the same object.
+        if parameter is not None and parameter.device.type != "meta":
+            empty: Tensor = parameter.detach().to("meta")
+            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
