@@ -75,6 +75,7 @@ ACTION_OF_ROUTE = {
     "POST /v1/policies": "publish",
     "POST /v1/policies/{version}/activate": "activate",
     "GET /v1/counts": "read",
+    "GET /v1/events": "read",
     "GET /v1/updates": "read",
     "GET /v1/budget": "read",
     "GET /v1/keys": "keys",

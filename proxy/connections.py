@@ -18,6 +18,8 @@ from turnwise.telemetry import make_context
 
 LEFT = "turnwise.left"
 """Name of the scope's extension with a future that is done when the client has closed its connection."""
+CLOSING = "turnwise.closing"
+"""Name of the scope's extension with a future that is done when the server stops: a reply without an end ends then."""
 LINE_BYTES = 4
 """Bytes of a header line in addition to name and value."""
 
@@ -40,6 +42,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         """Bytes of an incomplete head, without the chunk of data in which it began."""
         self._left = self.loop.create_future()
+        self._closing = self.loop.create_future()
         self._refusal = (HTTPStatus.BAD_REQUEST, "invalid_http", "the data is not an HTTP/1.1 request; send one")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -53,6 +56,12 @@ class LimitedHttp(HttpToolsProtocol):
         self._stop_stall_timer()
         self._left.set_result(None)
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close the connection once its reply is complete; tell the reply that the server stops."""
+        if not self._closing.done():
+            self._closing.set_result(None)
+        super().shutdown()
 
     def pause_writing(self) -> None:
         """Stop sending until the client has read something; start the stall timer."""
@@ -92,7 +101,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the timer of a new request."""
         super().on_message_begin()
-        self.scope["extensions"] = {LEFT: self._left}  # type: ignore[dict-item]  # within the process it may be any object
+        self.scope["extensions"] = {LEFT: self._left, CLOSING: self._closing}  # type: ignore[dict-item]  # within the process it may be any object
         self._in_head, self._head_bytes = True, 0
         self._arm()
 

@@ -25,6 +25,7 @@ from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
 from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora, load_unchecked_template
+from proxy.events import Events
 from proxy.fault import FaultPoints
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
@@ -70,6 +71,7 @@ class Services:
     budgets: Budgets
     replays: Replays
     known_requests: KnownRequests
+    events: Events
     peers: Peers
 
     def forget_session(self, tenant: str, session_id: str) -> None:
@@ -173,12 +175,14 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         budgets=Budgets(settings, database, writer, metrics),
         replays=Replays(settings.replay_bytes),
         known_requests=KnownRequests(settings.request_cache_bytes),
+        events=Events(database, metrics),
         peers=peers,
     )
 
 
 async def _close_services(services: Services) -> None:
     """Wait for running calls to be stored, then close engines, writer and store."""
+    await services.events.close()
     with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
         await asyncio.wait_for(services.relay.wait_idle(), services.settings.commit_timeout_seconds)
     services.pool.close()

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.testclient import TestClient
 
 from proxy.app import create_app
-from proxy.connections import LEFT
+from proxy.connections import CLOSING, LEFT
 from proxy.routes.data_plane import DataPlane
 from proxy.settings import ProxySettings
 from turnwise.fake_engine import running_fake_engine
@@ -28,8 +28,10 @@ def in_process_proxy(directory: Path, **settings: Any) -> Iterator[tuple[TestCli
         app = DataPlane(create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off", **settings)))
 
         async def serve(scope: Any, receive: Any, send: Any) -> None:
-            """Serve a request whose client stays connected."""
-            await app({**scope, "extensions": {LEFT: asyncio.get_running_loop().create_future()}}, receive, send)
+            """Serve a request whose client stays connected; a reply without an end ends as when the server stops."""
+            left, closing = (asyncio.get_running_loop().create_future() for _ in range(2))
+            closing.set_result(None)
+            await app({**scope, "extensions": {LEFT: left, CLOSING: closing}}, receive, send)
 
         with TestClient(serve) as http:
             yield http, database

@@ -13,6 +13,7 @@ from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.store import (
     arms,
+    changes,
     claims,
     evaluations,
     experiences,
@@ -47,6 +48,7 @@ ASKS: dict[str, Ask] = {
     "labelled sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", label="golden")),
     "labelled sessions of all tenants": lambda c: queries.sessions(c, SessionFilter(label="golden")),
     "a search": lambda c: search.search_sessions(c, SessionFilter(tenant="t"), EVERYTHING),
+    "changes": lambda c: changes.read_state(c, "t"),
     "open sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", status=SessionStatus.OPEN)),
     "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False),
     "whole turns": lambda c: queries.turns(c, "t", "s"),
@@ -130,7 +132,7 @@ def test_no_query_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: s
         assert [line for line in plans(conn, ASKS[name]) if A_SCAN.match(line)] == []
 
 
-OF_A_TENANT = ("a page of sessions", "a later page", "open sessions", "a search", "counts of a tenant")
+OF_A_TENANT = ("a page of sessions", "a later page", "open sessions", "a search", "changes", "counts of a tenant")
 OTHERS_TOO = re.compile(r"^SEARCH (sessions|groups)\b(?!.*\((tenant=|session_pk=|INTEGER PRIMARY KEY|rowid))")
 
 

@@ -1,0 +1,84 @@
+"""`GET /v1/events`: changes as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import StreamingResponse
+
+from proxy.auth import Principal
+from proxy.connections import CLOSING
+from proxy.events import Event
+from proxy.routes.limits import LimitedRoute
+from proxy.routes.serialise import caller
+from proxy.services import Services, services_of
+from turnwise.errors import ClientError, StoreError
+
+router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["operations"])
+
+KEEP_ALIVE_SECONDS = 15.0
+"""Longest time without a byte; then a comment is sent, and the key is checked again."""
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+@router.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def listen(
+    request: Request,
+    services: Annotated[Services, Depends(services_of)],
+    principal: Annotated[Principal, Depends(caller)],
+) -> StreamingResponse:
+    """Stream changes of this tenant's sessions and of versions and updates, as server-sent events.
+
+    An event is `session`, `policy` or `update`, with the fields of the object that is new or has changed. A session has
+    `session_id`, `task_id`, `group_id`, `status`, `num_turns`, `num_chains` and `num_rewards`, a policy `version` and
+    `status`, an update `update_id` and `policy_version`. Changes of the 200 newest sessions are seen, within about a
+    second. The event `lost` says that the client was too slow and events were dropped: read the lists again. The
+    comment `: listening` says that changes from then on are sent, `: keep-alive` that none came for 15 s.
+    """
+    services.events.check_room()
+    return StreamingResponse(
+        _stream(request, services, principal.tenant), media_type="text/event-stream", headers=HEADERS
+    )
+
+
+async def _stream(request: Request, services: Services, tenant: str) -> AsyncIterator[bytes]:
+    async with services.events.listener(tenant) as listener:
+        closing = request.scope["extensions"].get(CLOSING)
+        if closing is not None:
+            closing.add_done_callback(lambda _: listener.close())
+        yield b": listening\n\n"
+        while True:
+            try:
+                event = await asyncio.wait_for(listener.next(), KEEP_ALIVE_SECONDS)
+            except TimeoutError:
+                if not await _is_still_valid(request, services):
+                    return
+                yield b": keep-alive\n\n"
+                continue
+            if event is None:
+                return
+            yield encode(event)
+
+
+async def _is_still_valid(request: Request, services: Services) -> bool:
+    """Return whether the key that began the stream has not been revoked and has not expired."""
+    try:
+        await services.authenticator.authenticate(dict(request.scope["headers"]))
+    except ClientError:
+        return False
+    except StoreError:
+        return True
+    return True
+
+
+def encode(event: Event) -> bytes:
+    """Return an event as bytes of the stream."""
+    return b"event: %s\ndata: %s\n\n" % (event.kind.encode(), orjson.dumps(event.data))

@@ -1,0 +1,148 @@
+"""`GET /v1/events`: who gets which changes, what a slow client loses, and when a stream ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from support.ledger_samples import add_session, finish
+from support.proxies import RunningProxy, StartProxy
+from support.waiting import wait_until
+
+from proxy import events
+from proxy.events import Event, Events, Listener, changes_between
+from proxy.metrics import Metrics
+from turnwise.errors import Overloaded
+from turnwise.fake_engine import RunningFakeEngine
+from turnwise.store import keys
+from turnwise.store.database import Database
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "READ_SECONDS", 0.01)
+
+
+async def next_event(listener: Listener) -> Event | None:
+    return await asyncio.wait_for(listener.next(), 30.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_listener_gets_the_changes_of_its_tenant_from_any_process_on_the_store(database: Database) -> None:
+    add_session(database, "old", tenant="mine")
+
+    async def go() -> None:
+        hub = Events(database, Metrics())
+        async with hub.listener("mine") as mine, hub.listener("theirs") as theirs:
+            add_session(database, "s", tenant="mine", task_id="<b>")
+            add_session(database, "t", tenant="theirs")
+            event = await next_event(mine)
+            assert event is not None
+            fields = {"session_id": "s", "task_id": "<b>", "group_id": None, "status": "open"}
+            counts = {"num_turns": 1, "num_chains": 1, "num_rewards": 0}
+            assert event == Event("session", fields | counts)
+            their_event = await next_event(theirs)
+            assert their_event is not None
+            assert their_event.data["session_id"] == "t"
+            finish(database, "old", tenant="mine")
+            while (event := await next_event(mine)) is not None and event.data["status"] == "open":
+                assert event.data["session_id"] == "old"
+            assert event is not None
+            assert (event.data["session_id"], event.data["status"], event.data["num_rewards"]) == ("old", "ended", 1)
+        await hub.close()
+
+    asyncio.run(go())
+
+
+def test_only_new_and_changed_objects_are_events() -> None:
+    before = {("session", "a"): {"num_turns": 1}, ("session", "b"): {"num_turns": 1}, ("policy", 1): {"status": "x"}}
+    after = {("session", "b"): {"num_turns": 2}, ("policy", 1): {"status": "x"}, ("policy", 2): {"status": "x"}}
+    assert list(changes_between(before, after)) == [
+        Event("session", {"num_turns": 2}),
+        Event("policy", {"status": "x"}),
+    ]
+
+
+def test_a_slow_listener_loses_what_waits_and_is_told_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_WAITING", 2)
+
+    async def go() -> None:
+        listener = Listener()
+        assert [listener.put(Event("session", {"n": n})) for n in range(4)] == [True, True, False, True]
+        assert [await next_event(listener) for _ in range(2)] == [Event("lost", {}), Event("session", {"n": 3})]
+
+    asyncio.run(go())
+
+
+def test_the_number_of_listeners_is_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_LISTENERS", 1)
+
+    async def go() -> None:
+        hub = Events(database, Metrics())
+        hub.check_room()
+        async with hub.listener("mine"):
+            with pytest.raises(Overloaded, match="1 clients listen to events, which is the limit"):
+                hub.check_room()
+        hub.check_room()
+
+    asyncio.run(go())
+
+
+class Stream:
+    """The lines that one client receives."""
+
+    def __init__(self, proxy: RunningProxy, key: str = "") -> None:
+        self.lines: list[str] = []
+        self.is_over = threading.Event()
+        self._url = f"{proxy.url}/v1/events"
+        self._headers = {"authorization": f"Bearer {key}"}
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+        self._thread.start()
+        wait_until(lambda: ": listening" in self.lines, "the stream of events has begun")
+
+    def _receive(self) -> None:
+        with (
+            contextlib.suppress(httpx2.TransportError),
+            httpx2.stream("GET", self._url, headers=self._headers, timeout=60) as reply,
+        ):
+            self.lines += [f"{reply.status_code} {reply.headers['content-type']}"]
+            for line in reply.iter_lines():
+                self.lines.append(line)
+        self.is_over.set()
+
+    def sessions(self) -> Iterator[dict]:
+        for before, line in zip(self.lines, self.lines[1:], strict=False):
+            if before == "event: session":
+                yield json.loads(line.removeprefix("data: "))
+
+
+def test_a_stream_has_live_turns_and_ends_when_the_server_stops(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    with database.write() as connection:
+        key = keys.create_key(connection, "mine", keys.Role.ADMIN, "me")[1]
+    database.close()
+    proxy = start_proxy(fake_engine.url, "--drain-seconds", "600", database_url=url)
+    stream = Stream(proxy, key)
+    assert stream.lines[0].startswith("200 text/event-stream")
+    with httpx2.Client(base_url=proxy.url, headers={"authorization": f"Bearer {key}"}) as http:
+        chat = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+        http.post("/sessions/live/v1/chat/completions", json=chat).raise_for_status()
+        wait_until(lambda: any(each["num_turns"] == 1 for each in stream.sessions()), "the turn is in the stream")
+        with httpx2.stream("GET", f"{proxy.url}/v1/events", headers=dict(http.headers)):
+            wait_until(lambda: "turnwise_event_listeners 2.0" in http.get("/metrics").text, "there are two listeners")
+        wait_until(lambda: "turnwise_event_listeners 1.0" in http.get("/metrics").text, "one of them has left")
+        assert httpx2.get(f"{proxy.url}/v1/events").status_code == 401
+    proxy.process.terminate()
+    # The time to drain is for model calls; a stream does not use it.
+    proxy.process.wait(120)
+    assert stream.is_over.wait(10)
