@@ -209,6 +209,8 @@ def describe(attempt: Attempt) -> str:
     """Return what a run did that was not expected."""
     seen = [f"{turn['role']} {turn['outcome']} {turn['reason'] or ''}".strip() for turn in attempt.turns]
     turns = "; ".join(seen) or "no turn"
+    if sorted(call.outcome for call in attempt.calls) != ["finished"] * len(attempt.turns):
+        turns += f" (calls of the engine: {', '.join(call.outcome for call in attempt.calls) or 'none'})"
     return turns if attempt.ended is None or attempt.finished else f"{reason(attempt)} ({turns})"
 
 

@@ -160,12 +160,13 @@ class Stage:
         return min(RUN_SECONDS, max(1.0, self.deadline - time.monotonic()))
 
     def _read_turns(self, client: Client, before: set[str], calls: Sequence[SeenCall]) -> list[Json]:
-        """Return the new turns, once there is one for each of the engine's calls."""
+        """Return the new turns, once the engine's calls have ended and there is a turn for each."""
         deadline = time.monotonic() + STORED_SECONDS
         while True:
             session_ids = [s["session_id"] for s in client.sessions() if s["session_id"] not in before]
             turns = [turn for session_id in session_ids for turn in client.turns(session_id, prompt="whole")]
-            if len(turns) >= len(calls) or time.monotonic() > deadline:
+            is_over = len(turns) >= len(calls) and all(call.outcome != "running" for call in calls)
+            if is_over or time.monotonic() > deadline:
                 return turns
             time.sleep(POLL_SECONDS)
 
