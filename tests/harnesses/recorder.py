@@ -53,8 +53,8 @@ class Recorder:
         leaving = asyncio.create_task(_until_disconnected(receive))
         try:
             await asyncio.wait({relaying, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if call is not None:
-                call.outcome = "finished" if relaying.done() else "aborted"
+            if call is not None and call.outcome == "running":
+                call.outcome = "aborted"
         finally:
             leaving.cancel()
             if not relaying.done():
@@ -95,6 +95,8 @@ class Recorder:
             await send({"type": "http.response.start", "status": answer.status, "headers": kept})
             async for part in _recorded(answer, call):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+            if call is not None:
+                call.outcome = "finished"  # before the end is sent, after which the client counts as disconnected
             await send({"type": "http.response.body", "body": b""})
 
 
