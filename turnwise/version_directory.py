@@ -25,6 +25,7 @@ STATE_FILE = "state.pt"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 MODEL_CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
 WEIGHTS_PATTERN = "*.safetensors"
 SHORTEST_PROBE = 2

@@ -17,6 +17,7 @@ from turnwise.version_directory import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     MODEL_CONFIG,
+    TOKENIZER,
     WEIGHT_INDEX,
     check_digests,
     read_json,
@@ -60,6 +61,44 @@ def check_values(path: str) -> None:
         name = find_not_finite(shard, read_header(shard))
         if name is not None:
             raise BadCheckpoint(f"{shard} holds a value in {name!r} that is infinite or NaN; the update diverged")
+
+
+def check_tokenizer(path: str, model_path: str | None) -> None:
+    """Check that a version's tokenizer gives a text the ids that the served model's tokenizer gives it.
+
+    Engines keep the tokenizer that they started with, so weights trained with another one would read other words.
+
+    Raises:
+        BadCheckpoint: naming what differs. Directories without a tokenizer file are not compared.
+    """
+    ours, served = Path(path) / TOKENIZER, Path(model_path or "") / TOKENIZER
+    if not (ours.is_file() and served.is_file()) or ours.read_bytes() == served.read_bytes():
+        return
+    new, old = read_json(ours), read_json(served)
+    new_ids, old_ids = _token_ids(new), _token_ids(old)
+    changed = [token for token, number in new_ids.items() if old_ids.get(token) != number]
+    if changed or len(new_ids) != len(old_ids):
+        named = f", such as that of {changed[0]!r}" if changed else ""
+        raise BadCheckpoint(
+            f"{ours} gives {len(changed) or 'some'} tokens other ids than the engine's tokenizer{named}; train with "
+            "the tokenizer of the served model, or start the engine with this one"
+        )
+    if _merges(new) != _merges(old):
+        raise BadCheckpoint(f"{ours} has other merges than the engine's tokenizer; texts would get other tokens")
+
+
+def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Return the id of each token of a `tokenizer.json`."""
+    vocabulary = tokenizer.get("model", {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: pairs of token and score, in the order of their ids
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    return vocabulary | {added["content"]: added["id"] for added in tokenizer.get("added_tokens") or []}
+
+
+def _merges(tokenizer: dict[str, Any]) -> list[str]:
+    """Return the merges; newer files write each as a pair, older ones as one text."""
+    merges = tokenizer.get("model", {}).get("merges") or []
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
 def _check_model(directory: Path, served: Path | None) -> None:

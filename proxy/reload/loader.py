@@ -18,7 +18,7 @@ from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
 from proxy.engines.probe import token_logprobs
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
-from proxy.reload.checkpoint import check_policy, check_values
+from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, ReloadFailed
@@ -50,6 +50,7 @@ class Loader:
 
     async def _check_directory(self, policy: PolicyVersion, engine: Engine) -> None:
         await asyncio.to_thread(check_policy, policy.path, policy.kind, engine.model_path)
+        await asyncio.to_thread(check_tokenizer, policy.path, engine.model_path)
         await asyncio.to_thread(check_values, policy.path)
 
     async def exchange(self, engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:

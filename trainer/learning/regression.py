@@ -31,7 +31,7 @@ class GateRule(Settings):
     gate_sessions: int = Field(default=0, ge=0)
     """Publish a version only if it holds on this many held-out sessions (split `eval`), the newest ones with a reward.
     0 publishes every version."""
-    gate_drop: float = Field(default=0.1, gt=0)
+    gate_drop: float = Field(default=0.02, gt=0)
     """Nats a token by which the replies of good held-out sessions may become less likely than when they were sampled,
     or by which those of bad ones may gain on them."""
     gate_good_reward: float = 1.0

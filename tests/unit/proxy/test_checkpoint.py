@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from proxy.reload.checkpoint import check_policy, check_values
+from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
 from proxy.reload.safetensors_header import find_not_finite, read_header
 from turnwise.errors import BadCheckpoint
 from turnwise.types import PolicyKind
@@ -191,3 +191,37 @@ def test_the_checked_positions_are_spread_over_the_probe():
     assert probe.positions(4) == [9, 6, 3]
     assert probe.positions(100) == [9, 8, 7, 6, 5, 4, 3, 2, 1]
     assert Probe([1, 2], [0.0]).positions(4) == [1]
+
+
+TOKENIZER = {
+    "model": {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+    "added_tokens": [{"id": 3, "content": "<end>"}],
+}
+
+
+def tokenizer(place, changes):
+    place.mkdir()
+    (place / "tokenizer.json").write_text(json.dumps(TOKENIZER | changes))
+    return str(place)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": "2", "model": TOKENIZER["model"] | {"merges": [["a", "b"]]}}, None),
+        ({"model": {"vocab": {"a": 1, "b": 0, "ab": 2}, "merges": ["a b"]}}, "gives 2 tokens other ids .* of 'a'"),
+        ({"model": {"vocab": [["b", -1.0], ["a", -1.0], ["ab", -2.0]], "merges": ["a b"]}}, "gives 2 tokens other ids"),
+        ({"model": {"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}}, "gives some tokens other ids"),
+        ({"added_tokens": [{"id": 4, "content": "<end>"}]}, "of '<end>'"),
+        ({"model": TOKENIZER["model"] | {"merges": []}}, "has other merges"),
+    ],
+)
+def test_a_version_with_another_tokenizer_than_the_engines_is_refused(tmp_path, changes, words):
+    """One that gives the same ids passes, however its file is written; so does a directory without one."""
+    served, version = tokenizer(tmp_path / "served", {}), tokenizer(tmp_path / "version", changes)
+    if words is None:
+        check_tokenizer(version, served)
+        check_tokenizer(str(tmp_path), served)
+        return
+    with pytest.raises(BadCheckpoint, match=words):
+        check_tokenizer(version, served)

@@ -55,7 +55,7 @@ def shifts(good, bad):
     ],
 )
 def test_a_version_falls_if_good_replies_lose_or_bad_ones_gain_on_them_by_two_standard_errors(good, bad, words):
-    reason = judge(shifts(good, bad), GateRule()).reason
+    reason = judge(shifts(good, bad), GateRule(gate_drop=0.1)).reason
     assert reason is None if words is None else words in reason
 
 
