@@ -18,7 +18,19 @@ import turnwise
 from proxy import problems
 from proxy.dialects.registry import dialect_of_path
 from proxy.peers import Peers
-from proxy.routes import dashboard, events, keys, labels, openapi, operations, policies, rewards, sessions, tokens
+from proxy.routes import (
+    dashboard,
+    events,
+    forks,
+    keys,
+    labels,
+    openapi,
+    operations,
+    policies,
+    rewards,
+    sessions,
+    tokens,
+)
 from proxy.routes.data_plane import Endpoints
 from proxy.services import running_services, services_of
 from proxy.settings import ProxySettings
@@ -62,7 +74,7 @@ def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_dire
         openapi_url=None,
         redirect_slashes=False,
     )
-    for module in (sessions, labels, tokens, rewards, policies, keys, operations, events, dashboard):
+    for module in (sessions, forks, labels, tokens, rewards, policies, keys, operations, events, dashboard):
         app.include_router(module.router)
     app.include_router(operations.control)
     app.add_exception_handler(TurnwiseError, _answer_error)

@@ -69,6 +69,7 @@ ACTION_OF_ROUTE = {
     "GET /v1/turns/{turn_id}": "read",
     "GET /v1/turns/{turn_id}/tokens": "read",
     "POST /v1/turns/{turn_id}/role": "reward",
+    "POST /v1/turns/{turn_id}/fork": "create",
     "POST /v1/rewards": "reward",
     "GET /v1/experiences": "experiences",
     "GET /v1/policies": "read",

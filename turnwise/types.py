@@ -88,6 +88,8 @@ class Role(enum.StrEnum):
     """A discarded attempt: the same prompt was sampled again."""
 
 
+FORKED = "forked"
+"""Reason of an untrainable turn that is a copy of another session's turn."""
 TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT})
 """Roles that are trained by default."""
 

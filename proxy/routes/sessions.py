@@ -102,7 +102,6 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     session that is over, only `metadata` can change.
     """
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
-    expires_at = None if wanted.key_expires_seconds is None else int(time.time()) + wanted.key_expires_seconds
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
     session = Session(session_id=session_id, tenant=principal.tenant, opened_by="api", **fields)
     live = await services.sessions.open(session)
@@ -111,20 +110,26 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
         given.add("opened_by")
     if any(getattr(live.session, name) != getattr(session, name) for name in given):
         live.session = await services.writer.do(session_changes.change_session, session, given)
+    return answer(new_session_json(live.session, wanted, request, services, principal))
+
+
+def new_session_json(
+    session: Session, wanted: NewSession, request: Request, services: Services, principal: Principal
+) -> Json:
+    """Return a session with the address and the key that its agent needs."""
     origin = services.settings.public_url or str(request.base_url)
-    return answer(
-        {
-            **record_json(live.session),
-            "base_url": f"{origin.rstrip('/')}/sessions/{session_id}/v1",
-            "api_key": services.authenticator.session_key(
-                principal.tenant,
-                session_id,
-                may_reward=wanted.key_may == "call_and_reward",
-                expires_at=expires_at,
-                charged_key_id=principal.charged_key_id if services.budgets.apply_to(principal) else None,
-            ),
-        }
-    )
+    expires_at = None if wanted.key_expires_seconds is None else int(time.time()) + wanted.key_expires_seconds
+    return {
+        **record_json(session),
+        "base_url": f"{origin.rstrip('/')}/sessions/{session.session_id}/v1",
+        "api_key": services.authenticator.session_key(
+            principal.tenant,
+            session.session_id,
+            may_reward=wanted.key_may == "call_and_reward",
+            expires_at=expires_at,
+            charged_key_id=principal.charged_key_id if services.budgets.apply_to(principal) else None,
+        ),
+    }
 
 
 @router.get("/sessions", responses=describe_answer(SessionPage))

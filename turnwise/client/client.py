@@ -23,7 +23,7 @@ from turnwise import errors
 from turnwise.client import wire
 from turnwise.client.connection import DEFAULT_BASE_URL, LIMITS, Connection
 from turnwise.client.session_state import SessionState
-from turnwise.client.wire import Attempts, Call, Prompt, RewardFields, SessionFields
+from turnwise.client.wire import Attempts, Call, ForkAt, Prompt, RewardFields, SessionFields
 from turnwise.types import Json
 
 
@@ -79,6 +79,10 @@ class Client(Connection):
     def create_session(self, **fields: Unpack[SessionFields]) -> SessionHandle:
         """Create a session, or return the existing session of this `session_id`."""
         return SessionHandle(self._json(wire.create_session(fields)), self)
+
+    def fork(self, turn_id: str, *, at: ForkAt = "after", **fields: Unpack[SessionFields]) -> SessionHandle:
+        """Create a session that goes on after a turn's reply, or before it, with the same tokens."""
+        return SessionHandle(self._json(wire.fork(turn_id, at, fields)), self)
 
     def served_model(self) -> str:
         """Return the name of the model that is served, which model calls have to give."""
@@ -242,6 +246,10 @@ class AsyncClient(Connection):
     async def create_session(self, **fields: Unpack[SessionFields]) -> AsyncSessionHandle:
         """Create a session, or return the existing session of this `session_id`."""
         return AsyncSessionHandle(await self._json(wire.create_session(fields)), self)
+
+    async def fork(self, turn_id: str, *, at: ForkAt = "after", **fields: Unpack[SessionFields]) -> AsyncSessionHandle:
+        """Create a session that goes on after a turn's reply, or before it, with the same tokens."""
+        return AsyncSessionHandle(await self._json(wire.fork(turn_id, at, fields)), self)
 
     async def served_model(self) -> str:
         """Return the name of the model that is served, which model calls have to give."""

@@ -36,6 +36,10 @@ Prompt = Literal["added", "whole"]
 """How much of a turn's prompt its JSON holds: what it adds to its parent's, or all."""
 
 
+ForkAt = Literal["after", "before"]
+"""Whether a fork goes on after the turn's reply, or samples its prompt again."""
+
+
 class SessionFields(TypedDict, total=False):
     """Fields of a new session; the proxy sets the fields that are left out."""
 
@@ -143,6 +147,12 @@ def create_session(fields: SessionFields) -> Call:
     """Return the call that creates a session. The id is set here, so a retry finds the session of the first attempt."""
     named = {"session_id": uuid.uuid4().hex, **given(fields)}
     return write("/v1/sessions", named, idempotency_key=named["session_id"])
+
+
+def fork(turn_id: str, at: ForkAt, fields: SessionFields) -> Call:
+    """Return the call that forks a turn's session. The new id is set here, as for a new session."""
+    named = {"session_id": uuid.uuid4().hex, **given(fields), "at": at}
+    return write(f"/v1/turns/{segment(turn_id)}/fork", named, idempotency_key=named["session_id"])
 
 
 def page_of(path: str, filters: Mapping[str, Any]) -> Call:

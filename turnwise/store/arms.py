@@ -12,7 +12,7 @@ from turnwise.store import lineage
 from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import sessions, turns
-from turnwise.types import Credit, Outcome, SessionStatus
+from turnwise.types import FORKED, Credit, Outcome, SessionStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
     broken = sa.or_(
         turns.c.outcome.in_([Outcome.ERROR.value, Outcome.UNTRAINABLE.value]), turns.c.finish_reason == "length"
     )
+    is_sampled = turns.c.reason.is_distinct_from(FORKED)  # copies were sampled in another session
     finished = conn.execute(
         sa.select(sessions.c.session_pk, sessions.c.credit).where(
             sessions.c.created_at >= to_micros(since), sessions.c.status != SessionStatus.OPEN.value
@@ -49,7 +50,7 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
             sa.func.count().label("num_turns"),
             sa.func.sum(sa.case((broken, 1), else_=0)).label("num_broken"),
         )
-        .where(is_among(dialect, turns.c.session_pk, "session_pks"))
+        .where(is_among(dialect, turns.c.session_pk, "session_pks"), is_sampled)
         .group_by(turns.c.session_pk),
         {"session_pks": members(dialect, credit_of)},
     ).all()

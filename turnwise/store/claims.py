@@ -22,7 +22,7 @@ from turnwise.store.database import Database, clock, from_micros, to_micros
 from turnwise.store.policies import publish_policy
 from turnwise.store.tables import groups, sessions, turns, updates
 from turnwise.store.trained import Advantages, record_trained
-from turnwise.types import GroupKey, GroupStatus, PolicyVersion, SessionKey, UpdateRecord
+from turnwise.types import FORKED, GroupKey, GroupStatus, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetim
             groups.c.status == GroupStatus.OPEN.value,
             groups.c.imported.is_(None),
             sessions.c.last_active_at >= to_micros(active_since),
+            turns.c.reason.is_distinct_from(FORKED),  # a copy is not trained, and may be of any age
         )
     )
     found: int | None = conn.execute(oldest).scalar_one()

@@ -1,0 +1,68 @@
+"""The route that forks a session: another session goes on from one of its turns, on the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from proxy.auth import Principal
+from proxy.continuation.identities import check_id
+from proxy.routes.limits import Id, LimitedRoute
+from proxy.routes.models import NewSessionAnswer, answer, describe_answer
+from proxy.routes.serialise import caller
+from proxy.routes.sessions import NewSession, new_session_json
+from proxy.services import Services, services_of
+from turnwise.errors import NotFound
+from turnwise.store import queries
+from turnwise.store.forks import fork_session
+from turnwise.types import Session
+
+router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
+
+
+class Fork(NewSession):
+    """The fields of the new session; `task_id`, `credit`, `gamma` and `sampling` are by default the forked one's."""
+
+    at: Literal["after", "before"] = "after"
+    """Go on after the turn's reply, or before it, so that the same prompt is sampled again."""
+
+
+@router.post("/turns/{turn_id}/fork", responses=describe_answer(NewSessionAnswer))
+async def fork_turn(
+    turn_id: Id,
+    request: Request,
+    services: Annotated[Services, Depends(services_of)],
+    principal: Annotated[Principal, Depends(caller)],
+    fork: Fork | None = None,
+) -> Response:
+    """Create a session that goes on from this turn with the same tokens, for a harness that can replay.
+
+    The harness restores its environment, and calls the new session with the conversation up to here. The new session
+    holds copies of the turn and its ancestors, which are not trained. Repeated with the same `session_id`, the call
+    answers with the same session.
+    """
+    wanted = fork or Fork()
+
+    def read() -> Session:
+        with services.database.read() as connection:
+            forked_id = queries.session_of_turn(connection, principal.tenant, turn_id)
+            if forked_id is None:
+                raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+            return queries.session(connection, principal.tenant, forked_id)
+
+    forked = await asyncio.to_thread(read)
+    fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata"})
+    left_out = {"task_id", "credit", "gamma", "sampling"} - wanted.model_fields_set
+    session = Session(
+        session_id=check_id(wanted.session_id or f"fork-{uuid.uuid4().hex}"),
+        tenant=principal.tenant,
+        opened_by="api",
+        metadata={**wanted.metadata, "forked_from": {"session_id": forked.session_id, "turn_id": turn_id}},
+        **fields | {name: getattr(forked, name) for name in left_out},
+    )
+    stored, _ = await services.writer.do(fork_session, session, turn_id, before=wanted.at == "before")
+    services.sessions.forget(stored.tenant, stored.session_id)
+    return answer(new_session_json(stored, wanted, request, services, principal))

@@ -1,0 +1,81 @@
+"""Forks: sessions that begin with copies of another session's turns, and go on from there with the same tokens.
+
+A copy keeps its tokens, messages and digests, so the next call extends it as it would extend the original. It is not
+trained, and not counted as a sampled turn: its outcome is `untrainable` with the reason `forked`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import sqlalchemy as sa
+
+from turnwise.chains import lineage
+from turnwise.errors import NotFound
+from turnwise.store import ledger, queries
+from turnwise.store.lineage import with_ancestors
+from turnwise.store.tables import sessions, turns
+from turnwise.types import FORKED, Outcome, Session, Turn
+
+
+def fork_session(conn: sa.Connection, session: Session, turn_id: str, *, before: bool) -> tuple[Session, list[Turn]]:
+    """Create a session that begins with copies of a turn and its ancestors; idempotent by the new session's id.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        session: The new session.
+        turn_id: The turn, of the new session's tenant.
+        before: Leave the turn itself out, so that its prompt can be sampled again.
+
+    Returns:
+        The stored session and the copies.
+
+    Raises:
+        NotFound: no such turn.
+        Conflict: the session's group takes no more sessions.
+    """
+    path = _path(conn, session.tenant, turn_id)[: -1 if before else None]
+    stored, _ = ledger.create_session(conn, session)
+    names = {turn.turn_id: _copy_id(session, turn.turn_id) for turn in path}
+    copies = [
+        dataclasses.replace(
+            turn,
+            turn_id=names[turn.turn_id],
+            session_id=session.session_id,
+            parent_turn_id=names.get(turn.parent_turn_id or ""),
+            chain_id=names[path[0].turn_id],
+            seq=-1,
+            outcome=Outcome.UNTRAINABLE,
+            reason=FORKED,
+            request_key=None,
+            request_digest=None,
+            inferred_by=None,
+            digest=None,
+        )
+        for turn in path
+    ]
+    if not copies:
+        return stored, []
+    placed = ledger.append_turns(conn, copies)
+    return queries.session(conn, session.tenant, session.session_id), placed
+
+
+def _path(conn: sa.Connection, tenant: str, turn_id: str) -> Sequence[Turn]:
+    """Return the turns from the root to this one."""
+    session_pk = conn.execute(
+        sa.select(turns.c.session_pk)
+        .join_from(turns, sessions)
+        .where(turns.c.turn_id == turn_id, sessions.c.tenant == tenant)
+    ).scalar_one_or_none()
+    if session_pk is None:
+        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
+    found = {turn.turn_id: turn for turn in with_ancestors(conn, session_pk, turns.c.turn_id == turn_id)}
+    return lineage(found[turn_id], found)
+
+
+def _copy_id(session: Session, turn_id: str) -> str:
+    """Return the same id for the same copy, so that a repeated fork stores nothing twice."""
+    named = "\0".join((session.tenant, session.session_id, turn_id))
+    return f"chatcmpl-{blake2b(named.encode(), digest_size=16).hexdigest()}"
