@@ -12,7 +12,13 @@ from support.private_postgres import PrivatePostgres, binary
 
 from turnwise.store.database import Database
 
-pytest_plugins = ["support.engines", "support.node_projects", "support.proxies", "support.workers"]
+pytest_plugins = [
+    "support.engines",
+    "support.node_projects",
+    "support.proxies",
+    "support.served_engine",
+    "support.workers",
+]
 
 # Two test processes and their children share the cores, and idle threads of torch occupy a core while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -52,8 +52,6 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     """Off policy: groups that the buffer must hold before the first update."""
     buffer_sampling: Literal["uniform", "recency", "priority"] = "uniform"
 
-    min_gap_coverage: float = Field(default=0.01, ge=0, le=1)
-    """Warn when a smaller share of the trained tokens could be compared with the engine's logprobs."""
     checkpoint_every: int = Field(default=1, ge=1)
     """Versions between two states of the trainer on disk. 1: the state is written before its version is published.
     More: versions are published at once, states are written in the background, and batches are acknowledged with the

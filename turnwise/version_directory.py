@@ -42,6 +42,8 @@ class Probe:
     """The text. [N]"""
     logprobs: list[float]
     """Of tokens 1 to N - 1 at temperature 1. [N - 1]"""
+    dtype: str = "float32"
+    """The least precise numbers among the trainer's computation and the published weights."""
 
     def positions(self, count: int) -> list[int]:
         """Return at most `count` positions that have a logprob, spread over the text, the last one included."""
@@ -115,10 +117,14 @@ def check_digests(directory: Path) -> None:
 
 def read_probe(directory: Path) -> Probe | None:
     """Return the probe of a version, None without one."""
-    probe = read_manifest(directory).get("probe")
-    if probe is None or len(probe["token_ids"]) < SHORTEST_PROBE:
+    return probe_from(read_manifest(directory).get("probe"))
+
+
+def probe_from(document: dict[str, Any] | None) -> Probe | None:
+    """Return the probe in a manifest or in a trainer's answer; None if it is missing or too short."""
+    if document is None or len(document["token_ids"]) < SHORTEST_PROBE:
         return None
-    return Probe(list(probe["token_ids"]), list(probe["logprobs"]))
+    return Probe(list(document["token_ids"]), list(document["logprobs"]), str(document.get("dtype", "float32")))
 
 
 def file_digest(path: Path) -> str:

@@ -19,6 +19,7 @@ from proxy.engines.probe import token_logprobs
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
+from proxy.reload.probe_check import mismatch
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, ReloadFailed
@@ -157,12 +158,9 @@ class Loader:
             return
         positions = probe.positions(NUM_PROBED)
         logprobs = await token_logprobs(lane, probe.token_ids, positions)
-        gap = max(abs(logprob - probe.logprobs[at - 1]) for logprob, at in zip(logprobs, positions, strict=True))
-        if not gap <= self._settings.probe_tolerance:  # true also for NaN
-            raise ReloadFailed(
-                f"the engine's logprobs are {gap:.3g} nats from the checkpoint's own probe; the limit is "
-                f"{self._settings.probe_tolerance:g} (--probe-tolerance)"
-            )
+        problem = mismatch(probe, positions, logprobs, self._settings.probe_tolerance)
+        if problem is not None:
+            raise ReloadFailed(problem)
 
     async def _restore_last_good(self, engine: Engine, last_good: PolicyVersion | None, cause: EngineError) -> None:
         """Load the last good version before new calls are admitted."""

@@ -20,7 +20,7 @@ from turnwise.errors import EngineError, StoreError
 from turnwise.store import weight_servers
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, PolicyVersion
-from turnwise.version_directory import SHORTEST_PROBE, Probe
+from turnwise.version_directory import Probe, probe_from
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Transfers:
         for url in await self._urls():
             found = await self._ask(url, "GET", f"/versions/{policy.version}", {}, ANSWER_SECONDS)
             if found is not None:
-                return Offer(policy.version, url, _probe_of(found))
+                return Offer(policy.version, url, probe_from(found.get("probe")))
         return None
 
     async def send(self, offer: Offer, engine: Engine) -> bool:
@@ -142,10 +142,3 @@ class Transfers:
         finally:
             http.close()
         return found if answer.status == 200 else None
-
-
-def _probe_of(offered: Json) -> Probe | None:
-    probe = offered.get("probe")
-    if probe is None or len(probe["token_ids"]) < SHORTEST_PROBE:
-        return None
-    return Probe(list(probe["token_ids"]), list(probe["logprobs"]))

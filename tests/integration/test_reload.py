@@ -15,7 +15,6 @@ import re
 import statistics
 import time
 import urllib.error
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import Forward, copied, forward_of, write_adapter, write_checkpoint, write_perturbed
 from support.control_plane import ask, metric, policy, publish, wait_for_status
 from support.engines import RunningEngine, load_own_weights
-from support.proxies import RunningProxy, StartProxy, running_proxy
+from support.proxies import RunningProxy, running_proxy
 from support.waiting import assert_stays, wait_until
 from support.weights_in_memory import weights_in_memory
 
@@ -41,20 +40,6 @@ TOLERANCE = 1e-3
 """Nats between the engine and `transformers`; both compute in float32."""
 NUM_TOKENS = 96
 SIZES = [pytest.param(5, 8), pytest.param(60, 32, marks=pytest.mark.slow)]
-
-
-@pytest.fixture
-def served(engine: RunningEngine, start_proxy: StartProxy) -> Iterator[RunningProxy]:
-    """A proxy whose version 0 is the engine's own model; the engine's weights are restored for other tests."""
-    proxy = start_proxy(engine.url)
-    assert publish(proxy, engine.model_dir) == 0
-    wait_for_status(proxy, 0)
-    try:
-        yield proxy
-    finally:
-        if proxy.process.poll() is None:
-            proxy.kill()
-        load_own_weights(engine)
 
 
 def greedy_gap(proxy: RunningProxy, forward: Forward) -> float:

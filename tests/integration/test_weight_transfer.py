@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import forward_of, write_perturbed
 from support.control_plane import ask, metric, policy, publish, wait_for_status
-from support.engines import RunningEngine, load_own_weights
-from support.proxies import RunningProxy, StartProxy
+from support.engines import RunningEngine
+from support.proxies import RunningProxy
 from support.weights_in_memory import weights_in_memory
 
 from turnwise.engine_plugin.channel import Channel, TransferFailed
@@ -20,20 +20,6 @@ pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-3
 """Nats between the engine and `transformers`; both compute in float32."""
-
-
-@pytest.fixture
-def served(engine: RunningEngine, start_proxy: StartProxy):
-    """A proxy whose version 0 is the engine's own model; the engine's weights are restored for other tests."""
-    proxy = start_proxy(engine.url)
-    assert publish(proxy, engine.model_dir) == 0
-    wait_for_status(proxy, 0)
-    try:
-        yield proxy
-    finally:
-        if proxy.process.poll() is None:
-            proxy.kill()
-        load_own_weights(engine)
 
 
 def gap(engine: RunningEngine, directory) -> float:

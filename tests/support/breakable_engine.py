@@ -65,7 +65,7 @@ def serve(port: int, faults: Mapping[str, str]) -> None:
             time.sleep(3600)
         return what != "refuse" and directory.is_dir()
 
-    control._has_weights = has_weights
+    control.has_weights = has_weights
     serve_fake(Script(pace_seconds=0.01), host="127.0.0.1", port=port)
 
 

@@ -105,6 +105,7 @@ class OnPolicyWorkflow(RLWorkflow):
         )
         too_large: dict[GroupKey, str] = {}
         try:
+            stale = self.gap_check.compare(batch)
             num_steps, gauges = self._update(state, batch, _num_minibatches(claimed, batch, self.config), too_large)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
@@ -115,8 +116,8 @@ class OnPolicyWorkflow(RLWorkflow):
             metrics |= {"num_refused_groups": len(chosen.refused), "num_groups_out_of_memory": len(too_large)}
         if not num_steps:
             return self._finish_untrained(state, claimed, metrics, chosen.refused)
+        gauges = self.gap_check.report(stale, gauges)
         metrics |= gauges | {"num_updates": num_steps, "seconds": time.monotonic() - started}
-        self._warn_of_coverage(gauges)
         gate = self._check_regression(state)
         return self._commit(state, claimed, chosen, metrics | gate.gauges, num_steps, gate.reason)
 
@@ -183,16 +184,6 @@ class OnPolicyWorkflow(RLWorkflow):
             "learning_rate": state.optimizer.param_groups[0]["lr"],
         }
         return num_steps, read
-
-    def _warn_of_coverage(self, gauges: Json) -> None:
-        """Warn where hardly a token was sampled by the weights that it could be compared with."""
-        share = gauges["logprob_gap_coverage"]
-        if share < self.config.min_gap_coverage and self.config.algorithm not in ("sft", "dpo"):
-            log.warning(
-                "only %.1f %% of the trained tokens could be compared with the engine's logprobs, since older versions "
-                "sampled the others: a wrong engine may go unnoticed (min_gap_coverage)",
-                100 * share,
-            )
 
     def _fitting(
         self,

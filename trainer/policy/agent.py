@@ -46,7 +46,16 @@ class AgentRule(LossRule):
     sliding windows need."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_logprob_gap: float = Field(default=0.1, gt=0)
-    """Mean |trainer − engine| over on-policy tokens, in nats, above which a batch is refused."""
+    """Mean |trainer − engine|, in nats, above which a batch is refused: over tokens that the present weights sampled,
+    and over stale tokens under the weights of the version that sampled them."""
+    min_gap_coverage: float = Field(default=0.01, ge=0, le=1)
+    """Where the present weights sampled a smaller share of the trained tokens, stale tokens are compared too; warn when
+    a smaller share could be compared in all."""
+    gap_check_every: int | None = Field(default=10, ge=1)
+    """Batches between two comparisons of stale tokens, for which the state of an older version is read from disk. None
+    never compares them."""
+    gap_check_tokens: int = Field(default=4096, ge=1)
+    """Trained tokens that such a comparison takes; the last chain is taken whole."""
 
 
 class OutOfMemory(Exception):

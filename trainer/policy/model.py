@@ -222,10 +222,14 @@ class Policy:
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that engines load: in `publish_dtype`, a tied output layer left out."""
-        dtypes = {"auto": self.compute_dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
-        dtype = dtypes[self.spec.publish_dtype]
         tied = tied_names(base_of(self.model)) if self.spec.kind is PolicyKind.FULL else set()
-        return {name: value.to(dtype) for name, value in state.items() if name not in tied}
+        return {name: value.to(self.publish_dtype) for name, value in state.items() if name not in tied}
+
+    @property
+    def publish_dtype(self) -> torch.dtype:
+        """Precision of the published weights."""
+        dtypes = {"auto": self.compute_dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
+        return dtypes[self.spec.publish_dtype]
 
     def trained_state(self) -> dict[str, Tensor]:
         """Return everything a checkpoint must hold: the whole weights, or the adapter's, on the CPU and not sharded."""

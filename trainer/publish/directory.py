@@ -43,4 +43,9 @@ def probe_of(policy: Policy, experiences: Sequence[Experience]) -> Json:
     tokens = experiences[0].tokens[:PROBE_TOKENS].tolist()
     log_p_TV = policy.next_logprobs(tokens)
     followers = torch.tensor(tokens[1:], dtype=torch.long)
-    return {"token_ids": tokens, "logprobs": log_p_TV[:-1].gather(1, followers[:, None])[:, 0].tolist()}
+    is_coarse = torch.bfloat16 in (policy.compute_dtype, policy.publish_dtype)
+    return {
+        "token_ids": tokens,
+        "logprobs": log_p_TV[:-1].gather(1, followers[:, None])[:, 0].tolist(),
+        "dtype": "bfloat16" if is_coarse else "float32",
+    }

@@ -171,14 +171,15 @@ async def collective_rpc(state: EngineState, request: Request) -> Response:
     if body["method"] != "reload_weights":
         return _failed_call("collective_rpc", f"Method {body['method']!r} is not implemented.")
     path = (body.get("kwargs") or {}).get("weights_path") or state.weights_path
-    if not _has_weights(Path(path)) and path != state.model_path:
+    if not has_weights(Path(path)) and path != state.model_path:
         return _failed_call("collective_rpc", f"Cannot find any model weights with `{path}`")
     state.weights_path = path
     state.reloads.append(path)
     return reply_json({"results": [None]})
 
 
-def _has_weights(directory: Path) -> bool:
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has weights to load."""
     return directory.is_dir() and any(directory.glob("*.safetensors"))
 
 

@@ -221,8 +221,8 @@ def ack(
         reason = reasons.get(group.key)
         status = GroupStatus.TRAINED if reason is None else GroupStatus.DROPPED
         _change(conn, group, status=status.value, leased_until=None, update_id=update.update_id, reason=reason)
-    conn.execute(sa.insert(updates).values(**rows.UPDATES.row(update)))
-    record_trained(conn, update, trained or {})
+    digest = record_trained(conn, update, trained or {})
+    conn.execute(sa.insert(updates).values(**rows.UPDATES.row(dataclasses.replace(update, batch_digest=digest))))
     if policy is not None:
         publish_policy(conn, policy)
     return True

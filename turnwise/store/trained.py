@@ -48,10 +48,10 @@ class UpdateView:
     sessions: tuple[TrainedSession, ...]
 
 
-def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[SessionKey, Advantages]) -> None:
-    """Store the turns that an update trained, with their advantages."""
+def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[SessionKey, Advantages]) -> str | None:
+    """Store the turns that an update trained, with their advantages; return their digest, None without turns."""
     if not trained:
-        return
+        return None
     dialect = conn.dialect.name
     names = {
         "tenants": members(dialect, {tenant for tenant, _ in trained}),
@@ -80,11 +80,7 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
             for key, advantages in trained.items()
         ],
     )
-    conn.execute(
-        sa.update(updates)
-        .where(updates.c.update_id == update.update_id)
-        .values(batch_digest=digests.batch_digest(of_sessions))
-    )
+    return digests.batch_digest(of_sessions)
 
 
 def all_updates(conn: sa.Connection) -> list[UpdateRecord]:

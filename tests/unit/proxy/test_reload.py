@@ -91,7 +91,7 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
         left[0] -= directory.name == "v1"  # but not when the last good version is restored
         return left[0] < 0
 
-    monkeypatch.setattr("turnwise.fake_engine.control._has_weights", has_weights)
+    monkeypatch.setattr("turnwise.fake_engine.control.has_weights", has_weights)
     async with stage.process() as process, asyncio.timeout(20):
         stage.publish(1)
         while stage.statuses() == ["published"]:

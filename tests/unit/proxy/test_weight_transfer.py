@@ -19,7 +19,7 @@ from support.reload_stage import Stage
 from trainer.publish.held_versions import HeldVersions
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.engine_plugin import channel
-from turnwise.engine_plugin.receiver import Receiver
+from turnwise.engine_plugin.receiver import Receiver, TransferInfo
 from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import policies, weight_servers
 from turnwise.store.database import Database
@@ -96,27 +96,30 @@ async def test_what_arrives_as_a_delta_equals_the_whole_bit_for_bit(stage: Stage
     old = weights(1)
     new = {name: value.clone() for name, value in old.items()}
     new["w"][3, 5:9] += 0.25
-    whole, deltas = [], []
-    monkeypatch.setattr(Receiver, "_receive_whole", counted(Receiver._receive_whole, whole))
-    monkeypatch.setattr(Receiver, "_receive_delta", counted(Receiver._receive_delta, deltas))
+    started = started_transfers(monkeypatch)
     async with stage.process() as process:
         for version, tensors in ((1, old), (2, new)):
             trainer.held.hold(version, tensors, NO_PROBE)
             publish_unwritten(stage, version)
             await process.follow()
-    assert [info.num_bytes for info in whole] == [64 * 64 * 2 + 64 * 4] * 2
-    # Words 197 to 200: two bytes each, and one for the distance from the word before.
-    assert [(info.base, info.num_words, info.num_bytes) for info in deltas] == [(1, 4, 12)] * 2
+    # Words 197 to 200 change: two bytes each, and one for the distance from the word before.
+    whole, delta = (None, 0, 64 * 64 * 2 + 64 * 4), (1, 4, 12)
+    assert [(info.base, info.num_words, info.num_bytes) for info in started] == [whole, whole, delta, delta]
     for engine in stage.engines:
         assert all(torch.equal(engine.state.received[name], value) for name, value in new.items())
 
 
-def counted(function, calls: list):
-    def call(self, channel, info):
-        calls.append(info)
-        function(self, channel, info)
+def started_transfers(monkeypatch) -> list[TransferInfo]:
+    """Return the list to which engines add each transfer that they start."""
+    started: list[TransferInfo] = []
+    begin = Receiver.begin
 
-    return call
+    def noted(self, info, rank):
+        started.append(info)
+        begin(self, info, rank)
+
+    monkeypatch.setattr(Receiver, "begin", noted)
+    return started
 
 
 async def test_an_engine_that_was_restarted_gets_all_of_the_served_version(stage: Stage, trainer: WeightServer):

@@ -6,11 +6,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
 
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.policy.model import Policy, PolicySpec
-from trainer.settings import TrainerSettings
 from turnwise.store import weight_servers
 
 SIZES = {
@@ -55,17 +54,7 @@ def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_p
     model = make_model(tmp_path / "model")
     db = new_ledger(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=6)
-    settings = TrainerSettings(
-        database=f"sqlite:///{tmp_path / 'ledger.db'}",
-        model=str(model),
-        policies_dir=tmp_path / "policies",
-        groups_per_batch=3,
-        total_batches=2,
-        max_staleness=10,
-        wait_seconds=0.0,
-        progress=False,
-        num_threads=1,
-    )
+    settings = settings_for(tmp_path, model, total_batches=2, max_staleness=10, num_threads=1)
 
     def announced() -> list[str]:
         with db.read() as connection:
@@ -91,12 +80,7 @@ def test_a_run_announces_where_its_weights_are_and_withdraws_it_at_its_end(tmp_p
 
 @pytest.mark.parametrize("changes", [{"kind": "lora"}, {"weight_transfer": False}])
 def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, changes):
-    settings = TrainerSettings(
-        database=f"sqlite:///{tmp_path / 'ledger.db'}",
-        model=str(make_model(tmp_path / "model")),
-        policies_dir=tmp_path / "policies",
-        **changes,
-    )
+    settings = settings_for(tmp_path, make_model(tmp_path / "model"), **changes)
     db = new_ledger(tmp_path / "ledger.db")
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     workflow.setup(0)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
 
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World
 from trainer.policy import agent
 from trainer.policy.agent import OutOfMemory
 from trainer.policy.memory_limits import MemoryLimits, read_limits
-from trainer.settings import TrainerSettings
 
 
 def test_a_row_of_several_chains_halves_the_rows_and_a_single_chain_bounds_the_chains():
@@ -29,18 +28,7 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
     model = make_model(tmp_path / "model")
     db = new_ledger(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3)
-    settings = TrainerSettings(
-        database=f"sqlite:///{tmp_path / 'ledger.db'}",
-        model=str(model),
-        policies_dir=tmp_path / "policies",
-        packing=packing,
-        row_tokens=64,
-        groups_per_batch=3,
-        total_batches=1,
-        wait_seconds=0.0,
-        progress=False,
-        num_threads=1,
-    )
+    settings = settings_for(tmp_path, model, packing=packing, row_tokens=64, total_batches=1, num_threads=1)
     rows = []
 
     def forward(_policy, _batch, row):
