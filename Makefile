@@ -110,3 +110,12 @@ harnesses: .harnesses/.installed ## Play pinned agents from npm and PyPI through
 	cd tests && ../$(BIN)/python -m harnesses $(ARGS)
 
 .PHONY: harnesses
+
+.adapters/.installed: .venv/.dev tests/adapters/setup.sh
+	tests/adapters/setup.sh
+	touch $@
+
+adapters: .adapters/.installed ## Test turnwise/adapters against the other projects' packages, each in an environment of its own
+	$(BIN)/python -m pytest tests/adapters
+
+.PHONY: adapters
