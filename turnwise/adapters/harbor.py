@@ -2,8 +2,8 @@
 
     harbor run … --plugin turnwise.adapters.harbor:TurnwisePlugin --plugin-kwarg proxy=http://127.0.0.1:8100
 
-The plugin gives each trial a base URL of its own, in the environment variables that Harbor's agents read. Attempts at one
-task with one agent and model are a group. Harbor itself is not imported: a plugin is any class with the two methods.
+The plugin gives each trial a base URL of its own, in the environment variables that Harbor's agents read. Attempts at
+one task with one agent and model are a group. Harbor is not imported: a plugin is any class with the two methods.
 """
 
 from __future__ import annotations
