@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Literal, Protocol
 
@@ -18,12 +18,13 @@ from pydantic import Field
 
 from trainer.pacing import Look, PacingRule, Position, Rewind, WaitingLog, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
-from turnwise.store import claims, experiences, groups, policies, queries, weight_servers
+from turnwise.store import claims, experiences, groups, policies, queries, regression, weight_servers
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
+from turnwise.store.regression import SessionLabels
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerStatus, report_status
-from turnwise.types import Experience, GroupKey, PolicyVersion, Role, SessionKey, Split, UpdateRecord
+from turnwise.types import Experience, GroupKey, PolicyVersion, Role, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +107,8 @@ class Source(Protocol):
     def versions_in_use(self) -> set[int]:
         """Return the versions that may be asked for: active, pinned, newest good."""
 
-    def regression_set(self, num_sessions: int) -> Sequence[Experience]:
-        """Return the chains of the newest held-out sessions with a reward."""
+    def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
+        """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
 
     def announce_weights(self, url: str | None) -> None:
         """Tell the proxy where the weights in memory are handed out; None: nowhere."""
@@ -219,10 +220,10 @@ class LedgerSource:
             pinned = policies.pinned_version(conn)
         return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
 
-    def regression_set(self, num_sessions: int) -> Sequence[Experience]:
-        """Return the chains of the newest held-out sessions with a reward."""
+    def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
+        """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         with self._db.read() as conn:
-            return list(experiences.newest_experiences(conn, Split.EVAL, num_sessions, roles=self._rule.train_roles))
+            return regression.regression_set(conn, num_sessions, labels, roles=self._rule.train_roles)
 
     def announce_weights(self, url: str | None) -> None:
         """Store where the weights in memory are handed out; None removes the address.

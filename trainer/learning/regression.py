@@ -1,19 +1,22 @@
 """The publishing gate: what a version does to held-out sessions, before engines get it.
 
-The set holds sessions of split `eval`, whose tokens and behaviour logprobs are in the ledger, so the check is one
-forward pass and needs no engine. A version fails if it makes the replies of good sessions less likely than they were
-when they were sampled, or raises those of bad sessions above those of good ones. Legend: S sessions of the set.
+The set holds sessions of split `eval` and sessions that a person or a judge labelled. Their tokens and behaviour
+logprobs are in the ledger, so the check is one forward pass and needs no engine. A version fails if it makes the
+replies of good sessions less likely than they were when they were sampled, or raises those of bad sessions above those
+of good ones. Legend: S sessions of the set.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trainer.learning.batch import Batch, Reals
 from turnwise.settings import Settings
@@ -29,8 +32,12 @@ class GateRule(Settings):
     """The regression set, and how far a version may fall on it."""
 
     gate_sessions: int = Field(default=0, ge=0)
-    """Publish a version only if it holds on this many held-out sessions (split `eval`), the newest ones with a reward.
-    0 publishes every version."""
+    """Publish a version only if it holds on this many held-out sessions (split `eval`), the newest ones with a reward,
+    and on as many of each label below. 0 publishes every version."""
+    gate_good_labels: list[str] = Field(default=["golden"])
+    """Sessions with one of these labels are good, of any split and with any reward."""
+    gate_bad_labels: list[str] = Field(default=["failure"])
+    """Sessions with one of these labels are bad."""
     gate_drop: float = Field(default=0.02, gt=0)
     """Nats a token by which the replies of good held-out sessions may become less likely than when they were sampled,
     or by which those of bad ones may gain on them."""
@@ -39,6 +46,11 @@ class GateRule(Settings):
     gate_bad_reward: float = 0.0
     """Held-out sessions with at most this reward are bad."""
 
+    @field_validator("gate_good_labels", "gate_bad_labels", mode="before")
+    @classmethod
+    def _parse_json(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
@@ -46,7 +58,8 @@ class Shift:
 
     name: str
     """The session's task, or its id where it has no task."""
-    reward: float
+    is_good: bool | None
+    """Whether it is good or bad; None if it is neither."""
     nats: float
     """Mean of log π − log μ over the session's tokens; μ is the policy that sampled them."""
 
@@ -60,12 +73,16 @@ class GateResult:
     """What fell; None if the version may be published."""
 
 
-def shifts_of(batch: Batch, logprobs: Reals) -> list[Shift]:
+def shifts_of(
+    batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], rule: GateRule
+) -> list[Shift]:
     """Return the mean change of each session's sampled tokens.
 
     Args:
         batch: The regression set.
         logprobs: Of its tokens under the version. [M]
+        labels: Labels of its sessions.
+        rule: What is good and what is bad.
     """
     gained = np.asarray(logprobs, np.float64) - batch.table.behaviour
     by_session: dict[SessionKey, list[int]] = defaultdict(list)
@@ -76,8 +93,18 @@ def shifts_of(batch: Batch, logprobs: Reals) -> list[Shift]:
         places = np.concatenate([batch.tokens_of[member] for member in members])
         if len(places):
             first = batch.experiences[members[0]]
-            shifts.append(Shift(name=_name(first), reward=first.reward, nats=float(gained[places].mean())))
+            is_good = _is_good(first, labels.get(first.session_key, ()), rule)
+            shifts.append(Shift(name=_name(first), is_good=is_good, nats=float(gained[places].mean())))
     return shifts
+
+
+def _is_good(experience: Experience, labels: Collection[str], rule: GateRule) -> bool | None:
+    """Return whether a session is good or bad: by its labels, else by its reward."""
+    if any(label in labels for label in rule.gate_bad_labels):
+        return False
+    if any(label in labels for label in rule.gate_good_labels) or experience.reward >= rule.gate_good_reward:
+        return True
+    return False if experience.reward <= rule.gate_bad_reward else None
 
 
 def judge(shifts: Sequence[Shift], rule: GateRule) -> GateResult:
@@ -86,8 +113,8 @@ def judge(shifts: Sequence[Shift], rule: GateRule) -> GateResult:
     A set of fewer than two good sessions refuses nothing. A mean counts as fallen when it is below the limit by
     `NUM_STANDARD_ERRORS` standard errors.
     """
-    good = [shift for shift in shifts if shift.reward >= rule.gate_good_reward]
-    bad = [shift for shift in shifts if shift.reward <= rule.gate_bad_reward and shift not in good]
+    good = [shift for shift in shifts if shift.is_good]
+    bad = [shift for shift in shifts if shift.is_good is False]
     kept, kept_error = _mean([shift.nats for shift in good])
     rise, rise_error = _mean([shift.nats for shift in bad])
     gauges: Json = {"gate_num_good": len(good), "gate_num_bad": len(bad)}
@@ -98,7 +125,7 @@ def judge(shifts: Sequence[Shift], rule: GateRule) -> GateResult:
     if len(good) > 1 and kept + NUM_STANDARD_ERRORS * kept_error < -rule.gate_drop:
         worst = sorted(good, key=lambda shift: shift.nats)[:NUM_NAMED]
         reason = (
-            f"good replies of {len(good)} held-out sessions are {-kept:.3g} nats a token less likely than when they "
+            f"good replies of {len(good)} sessions are {-kept:.3g} nats a token less likely than when they "
             f"were sampled; the limit is {rule.gate_drop:g} (gate_drop). What fell most: {_named(worst)}"
         )
         return GateResult(gauges=gauges, reason=reason)
@@ -106,7 +133,7 @@ def judge(shifts: Sequence[Shift], rule: GateRule) -> GateResult:
     if min(len(good), len(bad)) > 1 and rise - kept - NUM_STANDARD_ERRORS * error > rule.gate_drop:
         worst = sorted(bad, key=lambda shift: -shift.nats)[:NUM_NAMED]
         reason = (
-            f"replies of {len(bad)} bad held-out sessions gained {rise - kept:.3g} nats a token on those of "
+            f"replies of {len(bad)} bad sessions gained {rise - kept:.3g} nats a token on those of "
             f"{len(good)} good ones; the limit is {rule.gate_drop:g} (gate_drop). What rose most: {_named(worst)}"
         )
         return GateResult(gauges=gauges, reason=reason)

@@ -126,9 +126,9 @@ class OnPolicyWorkflow(RLWorkflow):
         rule, world = self.config, self.agent.world
         if not rule.gate_sessions:
             return GateResult(gauges={})
-        found: Sequence[Experience] = world.share(
-            self.env.regression_set(rule.gate_sessions) if world.is_first else None
-        )
+        labels = [*rule.gate_good_labels, *rule.gate_bad_labels]
+        found: Sequence[Experience]
+        found, labels_of = world.share(self.env.regression_set(rule.gate_sessions, labels) if world.is_first else None)
         credit = [np.zeros(len(experience.turn_ids)) for experience in found]
         batch = build(found, credit, policy_version=state.progress.policy_version)
         try:
@@ -136,7 +136,7 @@ class OnPolicyWorkflow(RLWorkflow):
         except OutOfMemory as error:
             log.warning("the publishing gate was not applied: %s; set a smaller max_chain_tokens", error)
             return GateResult(gauges={})
-        result = judge(shifts_of(batch, logprobs), rule)
+        result = judge(shifts_of(batch, logprobs, labels_of, rule), rule)
         if result.reason is not None:
             log.error("the version is kept and not served: %s", result.reason)
         return result

@@ -73,6 +73,7 @@ class _Shape:
     roles: Collection[Role] = TRAINED_ROLES
     merge: Literal["turn", "chain"] = "turn"
     with_imported: bool = False
+    with_unrewarded: bool = False
 
 
 def experiences(
@@ -135,20 +136,18 @@ def experiences_of_groups(
     return _stream(conn, clauses, shape)
 
 
-def newest_experiences(
-    conn: sa.Connection, split: Split, num_sessions: int, *, roles: Collection[Role] = TRAINED_ROLES
+def experiences_of_sessions(
+    conn: sa.Connection, session_pks: Sequence[int], *, roles: Collection[Role] = TRAINED_ROLES
 ) -> Iterator[Experience]:
-    """Yield one experience per chain of the newest finished sessions of a split, oldest first."""
-    found = conn.execute(
-        sa.select(sessions)
-        .where(
-            sessions.c.split == split.value, sessions.c.status != SessionStatus.OPEN.value, sessions.c.num_rewards > 0
-        )
-        .order_by(sessions.c.session_pk.desc())
-        .limit(num_sessions)
-    ).all()[::-1]
-    for start in range(0, len(found), _SESSIONS_AT_ONCE):
-        yield from _of_sessions(conn, found[start : start + _SESSIONS_AT_ONCE], _Shape(roles=roles, merge="chain"))
+    """Yield one experience per chain of these sessions, oldest first; the reward of one without rewards is 0."""
+    shape = _Shape(roles=roles, merge="chain", with_unrewarded=True)
+    for start in range(0, len(session_pks), _SESSIONS_AT_ONCE):
+        found = conn.execute(
+            sa.select(sessions)
+            .where(sessions.c.session_pk.in_(session_pks[start : start + _SESSIONS_AT_ONCE]))
+            .order_by(sessions.c.session_pk)
+        ).all()
+        yield from _of_sessions(conn, found, shape)
 
 
 def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shape: _Shape) -> Iterator[Experience]:
@@ -174,7 +173,7 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
     for row in found:
         in_session = [_trained(turn, shape) for turn in turns.get(row.session_pk, [])]
         in_force = latest_lines(lines.get(row.session_pk, []), shape.names)
-        if not in_force:
+        if not in_force and not shape.with_unrewarded:
             continue  # no reward has a name that counts
         assigned = assign_credit(
             in_session,

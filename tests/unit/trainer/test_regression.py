@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.experience_factory import experience
+from support.ledger_samples import add_session
 from support.trainer_ledger import Rollouts, load_model
 
 from trainer.learning.batch import build
@@ -14,8 +15,9 @@ from trainer.learning.regression import GateRule, Shift, judge, shifts_of
 from trainer.loop.off_policy import OffPolicyWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
-from turnwise.store import policies
-from turnwise.types import PolicyStatus, Split
+from turnwise.store import ledger as ledger_of
+from turnwise.store import policies, regression, session_changes
+from turnwise.types import Label, PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
 
 
@@ -30,28 +32,31 @@ def test_a_sessions_shift_is_the_mean_over_all_its_sampled_tokens():
         experience(session_id="b"),
     ]
     batch = build(chains, [np.zeros(1)] * 3, policy_version=1)
-    shifts = shifts_of(batch, np.array([-0.5, -0.5, -3, -2, -1.5, -1], np.float32))
-    assert [(shift.name, shift.reward) for shift in shifts] == [("a", 1.0), ("b", 0.0)]
+    logprobs = np.array([-0.5, -0.5, -3, -2, -1.5, -1], np.float32)
+    shifts = shifts_of(batch, logprobs, {}, GateRule())
+    assert [(shift.name, shift.is_good) for shift in shifts] == [("a", True), ("b", False)]
     assert [shift.nats for shift in shifts] == pytest.approx([0.0, -0.25])
+    labelled = {("default", "a"): {"failure"}, ("default", "b"): {"golden", "look-at"}}
+    assert [shift.is_good for shift in shifts_of(batch, logprobs, labelled, GateRule())] == [False, True]
 
 
 def shifts(good, bad):
-    found = [Shift(name=f"good-{n}", reward=1.0, nats=nats) for n, nats in enumerate(good)]
-    return found + [Shift(name=f"bad-{n}", reward=0.0, nats=nats) for n, nats in enumerate(bad)]
+    found = [Shift(name=f"good-{n}", is_good=True, nats=nats) for n, nats in enumerate(good)]
+    return found + [Shift(name=f"bad-{n}", is_good=False, nats=nats) for n, nats in enumerate(bad)]
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "words"),
     [
         # Means −0.4; the standard error is 0.1 · √2 / √2 = 0.1, and −0.4 + 0.2 is below −0.1.
-        ([-0.3, -0.5], [], "2 held-out sessions are 0.4 nats a token less likely"),
+        ([-0.3, -0.5], [], "2 sessions are 0.4 nats a token less likely"),
         # The standard error is 0.4: −0.4 + 0.8 is not.
         ([0.0, -0.8], [], None),
         ([-5.0], [], None),
         ([], [3.0, 3.0], None),
         # Bad replies rise as common good habits do: only their lead over the good ones counts.
         ([0.5, 0.5], [0.5, 0.5], None),
-        ([-0.05, -0.05], [0.2, 0.2], "2 bad held-out sessions gained 0.25 nats a token"),
+        ([-0.05, -0.05], [0.2, 0.2], "2 bad sessions gained 0.25 nats a token"),
     ],
 )
 def test_a_version_falls_if_good_replies_lose_or_bad_ones_gain_on_them_by_two_standard_errors(good, bad, words):
@@ -116,6 +121,20 @@ def test_a_poisoned_update_is_kept_and_not_served_and_the_next_one_starts_before
     assert published(ledger)[2].status is PolicyStatus.PUBLISHED
     base, second = (load_file(place / "model.safetensors") for place in (model, tmp_path / "policies" / "v000002"))
     assert all((base[name] - second[name]).abs().max() < 1e-3 for name in base), "four steps of 1e-4 from version 0"
+
+
+def test_labelled_sessions_of_any_split_are_in_the_regression_set_without_a_reward(ledger, model):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=1, group_size=3)
+    Rollouts(ledger, load_model(model), split=Split.EVAL).play("held-out", num_groups=1, group_size=3)
+    add_session(ledger, "unrewarded")
+    with ledger.write() as conn:
+        ledger_of.end_session(conn, "default", "unrewarded")
+        for session_id, label in (("a-0-1", "failure"), ("unrewarded", "failure"), ("held-out-0-2", "golden")):
+            session_changes.set_label(conn, "default", session_id, Label(label=label))
+        found, labels = regression.regression_set(conn, 2, ["failure", "golden"], roles=[Role.MAIN])
+    assert [one.session_id for one in found] == ["a-0-1", "held-out-0-1", "held-out-0-2", "unrewarded"]
+    assert labels["default", "a-0-1"] == {"failure"}
+    assert labels["default", "held-out-0-1"] == set()
 
 
 def test_a_version_that_holds_is_published_with_what_was_measured(tmp_path, model, ledger):
