@@ -1,0 +1,152 @@
+"""The Kubernetes manifests: each fits the API's schema, and their commands fit this release."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from turnwise.commands.cli import main
+from turnwise.processes.engine_command import EngineSettings, build_command
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACE = ROOT / "deploy" / "kubernetes"
+KUSTOMIZATION = yaml.safe_load((PLACE / "kustomization.yaml").read_text(encoding="utf-8"))
+KUBERNETES_VERSIONS = ("1.31", "1.37")
+"""The oldest and the newest release whose schemas the manifests are checked against."""
+
+
+def render() -> list[dict[str, Any]]:
+    """Return what `kubectl kustomize` renders: the resources with namespace and images, and the config map."""
+    images = {image["name"]: f"{image['newName']}:{image['newTag']}" for image in KUSTOMIZATION["images"]}
+    found = [
+        document
+        for name in KUSTOMIZATION["resources"]
+        for document in yaml.safe_load_all((PLACE / name).read_text(encoding="utf-8"))
+    ]
+    for generated in KUSTOMIZATION["configMapGenerator"]:
+        data = {name: (PLACE / name).read_text(encoding="utf-8") for name in generated["files"]}
+        metadata = {"name": generated["name"]}
+        found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+    for document in found:
+        if document["kind"] != "Namespace":
+            document["metadata"]["namespace"] = KUSTOMIZATION["namespace"]
+        for container in containers_of(document):
+            container["image"] = images[container["image"]]
+    return found
+
+
+def pod_of(document: dict[str, Any]) -> dict[str, Any]:
+    return document.get("spec", {}).get("template", {}).get("spec", {})
+
+
+def containers_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    pod = pod_of(document)
+    return [*pod.get("initContainers", []), *pod.get("containers", [])]
+
+
+RENDERED = render()
+WORKLOADS = {document["metadata"]["name"]: document for document in RENDERED if containers_of(document)}
+each_workload = pytest.mark.parametrize("name", WORKLOADS)
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("document", RENDERED, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+def test_each_resource_fits_the_schema_of_the_api(document: dict[str, Any], version: str) -> None:
+    """With `strict`, an unknown field is an error too."""
+    kubernetes_validate = importlib.import_module("kubernetes_validate")
+    kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_an_unknown_field_would_be_found() -> None:
+    kubernetes_validate = importlib.import_module("kubernetes_validate")
+    broken = {**RENDERED[0], "metdata": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, KUBERNETES_VERSIONS[-1], strict=True)
+
+
+def test_the_workloads_are_a_deployment_a_stateful_set_and_a_job() -> None:
+    kinds = {name: document["kind"] for name, document in WORKLOADS.items()}
+    assert kinds == {"turnwise-engine": "StatefulSet", "turnwise-proxy": "Deployment", "turnwise-trainer": "Job"}
+
+
+def test_our_image_is_tagged_with_the_release_and_vllms_with_the_one_of_compose() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    images = {container["image"] for document in WORKLOADS.values() for container in containers_of(document)}
+    compose = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    assert f"{project['name']}:{project['version']}" in images
+    (engine,) = [image for image in images if "vllm" in image]
+    assert f"{{VLLM_IMAGE:-{engine}}}" in compose
+
+
+@each_workload
+def test_every_container_is_locked_down_and_gets_no_service_links(name: str) -> None:
+    """Service links would set variables such as TURNWISE_PROXY_PORT, which the proxy would read as its settings."""
+    pod = pod_of(WORKLOADS[name])
+    assert pod["enableServiceLinks"] is False
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 10001
+    for container in containers_of(WORKLOADS[name]):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["requests"]
+
+
+@each_workload
+def test_every_volume_is_declared_and_only_the_trainer_writes_policies(name: str) -> None:
+    pod = pod_of(WORKLOADS[name])
+    declared = {volume["name"]: volume for volume in pod["volumes"]}
+    for container in containers_of(WORKLOADS[name]):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= declared.keys()
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
+    }
+    assert claims <= {one["metadata"]["name"] for one in RENDERED if one["kind"] == "PersistentVolumeClaim"}
+    policies = declared["policies"]["persistentVolumeClaim"].get("readOnly", False)
+    assert policies == (name != "turnwise-trainer")
+
+
+def test_the_engines_flags_are_those_of_turnwise_engine() -> None:
+    (engine,) = containers_of(WORKLOADS["turnwise-engine"])
+    settings = EngineSettings(
+        model="/models/policy", served_model_name="policy", host="0.0.0.0", allow_remote=True, weight_transfer=False
+    )
+    wanted = build_command(settings, gpu=True)
+    assert engine["args"] == list(wanted.argv[wanted.argv.index("/models/policy") :])
+    environment = {variable["name"]: variable["value"] for variable in engine["env"]}
+    assert wanted.environment.items() <= environment.items()
+
+
+def test_the_proxy_names_each_engine() -> None:
+    (_, proxy) = containers_of(WORKLOADS["turnwise-proxy"])
+    named = [value for flag, value in zip(proxy["args"], proxy["args"][1:], strict=False) if flag == "--engine"]
+    replicas = WORKLOADS["turnwise-engine"]["spec"]["replicas"]
+    assert named == [f"http://turnwise-engine-{number}.turnwise-engine:8000" for number in range(replicas)]
+
+
+@pytest.mark.parametrize("name", ["turnwise-proxy", "turnwise-trainer"])
+def test_the_commands_are_commands_of_this_release(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every flag is known and every setting fits: the command resolves its settings as it would when it starts."""
+    for container in containers_of(WORKLOADS[name]):
+        for variable in container["env"]:
+            assert variable["valueFrom"]["secretKeyRef"]["name"] == "turnwise-database"
+            monkeypatch.setenv(variable["name"], "postgresql+psycopg://turnwise@postgres:5432/turnwise")
+        arguments = [str(PLACE / "train.toml") if word.endswith(".toml") else word for word in container["args"]]
+        rehearsal = "--help" if container["name"] == "migrate" else "--dry-run"
+        result = CliRunner().invoke(main, [*arguments, rehearsal])
+        assert result.exit_code == 0, result.output
+
+
+def test_the_probes_ask_routes_that_check_no_key() -> None:
+    (_, proxy) = containers_of(WORKLOADS["turnwise-proxy"])
+    asked = {kind: proxy[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert asked == {"startupProbe": "/healthz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+    assert proxy["ports"][0]["containerPort"] == int(proxy["args"][proxy["args"].index("--port") + 1])
