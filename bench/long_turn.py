@@ -46,24 +46,40 @@ def cpu_seconds(pid: int) -> float:
     return total / 1e9
 
 
-def children(pid: int) -> list[int]:
-    """Return the process ids of a process's children."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+def process_tree(pid: int) -> list[int]:
+    """Return the process ids of a process and all its descendants."""
+    found = [pid]
+    with contextlib.suppress(FileNotFoundError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                found += process_tree(int(child))
+    return found
+
+
+def is_writer(pid: int) -> bool:
+    """Return whether a process is a proxy's writing process."""
+    return b"proxy.writer.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 class Server:
-    """A proxy under measurement."""
+    """A proxy under measurement, of one worker or several."""
 
-    def __init__(self, url: str, pid: int) -> None:
+    def __init__(self, url: str, pid: int, num_workers: int = 1) -> None:
         self.url = url
         self._address = urlsplit(url).netloc
         self.pid = pid
         deadline = time.monotonic() + START_SECONDS
-        while not (found := children(pid)) and time.monotonic() < deadline:
+        while len(writers := [each for each in process_tree(pid) if is_writer(each)]) < num_workers:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the proxy at {url} has {len(writers)} writing processes, not {num_workers}")
             time.sleep(0.05)
-        (self.writer,) = found
+        self.writers = writers
+        self.serving = [each for each in process_tree(pid) if each not in writers]
         self._http = http.client.HTTPConnection(self._address, timeout=300)
+
+    def reconnect(self) -> None:
+        """Send the next turn over a new connection."""
+        self._http.close()
 
     def get(self, path: str) -> Any:
         """Return the decoded answer to a request without a body."""
@@ -87,8 +103,8 @@ class Server:
         return len(body)
 
     def cpu(self) -> tuple[float, float]:
-        """Return the CPU time of the serving process and of the writing process."""
-        return cpu_seconds(self.pid), cpu_seconds(self.writer)
+        """Return the CPU time of the serving processes and of the writing processes."""
+        return sum(map(cpu_seconds, self.serving)), sum(map(cpu_seconds, self.writers))
 
 
 def joined(raw: bytes) -> dict[str, Any]:
@@ -106,7 +122,7 @@ def joined(raw: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def served(*flags: str, engine_flags: Sequence[str] = ()) -> Iterator[Server]:
+def served(*flags: str, engine_flags: Sequence[str] = (), num_workers: int = 1) -> Iterator[Server]:
     """Run a proxy over a fresh SQLite file, in front of the stand-in engine, with more flags of both."""
     engine, proxy = free_port(), free_port()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
@@ -121,8 +137,9 @@ def served(*flags: str, engine_flags: Sequence[str] = ()) -> Iterator[Server]:
         argv = [sys.executable, "-P", str(HERE / "watched_proxy.py"), "--engine", f"http://127.0.0.1:{engine}"]
         argv += ["--engine-check", "warn", "--database", url, "--port", str(proxy), "--log-level", "warning"]
         argv += ["--token-cache-bytes", str(CACHE_BYTES), "--request-cache-bytes", str(CACHE_BYTES), *flags]
+        argv += ["--workers", str(num_workers)]
         process = servers.enter_context(running(argv, f"http://127.0.0.1:{proxy}/readyz"))
-        yield Server(f"http://127.0.0.1:{proxy}", process.pid)
+        yield Server(f"http://127.0.0.1:{proxy}", process.pid, num_workers)
 
 
 def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, stream: bool) -> dict[str, Any]:
