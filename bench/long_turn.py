@@ -33,6 +33,8 @@ CHARACTERS_PER_TOKEN = 4.0
 LIVE_TOKENS = 1_000_000
 """Live context of each case, so that memory is measurable: shorter conversations are played several times."""
 WARM_UP_TURNS = 2
+SETTLE_SECONDS = 7.0
+"""Until the proxy has returned freed memory to the system."""
 CACHE_BYTES = 10**9
 """Of ids in memory: all conversations stay there."""
 
@@ -149,6 +151,8 @@ def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, st
     conversations = [
         Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), seed) for seed in range(num_conversations)
     ]
+    server.turn(f"{name}-other", Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 98), stream=stream)
+    time.sleep(SETTLE_SECONDS)
     resident, before = resident_bytes(server.pid), server.cpu()
     for number, conversation in enumerate(conversations):
         server.turn(f"{name}-{number}", conversation, stream=stream)
@@ -156,6 +160,7 @@ def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, st
     for _ in range(WARM_UP_TURNS):
         for number, conversation in enumerate(conversations):
             server.turn(f"{name}-{number}", conversation, stream=stream)
+    time.sleep(SETTLE_SECONDS)
     grown = resident_bytes(server.pid) - resident
     before, played = server.cpu(), 0
     while played < num_turns:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from proxy.continuation.conversation import tool_call_ids
-from proxy.continuation.digests import has_media
+from proxy.continuation.conversation import call_has_media, tool_call_ids
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.continuation.roles import Found, side_task, system_digest
@@ -206,7 +205,7 @@ def unsampled_reason(call: Call, session: Session) -> str | None:
     """Return why no reply to the call can be trained; None if one can."""
     if call.body.get("use_beam_search") or session.sampling.get("use_beam_search"):
         return "beam_search"
-    return "media" if has_media(call.messages) else None
+    return "media" if call_has_media(call) else None
 
 
 def _outcome(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history
+from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history, has_media
 from proxy.dialects.base import Call
 from turnwise.types import Json
 
@@ -52,11 +52,22 @@ def tool_call_ids(message: Json) -> frozenset[str]:
 def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:
     """Compute the digests of a call's conversation; `fields` are what the template prints beside the text."""
     context = context_digest(call.tools, call.template_arguments)
-    known = call.known if call.known is not None and call.known.messages is call.messages else None
+    known = call.known_messages
     history = digest_history(call.messages, context, fields, None if known is None else known.history)
     if known is not None:
         known.history = history
     return Conversation(call.messages, history, reply_position(call.messages))
+
+
+def call_has_media(call: Call) -> bool:
+    """Return whether any message of a call has content that is not text."""
+    known = call.known_messages
+    if known is None:
+        return has_media(call.messages)
+    found = has_media(call.messages[known.num_text :])
+    if not found:
+        known.num_text = len(call.messages)
+    return found
 
 
 def reply_position(messages: Sequence[Json]) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from proxy.continuation.chat_template import ChatTemplate, Unsafe
-from proxy.continuation.conversation import Conversation
-from proxy.continuation.digests import History, has_media
+from proxy.continuation.conversation import Conversation, call_has_media
+from proxy.continuation.digests import History
 from proxy.continuation.encoded_ids import EncodedIds
 from proxy.continuation.reply import Reply
 from proxy.dialects.base import Call
@@ -224,7 +224,7 @@ def _reason_not_to_extend(call: Call, template: ChatTemplate | None) -> str | No
     """Return why this call cannot extend any turn, whatever its messages are; None if it can."""
     if template is None:
         return "template_unknown"
-    if has_media(call.messages):
+    if call_has_media(call):
         return "media"
     if call.continues_final_message:
         return "prefill"

@@ -81,8 +81,15 @@ class Call:
     """The stored turn that the call continues without repeating its messages."""
     known: KnownRequest | None = None
     """The call's own messages, with what was derived from those that an earlier request had too."""
+    messages_json: memoryview | None = None
+    """The JSON of `known.messages` as the client sent it, without the closing bracket."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
+
+    @property
+    def known_messages(self) -> KnownRequest | None:
+        """What is known of the messages; None where it is not of the messages as they are now."""
+        return self.known if self.known is not None and self.known.messages is self.messages else None
 
     @property
     def model(self) -> str:

@@ -82,7 +82,7 @@ class ChatCompletions(Dialect):
         """Return the engine request, with the options that capture needs; `prompt_token_ids` is a JSON array."""
         body, _ = remove_engine_fields({**call.body, **pinned})
         if call.messages:
-            body["messages"] = with_readable_arguments(call.messages)
+            body["messages"] = _readable_messages(call)
         if not _is_refused(body):
             body |= FORCED
         if prompt_token_ids is not None:
@@ -129,6 +129,18 @@ class ChatCompletions(Dialect):
             message = {**message, "tool_calls": calls}
         field = "delta" if stream else "message"
         return {"index": index, field: message, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _readable_messages(call: Call) -> Any:
+    """Return the messages for the engine: the client's own bytes, where these are known and need no change."""
+    known = call.known_messages
+    if known is None or call.messages_json is None:
+        return with_readable_arguments(call.messages)
+    new = call.messages[known.num_readable :]
+    if with_readable_arguments(new) is not new:
+        return with_readable_arguments(call.messages)
+    known.num_readable = len(call.messages)
+    return orjson.Fragment(b"".join((call.messages_json, b"]")))
 
 
 def with_readable_arguments(messages: list[Json]) -> list[Json]:

@@ -47,6 +47,8 @@ class KnownRequest:
     num_bytes: int
     digest: bytes
     tail: bytes
+    start: int
+    """Where the array of the messages begins."""
     head: Json
     """The fields before `messages`."""
     messages: list[Json]
@@ -54,6 +56,10 @@ class KnownRequest:
     """The `History` of the messages; None until it is computed."""
     outlines: list[Any] = dataclasses.field(default_factory=list)
     """The `Outline`s of the messages, as far as they were needed."""
+    num_text: int = 0
+    """Messages, from the first on, that were found to have no media."""
+    num_readable: int = 0
+    """Messages, from the first on, in which the arguments of all tool calls were found to be objects."""
 
 
 class ReadRequest(NamedTuple):
@@ -64,6 +70,8 @@ class ReadRequest(NamedTuple):
     """Of all bytes."""
     known: KnownRequest | None
     """What a later request is recognised by, with what was derived from an earlier one; None where it cannot be."""
+    messages_json: memoryview | None
+    """The bytes of `known.messages`, without the bracket that closes the array."""
 
 
 class _Rest(NamedTuple):
@@ -79,6 +87,8 @@ class KnownRequests:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
+        self.num_bytes_read = 0
+        """Bytes of all requests so far."""
         self._by_caller: dict[Caller, dict[KnownRequest, None]] = {}
         self._order: collections.OrderedDict[KnownRequest, Caller] = collections.OrderedDict()
 
@@ -90,26 +100,27 @@ class KnownRequests:
             TooLarge: what must be decoded is nested deeper than `max_depth`, or has more than `max_containers` arrays
                 and objects.
         """
+        self.num_bytes_read += len(raw)
         earlier, hashed = await self._find(caller, raw)
         rest = None
         if earlier is not None:
             rest = await _read_rest(raw, earlier, max_depth=max_depth, max_containers=max_containers)
         if earlier is None or rest is None:
             body = await parse_object(raw, max_depth=max_depth, max_containers=max_containers)
-            end, head = _locate_messages(raw)
-            history, outlines = None, []
+            known = _locate_messages(raw)
         else:
             body, end = rest
-            head, history, outlines = earlier.head, earlier.history, earlier.outlines
+            known = dataclasses.replace(earlier, num_bytes=end)
+        end = known.num_bytes
         start = earlier.num_bytes if earlier is not None else 0
         if not start <= end:
             end, start, hashed = 0, 0, blake2b(digest_size=DIGEST_BYTES)
         part, digest = await _hash(hashed, memoryview(raw), start, end)
         if not end or not isinstance(body.get("messages"), list):
-            return ReadRequest(body, digest, None)
-        known = KnownRequest(end, part, raw[max(0, end - TAIL_BYTES) : end], head, body["messages"], history, outlines)
+            return ReadRequest(body, digest, None, None)
+        known.digest, known.tail, known.messages = part, raw[max(0, end - TAIL_BYTES) : end], body["messages"]
         self._replace(caller, earlier if rest is not None else None, known)
-        return ReadRequest(body, digest, known)
+        return ReadRequest(body, digest, known, memoryview(raw)[known.start : end])
 
     async def _find(self, caller: Caller, raw: bytes) -> tuple[KnownRequest | None, Any]:
         """Return the longest known request that this one begins with, and the hash after its bytes."""
@@ -183,19 +194,21 @@ async def _read_rest(raw: bytes, earlier: KnownRequest, *, max_depth: int, max_c
     return _Rest(body, _end_of_last(raw, len(raw) - len(text) + len(begin) + num_array))
 
 
-def _locate_messages(raw: bytes) -> tuple[int, Json]:
-    """Return the end of the last message and the fields before `messages`; 0 where it is not found."""
+def _locate_messages(raw: bytes) -> KnownRequest:
+    """Return the place of the messages and the fields before them; `num_bytes` is 0 where they are not found."""
+    nowhere = KnownRequest(0, b"", b"", 0, {}, [])
     found = MESSAGES.search(raw)
     if found is None:
-        return 0, {}
+        return nowhere
     try:
         head = orjson.loads(raw[: found.start()] + b'"messages":0}')
         array = bytes(_fields.decode(raw)["messages"])
     except (orjson.JSONDecodeError, msgspec.DecodeError, KeyError):
-        return 0, {}
+        return nowhere
     if not array.startswith(b"[") or not raw.startswith(array, found.end()) or head.pop("messages") != 0:
-        return 0, {}
-    return _end_of_last(raw, found.end() + len(array)), head
+        return nowhere
+    end = _end_of_last(raw, found.end() + len(array))
+    return KnownRequest(end, b"", b"", found.end(), head, [])
 
 
 def _end_of_last(raw: bytes, end: int) -> int:

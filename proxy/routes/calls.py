@@ -198,10 +198,10 @@ class Sample:
         """Return the call, and the digest of a long request."""
         settings = self._services.settings
         limits = {"max_depth": settings.max_json_depth, "max_containers": settings.max_json_containers}
-        known, digest = None, None
+        known, digest, messages_json = None, None, None
         if self._dialect.repeats_messages and len(raw) >= MIN_BYTES:
             caller = principal.tenant, principal.key_id
-            body, digest, known = await self._services.known_requests.read(caller, raw, **limits)
+            body, digest, known, messages_json = await self._services.known_requests.read(caller, raw, **limits)
         else:
             body = await parse_object(raw, **limits)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
@@ -210,7 +210,7 @@ class Sample:
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
         call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
-        call.known = known
+        call.known, call.messages_json = known, messages_json
         identify(call, scope, headers, settings.ignored_ids)
         return call, digest
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.continuation.conversation import read_conversation
+from proxy.continuation.conversation import call_has_media, read_conversation
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.known_requests import DIGEST_BYTES, KnownRequests, ReadRequest
@@ -62,6 +62,16 @@ def test_a_request_with_other_bytes_before_is_decoded_whole(later: dict[str, Any
     assert found.body["messages"][0] is not first.body["messages"][0]
 
 
+def test_the_engine_gets_the_bytes_that_the_client_sent():
+    """The messages are not encoded again."""
+    requests = KnownRequests(10**6)
+    for messages in ([USER], [USER, REPLY, NEXT]):
+        raw = json.dumps({"messages": messages}, ensure_ascii=False, separators=(" ,", ":  ")).encode()
+        found = read(requests, raw)
+        assert found.messages_json is not None
+        assert b"%b]}" % found.messages_json == raw.removeprefix(b'{"messages":  ')
+
+
 def test_the_requests_of_another_caller_are_not_used():
     requests = KnownRequests(10**6)
     first = read(requests, orjson.dumps({"messages": [USER]}))
@@ -105,14 +115,20 @@ def test_what_is_wrong_after_the_known_messages_is_answered_as_in_a_whole_reques
         assert read(requests, later).body == whole
 
 
-MESSAGE = st.sampled_from(
-    [USER, REPLY, NEXT, {"role": "system", "content": ""}, {"role": "assistant", "content": "x", "messages": [{}]}]
-)
+PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+BROKEN = {"role": "assistant", "tool_calls": [{"id": "2", "function": {"name": "f", "arguments": '{"a": '}}]}
+OTHERS = [{"role": "system", "content": ""}, {"role": "assistant", "content": "x", "messages": [{}]}]
+MESSAGE = st.sampled_from([USER, REPLY, NEXT, PICTURE, BROKEN, *OTHERS])
 FIELDS = st.dictionaries(
     st.sampled_from(["model", "metadata", "tools", "n"]),
     st.sampled_from(["a", 1, {"messages": [USER]}, [], None]),
     max_size=3,
 )
+
+
+def engine_body(call: Call) -> Any:
+    """Return the engine's request as the engine decodes it."""
+    return orjson.loads(orjson.dumps(call.dialect.engine_body(call, None, {})))
 
 
 @settings(max_examples=200, deadline=None)
@@ -123,7 +139,10 @@ FIELDS = st.dictionaries(
     spaced=st.lists(st.booleans(), min_size=6, max_size=6),
 )
 def test_random_conversations_are_read_as_they_are_decoded_whole(edits, head, tails, spaced):
-    """They grow, are cut, edited and compacted; some clients put spaces between. Body, digest and history agree."""
+    """They grow, are cut, edited and compacted; some clients put spaces between.
+
+    The body, the digest, the history, whether there is media, and the engine's request agree.
+    """
     requests, messages = KnownRequests(10**6), []
     for (kept, added), tail, has_spaces in zip(edits, tails, spaced, strict=False):
         messages = [*messages[: len(messages) if kept > 3 else kept], *added]
@@ -141,8 +160,9 @@ def test_random_conversations_are_read_as_they_are_decoded_whole(edits, head, ta
             wants_logprobs=False,
             wants_token_ids=False,
         )
-        fresh = read_conversation(call).history
-        call.known = found.known
+        fresh, has_media, sent = read_conversation(call).history, call_has_media(call), engine_body(call)
+        call.known, call.messages_json = found.known, found.messages_json
+        assert (call_has_media(call), engine_body(call)) == (has_media, sent)
         continued = read_conversation(call).history
         assert (continued.full, continued.messages, continued.dialogue) == (fresh.full, fresh.messages, fresh.dialogue)
         assert continued.extended(REPLY) == fresh.extended(REPLY)
