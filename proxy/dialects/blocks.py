@@ -149,6 +149,13 @@ def parts_of(value: Any, field: str) -> list[Json]:
     return parts
 
 
+def joined_content(parts: list[Json]) -> str | list[Json]:
+    """Return the content of a chat message: one text if all parts are text, else the parts."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
 def own_id(reply_id: str, prefix: str) -> str:
     """Return a chat completion's id with a dialect's own prefix."""
     return reply_id if reply_id.startswith(prefix) else prefix + reply_id.removeprefix(ChatCompletions.id_prefix)

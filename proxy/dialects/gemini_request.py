@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.blocks import parts_of
+from proxy.dialects.blocks import joined_content, parts_of
 from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
@@ -40,6 +40,7 @@ SCHEMA_NUMBERS = frozenset(
 """Schema fields that Google's JSON may write as strings."""
 GOOGLE_ONLY = frozenset({"propertyOrdering", "property_ordering", "nullable", "example"})
 """Schema fields that JSON Schema does not have."""
+_STANDARD_BASE64 = str.maketrans("-_", "+/")
 _CAPITAL = re.compile(r"(?<=[a-z])([A-Z])")
 
 
@@ -153,25 +154,39 @@ def _extend_reply(messages: list[Json], parts: list[Json], calls: _CallIds) -> N
 
 
 def _user_messages(parts: list[Json], calls: _CallIds) -> list[Json]:
-    """Return one message for each function response, then one with all text."""
-    messages, texts = [], []
+    """Return one message for each function response, then one with all text and images."""
+    messages, rest = [], []
     for part in parts:
         response = read_object(part, "functionResponse")
         if response:
             call_id = calls.response(str(response.get("name") or ""), response.get("id"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": _response_text(response)})
-        elif isinstance(part.get("text"), str):
-            texts.append(part["text"])
         else:
-            raise _unserved(part)
-    return [*messages, {"role": "user", "content": "\n".join(texts)}] if texts else messages
+            rest.append(_chat_part(part))
+    return [*messages, {"role": "user", "content": joined_content(rest)}] if rest else messages
+
+
+def _chat_part(part: Json) -> Json:
+    """Translate a text or an image to a chat part."""
+    if isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    inline, file = read_object(part, "inlineData"), read_object(part, "fileData")
+    if not str(read(inline or file, "mimeType")).startswith("image/"):
+        raise _unserved(part)
+    # Google's Python SDK writes base64 with the alphabet for URLs.
+    data = str(inline.get("data") or "").translate(_STANDARD_BASE64)
+    url = f"data:{read(inline, 'mimeType')};base64,{data}" if inline else str(read(file, "fileUri") or "")
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _unserved(part: Json) -> InvalidRequest:
     kinds = [field for field in part if field not in ("thought", "thoughtSignature", "videoMetadata")]
     named = ", ".join(kinds) or "nothing"
+    media = read(read_object(part, "inlineData") or read_object(part, "fileData"), "mimeType")
+    of_type = f" of type {media!r:.40}" if media else ""
     return InvalidRequest(
-        f"a part with {named:.80} cannot be served; send text, functionCall and functionResponse parts only",
+        f"a part with {named:.80}{of_type} cannot be served; send text, images, functionCall and functionResponse "
+        "parts only",
         param="contents",
     )
 

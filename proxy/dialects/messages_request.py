@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.blocks import parts_of
+from proxy.dialects.blocks import joined_content, parts_of
 from proxy.dialects.chat import check_kinds
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
@@ -126,11 +126,8 @@ def _user_messages(blocks: list[Json]) -> Iterator[Json]:
         texts = [part["text"] for part in parts if part["type"] == "text"]
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": "\n".join(texts)}
         rest += [part for part in parts if part["type"] != "text"]
-    if all(part["type"] == "text" for part in rest):
-        if rest:
-            yield {"role": "user", "content": "\n".join(part["text"] for part in rest)}
-    else:
-        yield {"role": "user", "content": rest}
+    if rest:
+        yield {"role": "user", "content": joined_content(rest)}
 
 
 def _chat_part(block: Json) -> Json:

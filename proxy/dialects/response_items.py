@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.blocks import Block, blocks_of, parts_of
+from proxy.dialects.blocks import Block, blocks_of, joined_content, parts_of
 from proxy.dialects.response_tools import ToolMap, custom_arguments, flat_name
 from turnwise.errors import InvalidRequest, NotFound
 from turnwise.types import Json
@@ -102,10 +102,7 @@ def _chat_content(content: Any) -> Any:
     """Return a text if all parts are text, else chat parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [_chat_part(part) for part in parts_of(content, "input")]
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
+    return joined_content([_chat_part(part) for part in parts_of(content, "input")])
 
 
 def _chat_part(part: Json) -> Json:

@@ -159,9 +159,9 @@ def test_counting_models_and_errors(client: genai.Client) -> None:
     assert client.models.count_tokens(model="fake", contents="Hello there").total_tokens == used.prompt_token_count
     assert [model.name for model in client.models.list()] == ["models/fake"]
     assert client.models.get(model="fake").input_token_limit == 32768
-    with pytest.raises(errors.ClientError, match="inlineData") as refused:
+    with pytest.raises(errors.ClientError, match="inlineData of type 'audio/wav'") as refused:
         client.models.generate_content(
-            model="fake", contents=[types.Part.from_bytes(data=b"png", mime_type="image/png"), "What is it?"]
+            model="fake", contents=[types.Part.from_bytes(data=b"wav", mime_type="audio/wav"), "What is it?"]
         )
     assert (refused.value.code, refused.value.status) == (400, "INVALID_ARGUMENT")
 

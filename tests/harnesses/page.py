@@ -27,7 +27,7 @@ after the first is `retokenised` with the reason `template_unknown`.
 
 A script decides what the model says: it calls the agent's tool, once or twice in one reply, and ends when it sees the
 tool's output; it gives a task to a sub-agent where the agent has a tool for that. These are short conversations of two
-or three turns, without compaction. Images, and what they cost, are in [dialects.md](dialects.md).
+or three turns, without compaction. How images are served is in [dialects.md](dialects.md).
 """
 ENGINES = {
     "vllm": (

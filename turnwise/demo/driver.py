@@ -23,6 +23,7 @@ from turnwise.processes.engine_command import num_gpus
 from turnwise.processes.ports import free_port
 from turnwise.processes.stack import Stack, UpSettings
 from turnwise.processes.supervisor import Supervisor
+from turnwise.rollouts.pacing import active_policy
 from turnwise.settings import Settings
 
 POLL_SECONDS = 0.25
@@ -175,7 +176,7 @@ class Demo:
         settings = self._settings
         batch = settings.groups_per_batch * settings.group_size
         while True:
-            active = await active_version(client)
+            active = await active_policy(client)
             if active is not None and active["version"] > self._version:
                 self._version = active["version"]
                 staleness = (active["metrics"] or {}).get("staleness_mean")
@@ -206,14 +207,6 @@ class Demo:
         sampled = counts.get("turnwise_tokens_total", {}).get((("kind", "sampled"),), 0)
         report.num_sampled_tokens = int(sampled)
         report.reload_pause_seconds_max = max((point.reload_seconds or 0.0 for point in report.curve), default=0.0)
-
-
-async def active_version(client: AsyncClient) -> dict[str, Any] | None:
-    """Return the active policy version as the API returns it."""
-    async for policy in client.policies():
-        if policy["status"] == "active":
-            return policy
-    return None
 
 
 def describe(point: Point) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from turnwise.client import AsyncClient
+from turnwise.types import Json
 
 POLL_SECONDS = 0.25
 """Interval between requests for the active policy version."""
@@ -22,7 +23,7 @@ class Pace:
         self._first_version: int | None = None
         self._polled_at = float("-inf")
         self.version = 0
-        """The active policy version at the last request."""
+        """The active policy version at the last request; 0 while none was published."""
 
     async def admit(self, stopping: asyncio.Event) -> None:
         """Wait until one more group may start, or until the runner stops."""
@@ -41,14 +42,15 @@ class Pace:
     async def _poll(self) -> None:
         await asyncio.sleep(max(0.0, self._polled_at + POLL_SECONDS - time.monotonic()))
         self._polled_at = time.monotonic()
-        self.version = await active_version(self._client)
+        active = await active_policy(self._client)
+        self.version = 0 if active is None else int(active["version"])
         if self._first_version is None:
             self._first_version = self.version
 
 
-async def active_version(client: AsyncClient) -> int:
-    """Return the version of the active policy; 0 while none was published."""
+async def active_policy(client: AsyncClient) -> Json | None:
+    """Return the active policy version as the API returns it; None while none was published."""
     async for policy in client.policies():
         if policy["status"] == "active":
-            return int(policy["version"])
-    return 0
+            return policy
+    return None

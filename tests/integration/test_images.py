@@ -1,0 +1,135 @@
+"""Images in each wire format: they reach the engine, the turn is not trained, and an engine without images refuses."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import httpx2
+import pytest
+from google.genai import types
+from support.engines import RunningEngine
+from support.proxies import ProxyAndEngine, RunningProxy, StartProxy
+
+from turnwise.fake_engine import RunningFakeEngine
+from turnwise.types import Outcome
+
+DATA = "iVBORw0KGgo+/w=="
+INLINE_URL = f"data:image/png;base64,{DATA}"
+LINK = "https://example.com/cat.png"
+GEMINI_DATA = types.Blob(data=base64.b64decode(DATA), mime_type="image/png").model_dump(mode="json")["data"]
+"""As Google's SDK writes it: with another alphabet."""
+
+
+def chat(image: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    text = {"type": "text", "text": "Look."}
+    return "v1/chat/completions", {"messages": [{"role": "user", "content": [text, image]}]}
+
+
+def responses(image: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    text = {"type": "input_text", "text": "Look."}
+    return "v1/responses", {"input": [{"role": "user", "content": [text, image]}]}
+
+
+def messages(image: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    text = {"type": "text", "text": "Look."}
+    return "v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [text, image]}]}
+
+
+def tool_result(image: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A picture that a tool of the Messages API returns, such as a screenshot."""
+    used = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "Look."}, image]}
+    conversation = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result]},
+    ]
+    return "v1/messages", {"max_tokens": 9, "messages": conversation}
+
+
+def gemini(image: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return "v1beta/models/m:generateContent", {"contents": [{"parts": [{"text": "Look."}, image]}]}
+
+
+SERVED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
+    "chat, base64": (chat({"type": "image_url", "image_url": {"url": INLINE_URL}}), INLINE_URL),
+    "chat, url": (chat({"type": "image_url", "image_url": {"url": LINK}}), LINK),
+    "responses, base64": (responses({"type": "input_image", "image_url": INLINE_URL}), INLINE_URL),
+    "responses, url": (responses({"type": "input_image", "image_url": LINK}), LINK),
+    "messages, base64": (
+        messages({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}),
+        INLINE_URL,
+    ),
+    "messages, url": (messages({"type": "image", "source": {"type": "url", "url": LINK}}), LINK),
+    "messages, a tool's": (tool_result({"type": "image", "source": {"type": "url", "url": LINK}}), LINK),
+    "gemini, base64": (gemini({"inlineData": {"mimeType": "image/png", "data": GEMINI_DATA}}), INLINE_URL),
+    "gemini, url": (gemini({"fileData": {"mimeType": "image/png", "fileUri": LINK}}), LINK),
+}
+UNSERVED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
+    "responses, a file's id": (
+        responses({"type": "input_image", "file_id": "file_1"}),
+        "send input_text, or input_image with `image_url`",
+    ),
+    "responses, a document": (responses({"type": "input_file", "file_id": "file_1"}), "'input_file' cannot be served"),
+    "messages, a file's id": (
+        messages({"type": "image", "source": {"type": "file", "file_id": "file_1"}}),
+        "send its source as `base64` or `url`",
+    ),
+    "messages, a document": (
+        messages({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": DATA}}),
+        "'document' cannot be served; send text or images",
+    ),
+    "gemini, a sound": (
+        gemini({"inlineData": {"mimeType": "audio/wav", "data": DATA}}),
+        "inlineData of type 'audio/wav' cannot be served; send text, images,",
+    ),
+    "gemini, a part without a type": (gemini({"fileData": {"fileUri": LINK}}), "fileData cannot be served"),
+}
+
+
+@pytest.fixture
+def proxy(shared_proxy: ProxyAndEngine) -> RunningProxy:
+    return shared_proxy.proxy
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_an_image_reaches_the_engine_and_its_turn_is_untrainable(
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, case: str
+) -> None:
+    (route, body), url = SERVED[case]
+    reply = httpx2.post(f"{proxy.url}/sessions/{session_id}/{route}", json=body)
+    assert reply.status_code == 200, reply.text
+    contents = [message["content"] for message in shared_engine.calls[-1].body["messages"]]
+    images = [part for content in contents if isinstance(content, list) for part in content if part["type"] != "text"]
+    assert images == [{"type": "image_url", "image_url": {"url": url}}]
+    assert "Look." in str(contents)
+    (view,) = proxy.turns(session_id)
+    assert (view.turn.outcome, view.turn.reason) == (Outcome.UNTRAINABLE, "media")
+
+
+@pytest.mark.parametrize("case", UNSERVED)
+def test_other_media_are_refused_with_what_can_be_sent(
+    proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, case: str
+) -> None:
+    (route, body), sentence = UNSERVED[case]
+    num_calls = len(shared_engine.calls)
+    refused = httpx2.post(f"{proxy.url}/sessions/{session_id}/{route}", json=body)
+    assert refused.status_code == 400, refused.text
+    assert sentence in refused.json()["error"]["message"]
+    assert len(shared_engine.calls) == num_calls
+
+
+@pytest.mark.engine
+def test_a_model_without_images_refuses_each_with_a_sentence(
+    engine: RunningEngine, start_proxy: StartProxy, session_id: str
+) -> None:
+    """The engine knows what its model reads; its sentence comes in the shape of the client's format."""
+    proxy = start_proxy(engine.url)
+    for case, ((route, body), url) in SERVED.items():
+        if url == LINK and case != "chat, url":
+            continue  # the engine would fetch it
+        refused = httpx2.post(f"{proxy.url}/sessions/{session_id}/{route}", json=body)
+        assert refused.status_code == 400, (case, refused.text)
+        assert "multimodal" in refused.json()["error"]["message"], (case, refused.text)
+    assert [view.turn.outcome for view in proxy.turns(session_id)] == []
