@@ -41,6 +41,9 @@ class SourceRule(PacingRule):
     """How long to wait for a whole batch once a group is ready; then a smaller batch is trained. None has no limit."""
     first_wait_seconds: float = Field(default=5.0, ge=0)
     """The same for the first batch of a run, where it is shorter than `wait_seconds`."""
+    refill_seconds: float | None = Field(default=None, ge=0)
+    """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None
+    trains a smaller batch."""
     lease_seconds: float = Field(default=60.0, gt=0, le=LONGEST_LEASE_SECONDS)
     """How long a claim lasts without renewal. The trainer renews it while it works."""
     poll_seconds: float = Field(default=0.5, gt=0)
@@ -67,6 +70,8 @@ class ClaimedBatch:
     """The part of it in which the trainer waited for sessions of older versions, or for the pinned version."""
     pinned: int | None = None
     """The version that was pinned at the claim."""
+    num_refills: int = 0
+    """Groups that were claimed in addition, because others had equal rewards."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,9 @@ class Source(Protocol):
 
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait for a batch, or for the request to go on from another version; None after `close`."""
+
+    def refill(self, batch: ClaimedBatch, num_groups: int, at: Position) -> ClaimedBatch | None:
+        """Return the batch with up to so many further groups; None if none became ready in time."""
 
     def publish(self, policy: PolicyVersion) -> None:
         """Announce a version whose batch is acknowledged later."""
@@ -142,35 +150,68 @@ class LedgerSource:
             ready = self._wait_until_ready(at, waiting)
             if not ready or isinstance(ready, Rewind):
                 return ready or None
-            claim = claims.claim(
-                self._db,
-                self._rule.trainer_id,
-                max_groups=self._rule.groups_per_batch,
-                lease_seconds=self._rule.lease_seconds,
-                min_policy_version=at.min_policy_version,
-                with_imported=self._with_imported,
-            )
+            claim = self._claim(self._rule.groups_per_batch, at)
             if claim is None:
                 continue
             self._report_status(f"training on {len(claim.groups)} groups", None)
             self._leases[claim] = _Lease(self._db, claim, self._rule.lease_seconds)
             with self._db.read() as conn:
                 pinned = policies.pinned_version(conn)
-                found = list(
-                    experiences.experiences_of_groups(
-                        conn,
-                        claim.group_pks,
-                        reward_bonus_coeff=self._rule.reward_bonus_coeff,
-                        roles=self._rule.train_roles,
-                        with_imported=self._with_imported,
-                    )
-                )
             return ClaimedBatch(
                 claim=claim,
-                experiences=found,
+                experiences=self._read(claim),
                 waited_seconds=time.monotonic() - started,
                 held_seconds=waiting.held_seconds,
                 pinned=pinned,
+            )
+
+    def refill(self, batch: ClaimedBatch, num_groups: int, at: Position) -> ClaimedBatch | None:
+        """Return the batch with up to so many further groups; None if none became ready within `refill_seconds`."""
+        started = time.monotonic()
+        while self._look(at).num_ready < num_groups:
+            if time.monotonic() - started >= (self._rule.refill_seconds or 0.0) or self._closed.is_set():
+                break
+            self._closed.wait(min(0.05, self._rule.poll_seconds))
+        more = None if self._closed.is_set() else self._claim(num_groups, at)
+        if more is None:
+            return None
+        held = batch.claim
+        claim = dataclasses.replace(
+            held,
+            groups=held.groups + more.groups,
+            leased_until=min(held.leased_until, more.leased_until),
+            num_stale=held.num_stale + more.num_stale,
+        )
+        self._end_lease(held)
+        self._leases[claim] = _Lease(self._db, claim, self._rule.lease_seconds)
+        return dataclasses.replace(
+            batch,
+            claim=claim,
+            experiences=[*batch.experiences, *self._read(more)],
+            waited_seconds=batch.waited_seconds + time.monotonic() - started,
+            num_refills=batch.num_refills + len(more.groups),
+        )
+
+    def _claim(self, max_groups: int, at: Position) -> claims.Claim | None:
+        return claims.claim(
+            self._db,
+            self._rule.trainer_id,
+            max_groups=max_groups,
+            lease_seconds=self._rule.lease_seconds,
+            min_policy_version=at.min_policy_version,
+            with_imported=self._with_imported,
+        )
+
+    def _read(self, claim: claims.Claim) -> list[Experience]:
+        with self._db.read() as conn:
+            return list(
+                experiences.experiences_of_groups(
+                    conn,
+                    claim.group_pks,
+                    reward_bonus_coeff=self._rule.reward_bonus_coeff,
+                    roles=self._rule.train_roles,
+                    with_imported=self._with_imported,
+                )
             )
 
     def publish(self, policy: PolicyVersion) -> None:

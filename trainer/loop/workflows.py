@@ -19,7 +19,7 @@ from trainer.build import make_agent, optimizer_factory
 from trainer.learning.batch import Batch, build, minibatches
 from trainer.learning.gauges import Gauges, finite
 from trainer.learning.regression import GateResult, judge, shifts_of
-from trainer.learning.selection import Selection, select, without_groups
+from trainer.learning.selection import UNIFORM, Selection, select, without_groups
 from trainer.loop.base import RLWorkflow
 from trainer.loop.evaluator import LedgerEvaluator
 from trainer.loop.resume import saved_settings
@@ -38,6 +38,9 @@ from turnwise.version_directory import weights_digest
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+MAX_REFILL_FACTOR = 4
+"""A batch is refilled to at most this many times its groups."""
 
 
 class OnPolicyWorkflow(RLWorkflow):
@@ -60,7 +63,24 @@ class OnPolicyWorkflow(RLWorkflow):
         claimed, state = self._next_batch(state)
         if claimed is None:
             return {}, state
-        return self._train(state, claimed, time.monotonic())
+        return self._train(state, self._refilled(claimed, state), time.monotonic())
+
+    def _refilled(self, claimed: ClaimedBatch, state: State) -> ClaimedBatch:
+        """Return the batch with a further group for each one of equal rewards, as far as there are any.
+
+        Yu et al. 2025 (DAPO, arXiv:2503.14476), dynamic sampling.
+        """
+        wanted = len(claimed.claim.groups)
+        while self.config.refill_seconds is not None and len(claimed.claim.groups) < MAX_REFILL_FACTOR * wanted:
+            missing = sum(reason == UNIFORM for reason in self._select(claimed).refused.values()) - claimed.num_refills
+            if missing <= 0:
+                break
+            world = self.agent.world
+            more = world.share(self.env.refill(claimed, missing, self._position(state)) if world.is_first else None)
+            if more is None:
+                break
+            claimed = more
+        return claimed
 
     def _next_batch(self, state: State) -> tuple[ClaimedBatch | None, State]:
         """Return the next batch, and the state to train it from: the source may ask to go back to another version."""
@@ -352,6 +372,7 @@ def _claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State) -> Jso
         "num_groups": len(claimed.claim.groups),
         "num_stale_groups": claimed.claim.num_stale,
         "num_uniform_groups": uniform,
+        "num_refill_groups": claimed.num_refills,
         "num_refused_groups": len(chosen.refused),
         "num_sessions": len({experience.session_key for experience in chosen.experiences}),
         "waited_seconds": claimed.waited_seconds,

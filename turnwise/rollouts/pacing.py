@@ -20,6 +20,8 @@ class Pace:
         self._groups_per_version = groups_per_version
         self._lead = lead
         self._num_groups = 0
+        self.num_refills = 0
+        """Groups that were admitted in the place of groups whose rewards are all equal."""
         self._first_version: int | None = None
         self._polled_at = float("-inf")
         self.version = 0
@@ -34,6 +36,11 @@ class Pace:
                 self._num_groups += 1
                 return
             await self._poll()
+
+    def refill(self) -> None:
+        """Admit one more group, in the place of one whose rewards are all equal: the trainer does not use that one."""
+        self._num_groups -= 1
+        self.num_refills += 1
 
     def _limit(self) -> float:
         used = 0 if self._first_version is None else self.version - self._first_version

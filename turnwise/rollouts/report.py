@@ -52,6 +52,7 @@ class Progress:
                 ("num_failed", "failed"),
                 ("num_without_calls", "without a model call"),
                 ("num_ungraded", "without a reward"),
+                ("num_uniform_groups", "groups of equal rewards"),
             )
             if totals[name]
         )
@@ -78,10 +79,20 @@ def summary(results: Sequence[RunResult]) -> dict[str, Any]:
         "num_timeouts": sum(result.termination_reason == "timeout" for result in results),
         "num_failed": sum(is_failed(result) for result in results),
         "num_without_calls": sum(result.num_turns == 0 for result in results),
+        "num_uniform_groups": num_uniform_groups(results),
         "num_ungraded": sum(result.reward is None for result in results),
         "num_turns": sum(result.num_turns for result in results),
         "seconds_mean": _mean([result.seconds for result in results]),
     }
+
+
+def num_uniform_groups(results: Sequence[RunResult]) -> int:
+    """Return how many groups of training runs have one reward for all runs: they teach nothing."""
+    groups: dict[tuple[int, str], list[float | None]] = defaultdict(list)
+    for result in results:
+        if result.split == "train":
+            groups[result.pass_index, result.task_id].append(result.reward)
+    return sum(len(rewards) > 1 and len(set(rewards)) == 1 and rewards[0] is not None for rewards in groups.values())
 
 
 def by_task(results: Sequence[RunResult]) -> list[dict[str, Any]]:

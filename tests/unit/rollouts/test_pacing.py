@@ -18,7 +18,10 @@ class Policies:
 
 
 async def test_groups_wait_until_the_trainer_has_used_earlier_ones():
-    """3 groups a version and a lead of 2: 6 groups are admitted at once, and 3 more with each version."""
+    """3 groups a version and a lead of 2: 6 groups are admitted at once, and 3 more with each version.
+
+    Two of them have equal rewards, and two more take their place.
+    """
     policies, stopping = Policies(), asyncio.Event()
     pace = Pace(policies, groups_per_version=3, lead=2.0)
     admitted = 0
@@ -36,6 +39,12 @@ async def test_groups_wait_until_the_trainer_has_used_earlier_ones():
             if admitted >= expected:
                 break
             await asyncio.sleep(0.01)
+    for _ in range(2):
+        pace.refill()
+    for _ in range(3000):
+        if admitted >= 17:
+            break
+        await asyncio.sleep(0.01)
     stopping.set()
     await admitting
-    assert admitted == 15
+    assert (admitted, pace.num_refills) == (17, 2)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from turnwise.errors import SettingsError
+from turnwise.rollouts.report import summary
 from turnwise.rollouts.results import Results, RunResult
 
 
@@ -62,3 +65,13 @@ def test_another_plan_replaces_one_without_a_finished_run_under_a_new_name(tmp_p
         results.add(result("t1"))
     with Results(tmp_path, {"command": ["right"]}) as results:
         assert len(results.finished) == 1
+
+
+def test_groups_whose_runs_have_one_reward_are_counted():
+    """t1 has 1 and 1; t2 has 1 and 0, t3 a single run, t4 no rewards, and t5 is held out."""
+    runs = [("t1", 1.0), ("t1", 1.0), ("t2", 1.0), ("t2", 0.0), ("t3", 1.0), ("t4", None), ("t4", None)]
+    results = [
+        dataclasses.replace(result(task), run=number, reward=reward) for number, (task, reward) in enumerate(runs)
+    ]
+    held_out = [dataclasses.replace(result("t5"), run=run, split="eval") for run in (0, 1)]
+    assert summary([*results, *held_out])["num_uniform_groups"] == 1

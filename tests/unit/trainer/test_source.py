@@ -7,16 +7,19 @@ import time
 
 import pytest
 from support.ledger_samples import add_session, finish
+from support.trainer_ledger import Rollouts, load_model, settings_for
 from support.waiting import wait_until
 
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule, select
+from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.pacing import Position
 from trainer.source import FinishedBatch, LedgerSource, SourceRule
+from turnwise.store import ledger as ledger_of
 from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
-from turnwise.types import UpdateRecord
+from turnwise.types import Reward, UpdateRecord
 
 PATIENCE_SECONDS = 10.0
 STALLED_SECONDS = 0.3
@@ -133,3 +136,28 @@ def test_the_reason_of_the_trainers_wait_is_stored(database):
 def statuses(database: Database) -> list[TrainerStatus]:
     with database.read() as connection:
         return queries.counts(connection).trainers
+
+
+def play_rewarded(ledger, model, name, rewards):
+    """Play a group of one-turn sessions with these rewards."""
+    Rollouts(ledger, load_model(model), num_turns=1).play(name, num_groups=1, group_size=len(rewards))
+    lines = [Reward(session_id=f"{name}-0-{run}", value=value) for run, value in enumerate(rewards)]
+    with ledger.write() as conn:
+        ledger_of.add_rewards(conn, lines)
+
+
+@pytest.mark.parametrize(("refill_seconds", "expected"), [(None, (3, 2, 0)), (0.0, (5, 2, 2))])
+def test_groups_of_equal_rewards_are_refilled_from_those_that_are_ready(
+    tmp_path, model, ledger, refill_seconds, expected
+):
+    """The first three groups hold two of equal rewards: the next two take their place, and two are left."""
+    for name, rewards in (("a", [1, 1]), ("b", [0, 1]), ("c", [0, 0]), *((name, [0, 1]) for name in "defg")):
+        play_rewarded(ledger, model, name, rewards)
+    settings = settings_for(tmp_path, model, refill_seconds=refill_seconds, total_batches=1)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    metrics, _ = workflow.step(workflow.setup(0))
+    workflow.close()
+    assert (metrics["num_groups"], metrics["num_uniform_groups"], metrics["num_refill_groups"]) == expected
+    with ledger.read() as conn:
+        assert queries.counts(conn).groups["ready"] == 7 - expected[0]
+    assert metrics["num_sessions"] == 2 * (expected[0] - 2)
