@@ -1,20 +1,25 @@
 """A client's connection: uvicorn's protocol with limits of time and size, and a signal when the client disconnects.
 
 One timer per connection runs while a request is incomplete, so the same rule applies to an incomplete request line,
-incomplete headers and an incomplete body. A second timer runs while the client does not read its reply.
+incomplete headers and an incomplete body. A request that arrives as a whole needs none. A second timer runs while the
+client does not read its reply. The head of a reply leaves with the first part of its body: a system call costs as much
+as the whole of the parsing.
 """
 
 from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from proxy import problems
 from turnwise.telemetry import make_context
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 LEFT = "turnwise.left"
 """Name of the scope's extension with a future that is done when the client has closed its connection."""
@@ -22,6 +27,44 @@ CLOSING = "turnwise.closing"
 """Name of the scope's extension with a future that is done when the server stops: a reply without an end ends then."""
 LINE_BYTES = 4
 """Bytes of a header line in addition to name and value."""
+INTERIM = b"HTTP/1.1 1"
+"""Begin of `100 Continue`, which the client waits for."""
+
+
+class ReplyTransport:
+    """Sends the head of one reply together with the first part of its body, if that comes at once."""
+
+    __slots__ = ("_head", "_is_begun", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+        """The head while it waits for the body."""
+        self._is_begun = False
+
+    def write(self, data: bytes) -> None:
+        """Send data; hold the first, which is the head, for the rest of this round of the event loop."""
+        if self._is_begun or data.startswith(INTERIM):
+            if self._head:
+                data, self._head = self._head + data, b""
+            self._transport.write(data)
+        else:
+            self._is_begun, self._head = True, data
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self.write(b"")
+
+    def is_closing(self) -> bool:
+        """Return whether the connection is closed or being closed."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection; a reply without a body is sent first."""
+        self._flush()
+        self._transport.close()
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -39,6 +82,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._in_head = False
+        self._is_whole = False
+        """Whether no request is incomplete."""
         self._head_bytes = 0
         """Bytes of an incomplete head, without the chunk of data in which it began."""
         self._left = self.loop.create_future()
@@ -93,17 +138,18 @@ class LimitedHttp(HttpToolsProtocol):
         """Parse received data; close the connection if its head is too long."""
         began_before = self._in_head
         super().data_received(data)
+        if not self._is_whole and not self.transport.is_closing():
+            self._arm()
         if began_before and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes:
                 self._refuse(*self._too_long())
 
     def on_message_begin(self) -> None:
-        """Start the timer of a new request."""
+        """Prepare for a new request."""
         super().on_message_begin()
         self.scope["extensions"] = {LEFT: self._left, CLOSING: self._closing}  # type: ignore[dict-item]  # within the process it may be any object
-        self._in_head, self._head_bytes = True, 0
-        self._arm()
+        self._in_head, self._is_whole, self._head_bytes = True, False, 0
 
     def on_headers_complete(self) -> None:
         """Check the size of a complete head."""
@@ -117,8 +163,14 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timer: the request is complete."""
+        self._is_whole = True
         self._disarm()
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Serve one request."""
+        cycle.transport = ReplyTransport(self.transport, self.loop)  # type: ignore[assignment]  # has all that a cycle calls
+        super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  uvicorn's signature
         """Reject a request that cannot be parsed."""

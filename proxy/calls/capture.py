@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proxy.continuation.conversation import call_has_media, tool_call_ids
-from proxy.continuation.encoded_ids import encode_ids
+from proxy.continuation.encoded_ids import encoded, ids_as_text, num_ids
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
@@ -21,6 +21,7 @@ SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 """vLLM's other finish reasons."""
+NO_IDS = np.empty(0, np.int32)
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
 
@@ -87,12 +88,12 @@ def build_turns(
         echoes_prompt: whether the engine echoed the prompt's ids as they were sent; then `captured` has none.
     """
     sent = _sent_prompt(plan) if echoes_prompt else None
-    echo = sent or _echoed_prompt(as_token_ids(captured.prompt_token_ids), plan)
+    echo = sent or _echoed_prompt(captured.prompt_ids, plan)
     unsampled = unsampled_reason(call, session)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
-        prompt = _echoed_prompt(as_token_ids(choice.prompt_token_ids), plan) if choice.prompt_token_ids else echo
+        prompt = _echoed_prompt(choice.prompt_ids, plan) if choice.prompt_ids else echo
         outcome, reason = _outcome(prompt, choice, plan, unsampled, aborted=aborted)
         own_id = turn_id if index == 0 else f"{turn_id}#{index}"
         turn = _turn(
@@ -114,7 +115,7 @@ def build_turns(
             **_digests(plan, choice),
             **_place(call, plan, prompt, own_id),
         )
-        turns.append(Sampled(turn, choice.logprobs))
+        turns.append(Sampled(turn, choice.logprobs, prompt.echo))
     return turns
 
 
@@ -150,36 +151,36 @@ class _Prompt(NamedTuple):
     """The prompt of a choice."""
 
     length: int
-    own: TokenIds
-    """The ids after the parent's; all of a prompt that extends no turn."""
+    between: TokenIds
+    """The ids after the parent's; none where `echo` has the whole prompt."""
+    echo: bytes
+    """All ids of a prompt that extends no turn, as the engine's text; empty for a prompt that extends one."""
     is_as_sent: bool
     """Whether it is the planned prompt; also where the engine rendered it."""
     parent: KnownTurn | None
 
 
 def _sent_prompt(plan: Plan) -> _Prompt | None:
-    return None if plan.prompt is None else _Prompt(plan.prompt.num_ids, plan.between, True, plan.parent)
+    return None if plan.prompt is None else _Prompt(plan.prompt.num_ids, plan.between, b"", True, plan.parent)
 
 
-def _echoed_prompt(echo: TokenIds, plan: Plan) -> _Prompt:
+def _echoed_prompt(echo: bytes, plan: Plan) -> _Prompt:
     """Return the prompt that the engine says it sampled after."""
     sent = _sent_prompt(plan)
-    if sent is None:
-        return _Prompt(len(echo), echo, True, None)
-    if plan.prompt is not None and np.array_equal(echo, plan.prompt.decoded()):
+    if sent is not None and plan.prompt is not None and echo == plan.prompt.json()[1:-1]:
         return sent
-    return _Prompt(len(echo), echo, False, None)
+    return _Prompt(num_ids(echo), NO_IDS, echo, sent is None, None)
 
 
 def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, Any]:
     """Return the fields that place a turn after its parent, or at the root of a chain; the store assigns its chain."""
     if prompt.parent is None:
-        return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools, "prompt_delta": prompt.own}
+        return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools}
     return {
         "parent_turn_id": prompt.parent.turn_id,
         "chain_id": turn_id,
         "messages": plan.new_messages(call.messages),
-        "prompt_delta": prompt.own,
+        "prompt_delta": prompt.between,
     }
 
 
@@ -228,8 +229,10 @@ def _outcome(
     return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason
 
 
-def known_turn(turn: Turn, plan: Plan, chain_id: str) -> KnownTurn:
+def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
     """Return what a session in memory needs to extend a turn that was just stored."""
+    turn = sampled.turn
+    own = [sampled.prompt_ids or ids_as_text(turn.prompt_delta), ids_as_text(turn.token_ids)]
     before = plan.parent_tokens if turn.parent_turn_id is not None else None
     is_root = turn.parent_turn_id is None
     started_at = turn.created_at.timestamp()
@@ -251,7 +254,7 @@ def known_turn(turn: Turn, plan: Plan, chain_id: str) -> KnownTurn:
         system_digest=system_digest(turn.messages) if is_root else b"",
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
-        tokens=encode_ids(np.concatenate([turn.prompt_delta, turn.token_ids]), before),
+        tokens=encoded(b",".join(filter(None, own)), before),
     )
 
 

@@ -150,8 +150,8 @@ class Relay:
                     f"the engine at {lane.engine.url} closed the connection before its reply was complete; retry"
                 ) from error
 
-    async def stream(self, running: Running, send: Send, left: asyncio.Future[None]) -> None:
-        """Send the reply's events as they arrive; the finishing events once the turns are stored.
+    async def stream(self, running: Running, send: Send, left: asyncio.Future[None]) -> bytes:
+        """Send the reply's events as they arrive; return the finishing events once the turns are stored.
 
         Raises:
             ClientLeft: the client closed its connection; what was sampled until then is stored.
@@ -160,8 +160,8 @@ class Relay:
         """
         held, is_stored, has_sent = await self._recorded(running, self._sample_stream(running, send, left))
         if not is_stored:
-            held = await self._stored_stream(running, has_sent=has_sent)
-        await send(held)
+            return await self._stored_stream(running, has_sent=has_sent)
+        return held
 
     async def _sample_stream(
         self, running: Running, send: Send, left: asyncio.Future[None]
@@ -317,9 +317,9 @@ class Relay:
             self._metrics.coalesced.inc()
             return False
         known = [
-            capture.known_turn(turn, running.plan, ending.chain_id)
-            for (turn, _), ending in zip(sampled, endings, strict=True)
-            if len(turn.token_ids)
+            capture.known_turn(each, running.plan, ending.chain_id)
+            for each, ending in zip(sampled, endings, strict=True)
+            if len(each.turn.token_ids)
         ]
         self._sessions.remember(
             running.placement.live,

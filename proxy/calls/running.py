@@ -8,6 +8,7 @@ import time
 
 from proxy.calls.capture import Timing
 from proxy.calls.replays import RequestIdentity
+from proxy.continuation.encoded_ids import num_ids
 from proxy.continuation.live import Placement
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call, Captured
@@ -61,12 +62,12 @@ class Running:
         prompt = self.plan.prompt
         if self.echoes_prompt and prompt is not None:
             return prompt.num_ids
-        return len(self.captured.prompt_token_ids)
+        return num_ids(self.captured.prompt_ids)
 
     @property
     def echoes_prompt(self) -> bool:
         """Whether the engine has echoed the prompt's ids as they were sent, so that they were not decoded."""
-        return self.has_cut_echo and not self.captured.prompt_token_ids
+        return self.has_cut_echo and not self.captured.prompt_ids
 
     @property
     def awaits_echo(self) -> bool:

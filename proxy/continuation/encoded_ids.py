@@ -50,6 +50,21 @@ class EncodedIds:
 
 def encode_ids(ids: TokenIds, before: EncodedIds | None = None) -> EncodedIds:
     """Return the list of one or more ids, after the ids `before`."""
-    piece = orjson.dumps(np.ascontiguousarray(ids, np.int32), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    return encoded(ids_as_text(ids), before)
+
+
+def encoded(piece: bytes, before: EncodedIds | None = None) -> EncodedIds:
+    """Return the list of the ids of a text, at least one, after the ids `before`."""
     num_before, bytes_before = (0, 0) if before is None else (before.num_ids, before.num_bytes)
-    return EncodedIds(before, piece, num_before + len(ids), bytes_before + len(piece) + PIECE_BYTES, int(ids[-1]))
+    last_id = int(piece[piece.rfind(b",") + 1 :])
+    return EncodedIds(before, piece, num_before + num_ids(piece), bytes_before + len(piece) + PIECE_BYTES, last_id)
+
+
+def ids_as_text(ids: TokenIds) -> bytes:
+    """Return ids as decimal numbers, separated by commas."""
+    return orjson.dumps(np.ascontiguousarray(ids, np.int32), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+
+
+def num_ids(text: bytes) -> int:
+    """Return the number of ids in a text."""
+    return text.count(b",") + 1 if text else 0

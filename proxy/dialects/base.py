@@ -146,15 +146,16 @@ class Choice:
     logprobs: list[bytes] = dataclasses.field(default_factory=list)
     """The sampled tokens' logprobs as JSON, in the pieces that the engine sent; decoded by the writer."""
     finish_reason: str | None = None
-    prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
-    """Set where the choices of one call have different prompts; otherwise empty."""
+    prompt_ids: bytes = b""
+    """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
 
 
 @dataclasses.dataclass(slots=True)
 class Captured:
     """Everything that the engine returned for one call."""
 
-    prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
+    prompt_ids: bytes = b""
+    """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them."""
     choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
     model: str = ""
 

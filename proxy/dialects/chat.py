@@ -7,6 +7,7 @@ for them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -97,7 +98,7 @@ class ChatCompletions(Dialect):
         """
         extracted = engine_reply.read_reply(raw, has_one_choice=call.num_choices == 1)
         reply = extracted.reply
-        captured = Captured(reply.prompt_token_ids or [], model=reply.model or "")
+        captured = Captured(engine_reply.ids_text(reply.prompt_token_ids), model=reply.model or "")
         for position, choice in enumerate(reply.choices):
             captured.choices[choice.index] = Choice(
                 choice.message or {}, choice.token_ids or [], extracted.logprobs[position:][:1], choice.finish_reason
@@ -112,14 +113,20 @@ class ChatCompletions(Dialect):
         Raises:
             msgspec.DecodeError: one is not a chunk of a chat completion.
         """
-        has_one_choice, keeps_all = call.num_choices == 1, call.wants_logprobs or call.wants_token_ids
-        kept = [
-            extracted.raw if call.wants_logprobs else extracted.rest
-            for extracted in engine_reply.read_chunks(events, has_one_choice=has_one_choice)
-            if _capture_chunk(extracted, captured) or keeps_all
-        ]
-        if kept and not call.wants_token_ids:
-            kept = engine_reply.without_ids(b"\n".join(kept)).split(b"\n")
+        read = engine_reply.read_chunks(events) if call.num_choices == 1 and events else None
+        if read is not None:
+            has_content, chunks = _capture_parts(read, captured), read.rest
+        else:
+            each = [engine_reply.read_reply(event, has_one_choice=call.num_choices == 1) for event in events]
+            has_content = [_capture_chunk(extracted, captured) for extracted in each]
+            chunks = b"\n".join([extracted.rest for extracted in each])
+        if call.wants_logprobs:
+            chunks = b"\n".join(events)
+        if not call.wants_token_ids:
+            chunks = engine_reply.without_ids(chunks)
+        kept = chunks.split(b"\n") if events else []
+        if not (call.wants_logprobs or call.wants_token_ids or all(has_content)):
+            kept = list(itertools.compress(kept, has_content))
         return [_without_thinking(chunk, "delta") for chunk in kept] if _hides_thinking(call.body) else kept
 
     def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:
@@ -223,12 +230,48 @@ def _without_thinking(raw: bytes, field: str) -> bytes:
     return orjson.dumps(reply)
 
 
+def _capture_parts(read: engine_reply.ExtractedChunks, captured: Captured) -> list[bool]:
+    """Capture chunks of one choice; return which of them hold anything for a client that asked for text only."""
+    has_content: list[bool] = []
+    texts: list[str] = []
+    choice = None
+    _capture_head(read.replies, captured)
+    for chunk in read.replies:
+        if not chunk.choices:
+            has_content.append(True)
+            continue
+        part = chunk.choices[0]
+        if choice is None:
+            choice = captured.choice(part.index)
+        if part.token_ids:
+            choice.token_ids += part.token_ids
+        if part.finish_reason is not None:
+            choice.finish_reason = part.finish_reason
+        has_content.append(bool(part.delta) or part.finish_reason is not None)
+        for field, value in (part.delta or {}).items():
+            if field == "content" and isinstance(value, str):
+                texts.append(value)
+            else:
+                _join(choice.message, field, value)
+    if choice is not None:
+        choice.logprobs += read.logprobs
+        if texts:
+            _join(choice.message, "content", "".join(texts))
+    return has_content
+
+
+def _capture_head(chunks: list[engine_reply.EngineReply], captured: Captured) -> None:
+    """Capture the model and the prompt's ids, which the first chunk has."""
+    captured.model = captured.model or chunks[0].model or ""
+    for chunk in chunks:
+        if chunk.prompt_token_ids is not engine_reply.NO_IDS:
+            captured.prompt_ids = engine_reply.ids_text(chunk.prompt_token_ids) or captured.prompt_ids
+
+
 def _capture_chunk(extracted: engine_reply.Extracted, captured: Captured) -> bool:
     """Capture a chunk; return whether it holds anything for a client that asked for text only."""
     chunk = extracted.reply
-    if chunk.prompt_token_ids:
-        captured.prompt_token_ids = chunk.prompt_token_ids
-    captured.model = captured.model or chunk.model or ""
+    _capture_head([chunk], captured)
     has_content = not chunk.choices
     for position, part in enumerate(chunk.choices):
         choice = captured.choice(part.index)

@@ -101,8 +101,8 @@ class TextCompletions(Dialect):
     def _capture_choice(self, raw: Json, captured: Captured, call: Call) -> None:
         choice = captured.choice(raw["index"])
         append_text(raw, choice)
-        if not captured.prompt_token_ids:
-            captured.prompt_token_ids = choice.prompt_token_ids
+        if not captured.prompt_ids:
+            captured.prompt_ids = choice.prompt_ids
         for field, wanted in (
             ("token_ids", call.wants_token_ids),
             ("prompt_token_ids", call.wants_token_ids),
@@ -115,7 +115,8 @@ class TextCompletions(Dialect):
 def append_text(raw: Json, choice: Choice) -> None:
     """Append one choice of a reply or chunk to what was captured of it so far."""
     choice.message["content"] = (choice.message["content"] or "") + (raw.get("text") or "")
-    choice.prompt_token_ids = raw.get("prompt_token_ids") or choice.prompt_token_ids
+    if prompt_token_ids := raw.get("prompt_token_ids"):
+        choice.prompt_ids = orjson.dumps(prompt_token_ids)[1:-1]
     choice.token_ids += raw.get("token_ids") or []
     choice.logprobs.append(orjson.dumps(raw.get("logprobs")))
     choice.finish_reason = raw.get("finish_reason") or choice.finish_reason

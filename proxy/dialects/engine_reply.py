@@ -20,6 +20,11 @@ IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 """A list of token ids (sampled or prompt), with the end of its key."""
 PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
+NO_IDS = msgspec.Raw(NULL)
+LOGPROBS, LOGPROBS_END, NO_LOGPROBS = b'"logprobs":{', b'},"finish_reason":', b'"logprobs":null'
+"""The text around logprobs as vLLM writes it, and what replaces them."""
+OF_IDS = b"0123456789, \t\r\n"
+"""The bytes of an array of ids beside its brackets."""
 
 
 class EngineChoice(msgspec.Struct):
@@ -41,7 +46,8 @@ class EngineReply(msgspec.Struct):
 
     choices: list[EngineChoice]
     model: str | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = NO_IDS
+    """A JSON array, which is not decoded; see `ids_text`."""
 
 
 class Extracted(NamedTuple):
@@ -54,6 +60,17 @@ class Extracted(NamedTuple):
     """`rest`, decoded."""
     logprobs: list[bytes]
     """JSON of each choice's logprobs, in the reply's order; empty without logprobs."""
+
+
+class ExtractedChunks(NamedTuple):
+    """Chunks of a stream of one choice, split into their parts."""
+
+    rest: bytes
+    """The chunks without logprobs, separated by line feeds."""
+    replies: list[EngineReply]
+    """`rest`, decoded."""
+    logprobs: list[bytes]
+    """JSON of the logprobs of those chunks that have them."""
 
 
 class _Sampled(msgspec.Struct, gc=False):
@@ -92,23 +109,22 @@ def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
     return Extracted(raw, rest, _reply.decode(rest), logprobs)
 
 
-def read_chunks(chunks: list[bytes], *, has_one_choice: bool) -> list[Extracted]:
-    """Split chunks of a stream as `read_reply` does; they are decoded together if possible.
+def read_chunks(chunks: list[bytes]) -> ExtractedChunks | None:
+    """Split chunks of a stream of one choice, all at once; None if they must be split by `read_reply` one by one.
 
-    Raises:
-        msgspec.DecodeError: one is not a chunk of a chat completion.
+    Logprobs are located as in `_cut_logprobs`. A line feed separates the chunks, because vLLM writes none inside.
     """
-    if has_one_choice and len(chunks) > 1:
-        cut = [_cut_logprobs(chunk) for chunk in chunks]
-        try:
-            replies = _replies.decode(b"[%b]" % b",".join([rest for rest, _ in cut]))
-        except msgspec.ValidationError:
-            pass  # as in `read_reply`
-        else:
-            if len(replies) == len(chunks):
-                parts = zip(chunks, cut, replies, strict=True)
-                return [Extracted(chunk, rest, reply, logprobs) for chunk, (rest, logprobs), reply in parts]
-    return [read_reply(chunk, has_one_choice=has_one_choice) for chunk in chunks]
+    first, *others = b"\n".join(chunks).split(LOGPROBS)
+    stops = [other.find(LOGPROBS_END) + 1 for other in others]
+    if 0 in stops:
+        return None
+    logprobs = [b"{" + other[:stop] for other, stop in zip(others, stops, strict=True)]
+    rest = NO_LOGPROBS.join([first, *[other[stop:] for other, stop in zip(others, stops, strict=True)]])
+    try:
+        replies = _replies.decode(b"[%b]" % rest.replace(b"\n", b","))
+    except msgspec.DecodeError:
+        return None
+    return ExtractedChunks(rest, replies, logprobs) if len(replies) == len(chunks) == rest.count(b"\n") + 1 else None
 
 
 def cut_echo(reply: bytes, sent: bytes) -> tuple[bytes, bool]:
@@ -124,6 +140,20 @@ def cut_echo(reply: bytes, sent: bytes) -> tuple[bytes, bool]:
     if begin < len(PROMPT_IDS) or not reply.startswith(sent, begin):
         return reply, False
     return b"".join((reply[:begin], NULL, memoryview(reply)[begin + len(sent) :])), True
+
+
+def ids_text(array: msgspec.Raw) -> bytes:
+    """Return the ids of a JSON array as decimal numbers, separated by commas; nothing for `null`.
+
+    Raises:
+        msgspec.ValidationError: it is not an array of token ids.
+    """
+    text = bytes(array)
+    if text == NULL:
+        return b""
+    if text.translate(None, OF_IDS) != b"[]":
+        raise msgspec.ValidationError(f"`prompt_token_ids` must be a list of token ids, not {text[:80]!r}")
+    return text.translate(None, b"[] \t\r\n")
 
 
 def without_ids(replies: bytes) -> bytes:
@@ -158,9 +188,9 @@ def _cut_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:
     They are located by the text before and after them, as vLLM writes it; no JSON string can contain these texts,
     because it escapes quotes. Logprobs in any other format stay in place.
     """
-    begin = raw.find(b'"logprobs":{') + len(b'"logprobs":')
-    stop = raw.rfind(b'},"finish_reason":') + 1  # searched from the end, which is nearer
-    if not len(b'"logprobs":') <= begin < stop:
+    begin = raw.find(LOGPROBS) + len(LOGPROBS) - 1
+    stop = raw.rfind(LOGPROBS_END) + 1  # searched from the end, which is nearer
+    if not len(LOGPROBS) <= begin + 1 <= stop:
         return raw, []
     return b"".join((raw[:begin], NULL, raw[stop:])), [raw[begin:stop]]
 

@@ -116,6 +116,8 @@ class EnginePool:
 
     async def wait_for_first(self) -> bool:
         """Wait while no engine serves and one is expected; return whether one serves now."""
+        if self.serving:
+            return True
         give_up_at = asyncio.get_running_loop().time() + self._wait_seconds
         try:
             async with asyncio.timeout_at(give_up_at):
@@ -159,7 +161,6 @@ class EnginePool:
     async def _wait_for_lane(self, session: Session, wait_seconds: float) -> Lane:
         """Return the session's lane once its engine takes calls."""
         give_up_at: float | None = None
-        loop = asyncio.get_running_loop()
         while True:
             changed = self._changed
             try:
@@ -167,8 +168,9 @@ class EnginePool:
             except EngineUnavailable:
                 if not self._is_one_expected():
                     raise
-                give_up_at = give_up_at or loop.time() + wait_seconds
-                if loop.time() >= give_up_at:
+                now = asyncio.get_running_loop().time()
+                give_up_at = give_up_at or now + wait_seconds
+                if now >= give_up_at:
                     raise
             else:
                 if lane.engine.state is not EngineState.RELOADING:

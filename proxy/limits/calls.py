@@ -109,6 +109,8 @@ class Limits:
         self._timer: asyncio.TimerHandle | None = None
         self.are_set = self._key_rule.is_set or self._tenant_rule.is_set or self._queue_seconds > 0
         """Whether calls are counted at all."""
+        self.unlimited = Admission(self, [])
+        """The place of every call while they are not."""
 
     async def admit(self, principal: Principal) -> Admission:
         """Take a place in all scopes of the caller, after waiting in the queue if there is none.
@@ -117,7 +119,7 @@ class Limits:
             Overloaded: no place within `queue_seconds`.
         """
         if not self.are_set:
-            return Admission(self, [])
+            return self.unlimited
         scopes = self._scopes_of(principal)
         if not self._queues and not self._blocked_seconds(scopes):
             _enter(scopes)

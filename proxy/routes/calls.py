@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -25,10 +24,12 @@ from proxy.continuation.identities import name_session
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.dialects.known_requests import MIN_BYTES
+from proxy.limits.calls import Admission
 from proxy.routes.reply import Reply
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
+from turnwise.telemetry import random_hex
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -113,7 +114,7 @@ class Sample:
                 reply.headers[SESSION] = named
             await reply.again(earlier, stream=call.stream)
             return
-        attempt = services.replays.begin(identity, os.urandom(16).hex(), left)
+        attempt = services.replays.begin(identity, random_hex(32), left)
         answer = None
         try:
             answer = await self._sample(call, principal, identity, attempt.call_id, reply, left)
@@ -132,8 +133,7 @@ class Sample:
         budgets = self._services.budgets
         if budgets.apply_to(principal):
             await budgets.check(principal)
-        with cancelled_when_client_leaves(left):
-            admission = await self._services.limits.admit(principal)
+        admission = await self._admit(principal, left)
         try:
             running = await self._services.relay.begin(call, principal, identity, call_id)
             reply.headers[SESSION] = running.session.session_id
@@ -146,6 +146,14 @@ class Sample:
         finally:
             admission.release()
 
+    async def _admit(self, principal: Principal, left: asyncio.Future[None]) -> Admission:
+        """Take a place under the limits, if any are set; stop waiting when the client leaves."""
+        limits = self._services.limits
+        if not limits.are_set:
+            return limits.unlimited
+        with cancelled_when_client_leaves(left):
+            return await limits.admit(principal)
+
     async def _reply_to(self, running: Running, reply: Reply, left: asyncio.Future[None]) -> bytes:
         call, relay = running.call, self._services.relay
         stored = await relay.stored_turns(running)
@@ -156,8 +164,8 @@ class Sample:
             return answer
         if call.stream:
             with reply.kept_alive(self._services.settings.stream_keep_alive_seconds):
-                await relay.stream(running, reply.part, left)
-            await reply.end()
+                held = await relay.stream(running, reply.part, left)
+            await reply.end(held)
             return b"".join(reply.parts)
         answer = await relay.whole(running, left)
         reply.headers[POLICY_VERSION] = str(running.version_first)

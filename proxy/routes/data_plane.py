@@ -125,7 +125,9 @@ class Endpoints:
 
     def _add(self, route: WireRoute, endpoint: App) -> None:
         if "{" in route.path:
-            self._patterns.append((route.method, compile_path(route.path)[0], endpoint))
+            # The framework's own pattern matches no line feed, which a client may send as `%0A`.
+            pattern = re.compile(compile_path(route.path)[0].pattern, re.DOTALL)
+            self._patterns.append((route.method, pattern, endpoint))
         else:
             self._exact[route.method, route.path] = endpoint
         for prefix in ("", registry.SESSION_PREFIX):

@@ -29,6 +29,7 @@ class Reply:
         self._send = send
         self._dialect = dialect
         self._started = False
+        self._loop = asyncio.get_running_loop()
         self._sent_at = 0.0
         self.encoder: Encoder = Verbatim()
         """Writes the error event at the end of a failed stream."""
@@ -42,8 +43,7 @@ class Reply:
         if not stream:
             await self.whole(answer)
             return
-        await self.part(answer)
-        await self.end()
+        await self.end(answer)
 
     async def whole(self, body: bytes) -> None:
         """Send a whole body."""
@@ -53,6 +53,7 @@ class Reply:
     async def part(self, data: bytes) -> None:
         """Send some events."""
         self.parts.append(data)
+        self._sent_at = self._loop.time()
         await self._send_part(data)
 
     @contextlib.contextmanager
@@ -61,7 +62,7 @@ class Reply:
         if seconds <= 0 or not self.encoder.content_type.startswith("text/event-stream"):
             yield
             return
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         self._sent_at = loop.time()
         sending: set[asyncio.Task[None]] = set()
         timer: asyncio.TimerHandle
@@ -70,7 +71,7 @@ class Reply:
             nonlocal timer
             silent = loop.time() - self._sent_at
             if silent >= seconds and not sending:
-                silent = 0.0
+                self._sent_at, silent = loop.time(), 0.0
                 task = loop.create_task(self._send_part(KEEP_ALIVE))
                 sending.add(task)
                 task.add_done_callback(sending.discard)
@@ -84,18 +85,18 @@ class Reply:
             for task in sending:
                 task.cancel()
 
-    async def _send_part(self, data: bytes) -> None:
-        self._sent_at = asyncio.get_running_loop().time()
+    async def _send_part(self, data: bytes, *, is_last: bool = False) -> None:
         if not self._started:
             self._started = True
             headers = [(b"content-type", self.encoder.content_type.encode()), (b"cache-control", b"no-cache")]
             headers += [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
-    async def end(self) -> None:
-        """End a stream."""
-        await self._send({"type": "http.response.body", "body": b""})
+    async def end(self, data: bytes) -> None:
+        """Send the last events of a stream."""
+        self.parts.append(data)
+        await self._send_part(data, is_last=True)
 
     async def fail(self, error: TurnwiseError, services: Services) -> None:
         """Report an error: as the status, or as the last event of a stream that has started."""
@@ -104,5 +105,4 @@ class Reply:
         if not self._started:
             await send_whole(self._send, status, self._dialect.encode_error(status, body), headers)
             return
-        await self.part(self.encoder.error(body))
-        await self.end()
+        await self.end(self.encoder.error(body))

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 
 from proxy.dialects.engine_reply import read_logprobs
 from proxy.fault import FaultPoints
@@ -60,10 +61,12 @@ class Setup(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A turn to append, with its logprobs still as the engine's JSON."""
+    """A turn to append, with its logprobs and the ids of a prompt of its own still as the engine's JSON."""
 
     turn: Turn
     logprobs: list[bytes]
+    prompt_ids: bytes = b""
+    """`turn.prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
 
 
 class Work(NamedTuple):
@@ -132,13 +135,14 @@ class Frames:
 
 
 def complete(sampled: Sampled) -> Turn:
-    """Decode a turn's logprobs; a turn without one for each token cannot be trained on."""
-    turn = sampled.turn
-    decoded = read_logprobs(sampled.logprobs)
-    logprobs = np.array(decoded, np.float32)
-    if turn.outcome not in TRAINABLE_OUTCOMES or (len(decoded) == len(turn.token_ids) and None not in decoded):
-        return dataclasses.replace(turn, logprobs=logprobs)
-    return dataclasses.replace(turn, logprobs=logprobs, outcome=Outcome.UNTRAINABLE, reason="no_logprobs")
+    """Decode a turn's prompt and logprobs; a turn without a logprob for each token cannot be trained on."""
+    turn, decoded = sampled.turn, read_logprobs(sampled.logprobs)
+    known: dict[str, Any] = {"logprobs": np.array(decoded, np.float32)}
+    if sampled.prompt_ids:
+        known["prompt_delta"] = np.array(orjson.loads(b"[%b]" % sampled.prompt_ids), np.int32)
+    if turn.outcome in TRAINABLE_OUTCOMES and (len(decoded) != len(turn.token_ids) or None in decoded):
+        known |= {"outcome": Outcome.UNTRAINABLE, "reason": "no_logprobs"}
+    return dataclasses.replace(turn, **known)
 
 
 class Committer:

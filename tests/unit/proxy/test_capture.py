@@ -14,7 +14,7 @@ from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
-from proxy.writer.process import complete
+from proxy.writer.process import Sampled, complete
 from turnwise.types import Json, Outcome, Session, Turn, utc_now
 
 SESSION = Session(session_id="s", tenant="team")
@@ -24,6 +24,7 @@ TIMING = Timing(
 USER: Json = {"role": "user", "content": "Hello."}
 REPLY: Json = {"role": "assistant", "content": "Hi."}
 PROMPT = [1, 2, 3]
+PROMPT_TEXT = b"1,2,3"
 
 
 def call_of(*messages: Json, key: str | None = None, **fields: Any) -> Call:
@@ -72,7 +73,7 @@ def only(turns: list[Turn]) -> Turn:
 def test_a_root_keeps_everything():
     """Prompt, tokens, logprobs, time and policy version; of the message the fields that clients repeat."""
     call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
-    captured = Captured(PROMPT, {0: choice(7, 8)}, "served")
+    captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, "served")
     captured.choices[0].message |= {"unheard_of": 1, "refusal": None}
     turn = only(built(call, plan_of(call), captured))
     assert (turn.turn_id, turn.chain_id, turn.parent_turn_id) == ("chatcmpl-1", "chatcmpl-1", None)
@@ -88,11 +89,11 @@ def test_a_root_keeps_everything():
 @pytest.mark.parametrize(
     ("captured", "reason"),
     [
-        (Captured([], {0: choice(7)}), "no_prompt_ids"),
-        (Captured(PROMPT, {0: choice()}), "no_token_ids"),
-        (Captured(PROMPT, {}), "no_token_ids"),
-        (Captured(PROMPT, {0: choice(7, 8, logprobs=[-0.1])}), "no_logprobs"),
-        (Captured(PROMPT, {0: choice(7, 8, logprobs=[-0.1, None])}), "no_logprobs"),
+        (Captured(b"", {0: choice(7)}), "no_prompt_ids"),
+        (Captured(PROMPT_TEXT, {0: choice()}), "no_token_ids"),
+        (Captured(PROMPT_TEXT, {}), "no_token_ids"),
+        (Captured(PROMPT_TEXT, {0: choice(7, 8, logprobs=[-0.1])}), "no_logprobs"),
+        (Captured(PROMPT_TEXT, {0: choice(7, 8, logprobs=[-0.1, None])}), "no_logprobs"),
     ],
 )
 def test_a_turn_that_cannot_be_trained_is_stored_with_its_reason(captured: Captured, reason: str):
@@ -106,9 +107,9 @@ def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
     """The cut takes precedence over the reason; the partial reply is stored."""
     call = call_of(USER)
     plan = plan_of(call, reason="edited_history", is_retokenised=True)
-    turn = only(built(call, plan, Captured(PROMPT, {0: choice(7)})))
+    turn = only(built(call, plan, Captured(PROMPT_TEXT, {0: choice(7)})))
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "edited_history")
-    turn = only(built(call, plan, Captured(PROMPT, {0: choice(7, logprobs=[])}), aborted="client_left"))
+    turn = only(built(call, plan, Captured(PROMPT_TEXT, {0: choice(7, logprobs=[])}), aborted="client_left"))
     assert (turn.outcome, turn.reason, turn.token_ids.tolist()) == (Outcome.ABORTED, "client_left", [7])
 
 
@@ -116,10 +117,10 @@ def test_an_extension_stores_what_came_after_its_parent():
     """[1, 2, 3] belongs to the parent; [4] and the new message belong to this turn. The store assigns its chain."""
     call = call_of(USER, REPLY, USER, tools=[{"type": "function"}])
     plan = extending(call)
-    turn = only(built(call, plan, Captured([1, 2, 3, 4], {0: choice(7)})))
+    turn = only(built(call, plan, Captured(b"1,2,3,4", {0: choice(7)})))
     assert (turn.parent_turn_id, turn.outcome) == ("parent", Outcome.EXACT)
     assert (turn.prompt_delta.tolist(), turn.prompt_length, turn.messages, turn.tools) == ([4], 4, [USER], None)
-    known = known_turn(turn, plan, "root")
+    known = known_turn(Sampled(turn, []), plan, "root")
     assert known.tokens.decoded().tolist() == [1, 2, 3, 4, 7]
     assert (known.num_messages, known.history_digest, known.chain_id) == (4, turn.history_digest, "root")
 
@@ -128,25 +129,25 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
     """The echoed prompt is stored as the turn's own, and the parent is dropped."""
     call = call_of(USER, REPLY, USER)
     plan = extending(call)
-    turn = only(built(call, plan, Captured([1, 2, 9, 4], {0: choice(7)})))
+    turn = only(built(call, plan, Captured(b"1,2,9,4", {0: choice(7)})))
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "echo_differs")
     assert (turn.parent_turn_id, turn.chain_id) == (None, "chatcmpl-1")
     assert (turn.prompt_delta.tolist(), turn.messages) == ([1, 2, 9, 4], call.messages)
-    assert known_turn(turn, plan, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
+    assert known_turn(Sampled(turn, []), plan, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
 
 
 def test_an_echo_that_was_cut_out_is_the_prompt_that_was_sent():
     """The same turn as with the ids decoded."""
     call = call_of(USER, REPLY, USER)
-    decoded = only(built(call, extending(call), Captured([1, 2, 3, 4], {0: choice(7)})))
-    cut = only(built(call, extending(call), Captured([], {0: choice(7)}), echoes_prompt=True))
+    decoded = only(built(call, extending(call), Captured(b"1,2,3,4", {0: choice(7)})))
+    cut = only(built(call, extending(call), Captured(b"", {0: choice(7)}), echoes_prompt=True))
     assert (cut.prompt_delta.tolist(), cut.prompt_length, cut.outcome) == ([4], 4, Outcome.EXACT)
     assert (cut.parent_turn_id, cut.messages) == (decoded.parent_turn_id, decoded.messages)
 
 
 def test_each_of_several_choices_extends_the_parent():
     call = call_of(USER, REPLY, USER, n=2, key="k")
-    turns = built(call, extending(call), Captured([1, 2, 3, 4], {1: choice(8), 0: choice(7)}))
+    turns = built(call, extending(call), Captured(b"1,2,3,4", {1: choice(8), 0: choice(7)}))
     assert [(turn.turn_id, turn.parent_turn_id, turn.request_key) for turn in turns] == [
         ("chatcmpl-1", "parent", "k#0"),
         ("chatcmpl-1#1", "parent", "k#1"),
@@ -155,7 +156,7 @@ def test_each_of_several_choices_extends_the_parent():
 
 def test_each_choice_of_several_prompts_keeps_its_own_prompt():
     call = call_of(USER)
-    captured = Captured([1], {0: choice(7, prompt_token_ids=[1]), 1: choice(8, prompt_token_ids=[2, 3])})
+    captured = Captured(b"1", {0: choice(7, prompt_ids=b"1"), 1: choice(8, prompt_ids=b"2,3")})
     turns = built(call, plan_of(call), captured)
     assert [(turn.prompt_delta.tolist(), turn.prompt_length) for turn in turns] == [([1], 1), ([2, 3], 2)]
 
@@ -163,7 +164,7 @@ def test_each_choice_of_several_prompts_keeps_its_own_prompt():
 def test_only_a_complete_reply_is_found_by_its_key():
     """A retry of a reply that was cut off samples again."""
     call = call_of(USER, key="k")
-    captured = Captured(PROMPT, {0: choice(7)})
+    captured = Captured(PROMPT_TEXT, {0: choice(7)})
     assert only(built(call, plan_of(call), captured)).request_key == "k#0"
     assert only(built(call, plan_of(call), captured, aborted="client_left")).request_key is None
 

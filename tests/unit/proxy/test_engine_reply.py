@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from proxy.dialects.engine_reply import read_chunks, read_logprobs, read_reply, without_ids
+from proxy.dialects.engine_reply import ids_text, read_chunks, read_logprobs, read_reply, without_ids
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}
 TRAPS = '"logprobs":{"content":[]},"finish_reason":"stop" "token_ids":[1] "prompt_token_ids":[2] \u2028 ü'
@@ -88,12 +88,34 @@ CHUNK = (
 SPACED = b'{"choices": [{"index": 0, "logprobs": {"content": [{"logprob": -1}]}, "delta": {}, "finish_reason": null}]}'
 
 
-@pytest.mark.parametrize("chunks", [[CHUNK], [CHUNK, CHUNK], [CHUNK, SPACED, CHUNK]])
+USAGE = b'{"choices":[],"usage":{"prompt_tokens":1}}'
+TRAP = b'{"choices":[{"index":0,"delta":{"content":"\\"logprobs\\":{"},"logprobs":null,"finish_reason":null}]}'
+
+
+@pytest.mark.parametrize("chunks", [[CHUNK], [CHUNK, CHUNK], [CHUNK, USAGE], [TRAP, CHUNK, TRAP]])
 def test_chunks_that_are_read_together_are_read_as_each_by_itself(chunks):
+    together, each = read_chunks(chunks), [read_reply(chunk, has_one_choice=True) for chunk in chunks]
+    assert together is not None
+    assert together.rest.split(b"\n") == [one.rest for one in each]
+    assert together.replies == [one.reply for one in each]
+    assert together.logprobs == [piece for one in each for piece in one.logprobs]
+
+
+@pytest.mark.parametrize("other", [SPACED, b'{"choices":[]},{"choices":[]}', b'{"choices":\n[]}'])
+def test_chunks_in_another_format_are_not_read_together(other):
     """`SPACED` is formatted otherwise, so its logprobs are found by decoding."""
-    assert read_chunks(chunks, has_one_choice=True) == [read_reply(chunk, has_one_choice=True) for chunk in chunks]
+    assert read_chunks([CHUNK, other, CHUNK]) is None
 
 
-def test_two_objects_in_one_chunk_are_no_chunk():
-    with pytest.raises(msgspec.DecodeError):
-        read_chunks([CHUNK, b'{"choices":[]},{"choices":[]}'], has_one_choice=True)
+@pytest.mark.parametrize("array", [b'["1"]', b"[1.5]", b"[-1]", b"[[1]]", b"{}"])
+def test_prompt_ids_that_are_no_ids_are_refused(array):
+    """The text of the ids is stored without being decoded first."""
+    said = read_reply(b'{"choices":[],"prompt_token_ids":%b}' % array, has_one_choice=True)
+    with pytest.raises(msgspec.ValidationError):
+        ids_text(said.reply.prompt_token_ids)
+
+
+def test_the_text_of_prompt_ids_has_no_spaces():
+    said = read_reply(b'{"choices":[],"prompt_token_ids": [1, 22,\n3]}', has_one_choice=True)
+    assert ids_text(said.reply.prompt_token_ids) == b"1,22,3"
+    assert ids_text(read_reply(b'{"choices":[]}', has_one_choice=True).reply.prompt_token_ids) == b""
