@@ -71,6 +71,8 @@ class Engine:
         """Its LoRA adapters by policy version, in the order of loading."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+        self.lacks_transfers = False
+        """Whether it has answered that it was started without weight transfers; reset when it is admitted again."""
         self.wait_until_serving: Callable[[], Awaitable[bool]] | None = None
         """Waits while it is absent and no other engine serves; returns whether it serves again."""
         self.observe_head: Callable[[float], None] | None = None

@@ -289,6 +289,7 @@ class Reloader:
 
     async def _admit(self, engine: Engine) -> None:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
+        engine.lacks_transfers = False  # it may have been restarted with other flags
         await engine.fetch_models()
         engine.apply_label(await engine.weights_label())
         engine.active_lane = engine.base_lane

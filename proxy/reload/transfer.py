@@ -16,7 +16,7 @@ import orjson
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Disconnected, HttpClient
 from proxy.metrics import Metrics
-from turnwise.errors import EngineError, StoreError
+from turnwise.errors import EngineError, EngineRefused, StoreError
 from turnwise.store import weight_servers
 from turnwise.store.database import Database
 from turnwise.types import Json, PolicyKind, PolicyVersion
@@ -29,6 +29,8 @@ ANSWER_SECONDS = 10.0
 """How long a trainer may take to answer, unless it is asked to wait for a transfer."""
 REFUSED_SECONDS = 60.0
 """How long an engine that refused a transfer gets its versions from directories without being asked again."""
+NOT_CONFIGURED = "Weight transfer not configured"
+"""What vLLM answers without the plugin."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Transfers:
         self._metrics = metrics
         self._seconds = seconds
         self._refused_at: dict[str, float] = {}
-        """Engines without the backend, by URL, and when they refused."""
+        """Engines that refused a transfer which they may take later, by URL, and when they refused."""
         self._held: dict[str, int] = {}
         """The version that each engine received last, by URL: what the next one may be a delta of."""
 
@@ -71,8 +73,16 @@ class Transfers:
         except TimeoutError:
             reason = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
         except EngineError as error:
-            self._refused_at[engine.url] = time.monotonic()
             reason = str(error)
+            if _lacks_transfers(error):
+                engine.lacks_transfers = True
+                log.warning(
+                    "the engine at %s was started without weight transfers, so it reads versions from their "
+                    "directories until it is restarted; start it with `turnwise engine` to send them from memory",
+                    engine.url,
+                )
+                return False
+            self._refused_at[engine.url] = time.monotonic()
         self._metrics.weight_transfers.labels("sent" if reason is None else "failed").inc()
         if reason is None:
             self._held[engine.url] = offer.version
@@ -113,6 +123,8 @@ class Transfers:
         return "the trainer ended" if ended is None else ended["error"]
 
     def _has_refused(self, engine: Engine) -> bool:
+        if engine.lacks_transfers:
+            return True
         refused_at = self._refused_at.get(engine.url)
         return refused_at is not None and time.monotonic() - refused_at < REFUSED_SECONDS
 
@@ -142,3 +154,8 @@ class Transfers:
         finally:
             http.close()
         return found if answer.status == 200 else None
+
+
+def _lacks_transfers(error: EngineError) -> bool:
+    """Return whether an engine has answered that it has no weight transfers, which only a restart changes."""
+    return isinstance(error, EngineRefused) and (error.status in (404, 405) or NOT_CONFIGURED in str(error))

@@ -16,6 +16,7 @@ from support import dying_weights
 from support.dying_weights import weights
 from support.reload_stage import Stage
 
+from proxy.reload import transfer
 from trainer.publish.held_versions import HeldVersions
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.engine_plugin import channel
@@ -164,6 +165,28 @@ async def test_an_engine_without_the_backend_reads_directories(stage: Stage, tra
         await process.follow()
         assert process.versions == [1, 1]
         assert stage.loads == [["v1"], ["v1"]]
+
+
+async def test_an_engine_without_the_backend_is_asked_once_until_it_is_restarted(
+    stage: Stage, trainer: WeightServer, monkeypatch, caplog
+):
+    monkeypatch.setattr(transfer, "REFUSED_SECONDS", 0.0)
+    for engine in stage.engines:
+        engine.state.script.weight_transfer = False
+    async with stage.process() as process:
+        for version in (1, 2, 3):
+            trainer.held.hold(version, weights(version), NO_PROBE)
+            stage.publish(version)
+            await process.follow()
+        assert stage.loads == [["v1", "v2", "v3"]] * 2
+        warned = [record.getMessage() for record in caplog.records if "weight transfers" in record.getMessage()]
+        assert len(warned) == len(stage.engines)
+        for engine in stage.engines:
+            engine.state.script.weight_transfer = True
+            engine.state.weight_version = "default"  # as after a start
+        await process.look()
+        await process.look()
+        assert_received(stage, 3)
 
 
 async def test_without_a_trainer_and_without_a_directory_the_last_good_version_stays(stage: Stage, trainer):
