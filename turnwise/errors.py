@@ -19,6 +19,7 @@
     ├── ProxyUnavailable       the SDK cannot reach the proxy, or the proxy failed
     ├── RolloutFailed          a run of a workflow that failed on every attempt, or rollouts that cannot continue
     ├── GraderFailed           a reward source that gave no usable reward
+    ├── ExportFailed           an endpoint that does not take what is exported
     ├── StoreError             an error of the database
     │   ├── StoreUnavailable   cannot be reached, is full, or is locked for too long
     │   ├── SchemaMismatch     the tables are not those of this release: run `turnwise db upgrade`
@@ -136,6 +137,10 @@ class RolloutFailed(TurnwiseError):
 
 class GraderFailed(TurnwiseError):
     """A reward source that gave no usable reward."""
+
+
+class ExportFailed(TurnwiseError):
+    """An endpoint cannot be reached, or does not take what is exported."""
 
 
 class StoreError(TurnwiseError):

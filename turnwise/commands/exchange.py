@@ -19,7 +19,7 @@ from turnwise.store.experiences import SessionFilter, experiences
 from turnwise.store.session_records import SessionRecord, session_records
 from turnwise.types import Credit, Experience, Json, Split
 
-SESSION_FORMATS = {"openai": "openai_chat", "atif": "atif", "replay": "recorded_calls"}
+SESSION_FORMATS = {"openai": "openai_chat", "atif": "atif", "replay": "recorded_calls", "otlp": "otlp"}
 """Formats of whole sessions, by the module of `turnwise.exchange` that makes their lines."""
 TABLES = {"parquet": "write_parquet", "hf": "write_dataset"}
 """Formats of experiences as columns, by the function of `turnwise.exchange.experience_table` that writes them."""
@@ -55,6 +55,38 @@ def export(
         if format_name in TABLES:
             return _write_table(sequences, format_name, output)
         return _write_lines(map(experience_json, sequences), output)
+
+
+def send_traces(
+    url: str,
+    wanted: SessionFilter,
+    *,
+    to: str | None,
+    headers: str,
+    langfuse: str | None,
+    langfuse_keys: str,
+) -> int:
+    """Send the sessions that a filter selects as traces; return how many.
+
+    Raises:
+        SettingsError: there is not exactly one endpoint, or Langfuse's keys are missing.
+        ExportFailed: the endpoint does not take them.
+    """
+    endpoints = import_module("turnwise.exchange.trace_endpoint")
+    if (to is None) == (langfuse is None):
+        raise SettingsError("name one endpoint: --to for OTLP, or --langfuse")
+    if langfuse is not None:
+        if ":" not in langfuse_keys:
+            raise SettingsError("--langfuse needs LANGFUSE_KEYS in the environment: PUBLIC_KEY:SECRET_KEY")
+        endpoint = endpoints.langfuse(langfuse, langfuse_keys)
+    else:
+        pairs = [pair.partition("=") for pair in headers.split(",") if pair]
+        endpoint = endpoints.TraceEndpoint(
+            traces_url=to, headers={name.strip(): value.strip() for name, _, value in pairs}
+        )
+    with opened(url) as database, database.read() as conn:
+        count: int = endpoints.send(session_records(conn, wanted), endpoint)
+    return count
 
 
 def replay(file: Path, base_url: str, *, api_key: str, speed: float, model: str | None) -> Json:

@@ -189,7 +189,7 @@ def sessions(database: str | None, limit: int, *, as_json: bool, **chosen: Any) 
 @click.option(
     "--format",
     "format_name",
-    type=click.Choice(["jsonl", "parquet", "hf", "openai", "atif", "replay"]),
+    type=click.Choice(["jsonl", "parquet", "hf", "openai", "atif", "replay", "otlp"]),
     default="jsonl",
     show_default=True,
     help="jsonl, parquet and hf are experiences, as a trainer sees them; the others are whole sessions.",
@@ -203,6 +203,10 @@ def sessions(database: str | None, limit: int, *, as_json: bool, **chosen: Any) 
     type=click.Path(path_type=Path, allow_dash=True),
     help="File to write; for hf, a directory [default: stdout].",
 )
+@click.option("--to", metavar="URL", help="otlp: send to this OTLP endpoint, …/v1/traces, instead of writing.")
+@click.option("--headers", default="", envvar="OTEL_EXPORTER_OTLP_HEADERS", help="For --to: NAME=VALUE,NAME=VALUE.")
+@click.option("--langfuse", metavar="URL", help="otlp: send to this Langfuse server, with rewards as scores.")
+@click.option("--langfuse-keys", default="", envvar="LANGFUSE_KEYS", hidden=True, help="PUBLIC_KEY:SECRET_KEY.")
 @database_option
 @click.option("--json", "as_json", is_flag=True, help="Print the number of lines or rows as JSON, on stderr.")
 def export(database: str | None, output: Path | None, *, as_json: bool, **given: Any) -> None:
@@ -210,6 +214,13 @@ def export(database: str | None, output: Path | None, *, as_json: bool, **given:
     exchange = import_module("turnwise.commands.exchange")
     path = None if output is None or str(output) == "-" else output
     wanted = _filter_of(given)
+    endpoint = {name: given.pop(name) for name in ("to", "headers", "langfuse", "langfuse_keys")}
+    if endpoint["to"] or endpoint["langfuse"]:
+        if given["format_name"] != "otlp":
+            raise click.UsageError("--to and --langfuse send --format otlp alone")
+        count = exchange.send_traces(database_url(database), wanted, **endpoint)
+        click.echo(f"{count} sessions sent", err=True)
+        return
     count = exchange.export(database_url(database), wanted, output=path, **given)
     if as_json:
         click.echo(json.dumps({"format": given["format_name"], "count": count}), err=True)
