@@ -126,6 +126,10 @@ class Metrics:
             ["field"],
             registry=r,
         )
+        self.shadow_turns = Counter(
+            "turnwise_shadow_turns", "Shadow samples by result; calls do not count here", ["result"], registry=r
+        )
+        self.shadow_tokens = Counter("turnwise_shadow_tokens", "Tokens sampled in shadow samples", registry=r)
         self.breaks = Counter(
             "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"], registry=r
         )

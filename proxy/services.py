@@ -19,6 +19,7 @@ from fastapi import Request
 from proxy.auth import Authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
+from proxy.calls.shadows import Shadows
 from proxy.continuation.sessions import Sessions
 from proxy.dialects.known_requests import KnownRequests
 from proxy.engines.aliases import ModelNames
@@ -70,6 +71,7 @@ class Services:
     model_names: ModelNames
     sessions: Sessions
     relay: Relay
+    shadows: Shadows
     reloader: Reloader
     authenticator: Authenticator
     limits: Limits
@@ -119,6 +121,7 @@ async def running_services(
     await services.reloader.start()
     background = [
         services.reloader.run(),
+        services.shadows.run(),
         _sweep(services),
         _refresh_gauges(services.metrics),
         _return_memory(services.known_requests),
@@ -160,6 +163,8 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
     )
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults)
+    shadows = Shadows(relay, pool, sessions, writer, settings, metrics)
+    relay.on_stored = shadows.observe
     reloader = Reloader(
         database,
         writer,
@@ -179,6 +184,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         model_names=ModelNames(settings.model_names),
         sessions=sessions,
         relay=relay,
+        shadows=shadows,
         reloader=reloader,
         authenticator=Authenticator(database, secret),
         limits=Limits(settings, metrics),

@@ -171,6 +171,13 @@ class ProxySettings(Settings):
     """How far the canary's share of broken turns may lie above the control's: failed, untrainable, or cut by length."""
     canary_drift_nats: float = Field(default=1.0, ge=0)
     """Largest KL divergence from the served version over the checkpoint's own probe, nats a token."""
+    shadow_replies: int = Field(default=0, ge=0, le=64)
+    """Further replies that are sampled to the prompt of a chosen turn of a session without a group, while engines are
+    idle; with the real one they form a group. 0 samples none."""
+    shadow_turns: float = Field(default=0.1, ge=0, le=1)
+    """Share of the turns that are chosen."""
+    shadow_tokens: float = Field(default=0.1, ge=0)
+    """Bound of the tokens of shadow samples, as a share of the tokens sampled for calls."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """Form of the process's log lines on stderr."""

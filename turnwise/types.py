@@ -90,6 +90,8 @@ class Role(enum.StrEnum):
 
 FORKED = "forked"
 """Reason of an untrainable turn that is a copy of another session's turn."""
+SHADOW = "shadow"
+"""What opened the sessions of shadow samples."""
 TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT})
 """Roles that are trained by default."""
 

@@ -35,7 +35,7 @@ from turnwise.errors import Conflict, EngineRefused, EngineUnavailable, ProxyUna
 from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.roles import set_roles
-from turnwise.types import Turn
+from turnwise.types import SHADOW, Outcome, Role, Turn
 
 T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -64,6 +64,8 @@ class Relay:
         self._sessions = sessions
         self._writer = writer
         self._metrics = metrics
+        self.on_stored: Callable[[Running, Outcome, Role], None] | None = None
+        """Called with each call whose turns are stored."""
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -326,8 +328,13 @@ class Relay:
             known,
             inferred_for=running.placement.inferred_by,
         )
-        self._count(running, endings)
-        self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
+        if running.session.opened_by == SHADOW:
+            self._metrics.shadow_tokens.inc(sum(len(turn.token_ids) for turn, _ in sampled))
+        else:
+            self._count(running, endings)
+            self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
+        if self.on_stored is not None:
+            self.on_stored(running, endings[0].outcome, found.role)
         for turn in known[:1]:
             for correction in corrections(turn, forest):
                 await self._correct(correction, forest)

@@ -70,6 +70,11 @@ class EnginePool:
         changed.set()
 
     @property
+    def num_calls(self) -> int:
+        """Calls that wait for an engine or run on one."""
+        return self._in_flight
+
+    @property
     def serving(self) -> list[Engine]:
         """Engines that calls are routed to."""
         return [engine for engine in self.engines if engine.is_serving]

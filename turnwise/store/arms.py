@@ -12,7 +12,7 @@ from turnwise.store import lineage
 from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import sessions, turns
-from turnwise.types import FORKED, Credit, Outcome, SessionStatus
+from turnwise.types import FORKED, SHADOW, Credit, Outcome, SessionStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[in
     is_sampled = turns.c.reason.is_distinct_from(FORKED)  # copies were sampled in another session
     finished = conn.execute(
         sa.select(sessions.c.session_pk, sessions.c.credit).where(
-            sessions.c.created_at >= to_micros(since), sessions.c.status != SessionStatus.OPEN.value
+            sessions.c.created_at >= to_micros(since),
+            sessions.c.status != SessionStatus.OPEN.value,
+            sessions.c.opened_by.is_distinct_from(SHADOW),  # no agent went on from their replies
         )
     ).all()
     credit_of = {row.session_pk: Credit(row.credit) for row in finished}

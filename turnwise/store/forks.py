@@ -20,7 +20,9 @@ from turnwise.store.tables import sessions, turns
 from turnwise.types import FORKED, Outcome, Session, Turn
 
 
-def fork_session(conn: sa.Connection, session: Session, turn_id: str, *, before: bool) -> tuple[Session, list[Turn]]:
+def fork_session(
+    conn: sa.Connection, session: Session, turn_id: str, *, before: bool, is_sampled_here: bool = False
+) -> tuple[Session, list[Turn]]:
     """Create a session that begins with copies of a turn and its ancestors; idempotent by the new session's id.
 
     Args:
@@ -28,6 +30,7 @@ def fork_session(conn: sa.Connection, session: Session, turn_id: str, *, before:
         session: The new session.
         turn_id: The turn, of the new session's tenant.
         before: Leave the turn itself out, so that its prompt can be sampled again.
+        is_sampled_here: The turn itself keeps its outcome, so that it is trained in the new session.
 
     Returns:
         The stored session and the copies.
@@ -39,6 +42,7 @@ def fork_session(conn: sa.Connection, session: Session, turn_id: str, *, before:
     path = _path(conn, session.tenant, turn_id)[: -1 if before else None]
     stored, _ = ledger.create_session(conn, session)
     names = {turn.turn_id: _copy_id(session, turn.turn_id) for turn in path}
+    sampled_here = turn_id if is_sampled_here else None
     copies = [
         dataclasses.replace(
             turn,
@@ -47,8 +51,8 @@ def fork_session(conn: sa.Connection, session: Session, turn_id: str, *, before:
             parent_turn_id=names.get(turn.parent_turn_id or ""),
             chain_id=names[path[0].turn_id],
             seq=-1,
-            outcome=Outcome.UNTRAINABLE,
-            reason=FORKED,
+            outcome=turn.outcome if turn.turn_id == sampled_here else Outcome.UNTRAINABLE,
+            reason=turn.reason if turn.turn_id == sampled_here else FORKED,
             request_key=None,
             request_digest=None,
             inferred_by=None,
