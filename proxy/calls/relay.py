@@ -329,7 +329,7 @@ class Relay:
             inferred_for=running.placement.inferred_by,
         )
         if running.session.opened_by == SHADOW:
-            self._metrics.shadow_tokens.inc(sum(len(turn.token_ids) for turn, _ in sampled))
+            self._metrics.shadow_tokens.inc(sum(len(each.turn.token_ids) for each in sampled))
         else:
             self._count(running, endings)
             self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
