@@ -16,6 +16,7 @@ import click
 from turnwise.commands import reward as reward_sessions
 from turnwise.commands import run as run_agents
 from turnwise.commands import start
+from turnwise.commands.archive import archive
 from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.importing import command as import_conversations
 from turnwise.commands.output import print_error
@@ -147,7 +148,20 @@ def fake_engine(
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port") from error
 
 
-_STORE_COMMANDS = (db, keys, sessions, prune, forget, policies, updates, export, import_conversations, replay, verify)
+_STORE_COMMANDS = (
+    db,
+    keys,
+    sessions,
+    prune,
+    archive,
+    forget,
+    policies,
+    updates,
+    export,
+    import_conversations,
+    replay,
+    verify,
+)
 for _command in (init, doctor, *_STORE_COMMANDS):
     main.add_command(_command)
 

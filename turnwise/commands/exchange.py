@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -35,13 +36,14 @@ def export(
     credit: str | None,
     gamma: float | None,
     reward_bonus_coeff: float,
+    archive: Path | None = None,
 ) -> int:
     """Write what a filter selects; return the number of lines or rows.
 
     Raises:
-        InvalidRequest: a format that is not text needs an output path.
+        InvalidRequest: a format that is not text needs an output path, or `archive` is no archive.
     """
-    with opened(url) as database, database.read() as conn:
+    with _opened_source(url, archive) as database, database.read() as conn:
         if format_name in SESSION_FORMATS:
             make_lines: Callable[[SessionRecord], Iterator[Json]]
             make_lines = import_module(f"turnwise.exchange.{SESSION_FORMATS[format_name]}").lines
@@ -65,6 +67,7 @@ def send_traces(
     headers: str,
     langfuse: str | None,
     langfuse_keys: str,
+    archive: Path | None = None,
 ) -> int:
     """Send the sessions that a filter selects as traces; return how many.
 
@@ -84,9 +87,26 @@ def send_traces(
         endpoint = endpoints.TraceEndpoint(
             traces_url=to, headers={name.strip(): value.strip() for name, _, value in pairs}
         )
-    with opened(url) as database, database.read() as conn:
+    with _opened_source(url, archive) as database, database.read() as conn:
         count: int = endpoints.send(session_records(conn, wanted), endpoint)
     return count
+
+
+def _opened_source(url: str, archive: Path | None) -> contextlib.AbstractContextManager[Database]:
+    return opened(url) if archive is None else _opened_archive(archive)
+
+
+@contextlib.contextmanager
+def _opened_archive(directory: Path) -> Iterator[Database]:
+    """Open a temporary database with the sessions of an archive."""
+    with tempfile.TemporaryDirectory(prefix="turnwise-archive-") as temporary:
+        database = Database(f"sqlite:///{temporary}/archive.db")
+        try:
+            database.upgrade()
+            import_module("turnwise.exchange.archive").restore(database, directory)
+            yield database
+        finally:
+            database.close()
 
 
 def replay(file: Path, base_url: str, *, api_key: str, speed: float, model: str | None) -> Json:

@@ -207,6 +207,11 @@ def sessions(database: str | None, limit: int, *, as_json: bool, **chosen: Any) 
 @click.option("--headers", default="", envvar="OTEL_EXPORTER_OTLP_HEADERS", help="For --to: NAME=VALUE,NAME=VALUE.")
 @click.option("--langfuse", metavar="URL", help="otlp: send to this Langfuse server, with rewards as scores.")
 @click.option("--langfuse-keys", default="", envvar="LANGFUSE_KEYS", hidden=True, help="PUBLIC_KEY:SECRET_KEY.")
+@click.option(
+    "--archive",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Read the sessions of an archive that `turnwise archive` wrote, instead of the database's.",
+)
 @database_option
 @click.option("--json", "as_json", is_flag=True, help="Print the number of lines or rows as JSON, on stderr.")
 def export(database: str | None, output: Path | None, *, as_json: bool, **given: Any) -> None:
@@ -218,7 +223,7 @@ def export(database: str | None, output: Path | None, *, as_json: bool, **given:
     if endpoint["to"] or endpoint["langfuse"]:
         if given["format_name"] != "otlp":
             raise click.UsageError("--to and --langfuse send --format otlp alone")
-        count = exchange.send_traces(database_url(database), wanted, **endpoint)
+        count = exchange.send_traces(database_url(database), wanted, archive=given["archive"], **endpoint)
         click.echo(f"{count} sessions sent", err=True)
         return
     count = exchange.export(database_url(database), wanted, output=path, **given)

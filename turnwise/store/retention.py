@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -82,11 +83,35 @@ def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIO
     A group that has been open since before that instant does not protect its sessions: its missing sessions are not
     expected any more. Call it until it deletes no session.
     """
+    return _delete(conn, conn.execute(_select_over(before).limit(limit)).all())
+
+
+def over_since(
+    conn: sa.Connection, before: datetime.datetime, *, after_pk: int, limit: int = SESSIONS_AT_ONCE
+) -> list[StoredRow]:
+    """Return the rows of some sessions that `prune` would delete, in order; `after_pk` is the last one's before."""
+    found = _select_over(before).where(sessions.c.session_pk > after_pk).order_by(sessions.c.session_pk).limit(limit)
+    return list(conn.execute(found).all())
+
+
+def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
+    """Delete the sessions whose rows are as they were read."""
+    named = {"session_pks": members(conn.dialect.name, [row.session_pk for row in read])}
+    present = conn.execute(
+        sa.select(sessions).where(is_among(conn.dialect.name, sessions.c.session_pk, "session_pks")).with_for_update(),
+        named,
+    ).all()
+    before = {row.session_pk: tuple(row) for row in read}
+    return _delete(conn, [row for row in present if tuple(row) == before[row.session_pk]])
+
+
+def _select_over(before: datetime.datetime) -> sa.Select[*tuple[Any, ...]]:
+    """Select the sessions that were over before an instant and that no trainer waits for."""
     waiting = sa.or_(
         groups.c.status.in_([GroupStatus.READY.value, GroupStatus.CLAIMED.value]),
         sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at >= to_micros(before)),
     )
-    found = conn.execute(
+    return (
         sa.select(sessions)
         .outerjoin(groups, sessions.c.group_pk == groups.c.group_pk)
         .where(
@@ -94,9 +119,7 @@ def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIO
             sessions.c.last_active_at < to_micros(before),
             sa.or_(sessions.c.group_pk.is_(None), ~waiting),
         )
-        .limit(limit)
-    ).all()
-    return _delete(conn, found)
+    )
 
 
 def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:

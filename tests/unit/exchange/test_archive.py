@@ -1,0 +1,128 @@
+"""`turnwise archive`: sessions leave the tables for Parquet files, are exported from there, and come back."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from click.testing import CliRunner
+from support.ledger_samples import add_session, finish
+
+from turnwise.commands.cli import main
+from turnwise.errors import InvalidRequest
+from turnwise.exchange import archive
+from turnwise.store import ledger, retention
+from turnwise.store.database import Database
+from turnwise.store.tables import groups, rewards, sessions, trained_sessions, turns
+from turnwise.types import GroupStatus, Reward, utc_now
+
+LATER = utc_now() + datetime.timedelta(days=1)
+
+
+def fill(database: Database) -> None:
+    """Store a trained group of two sessions, a session that waits for training, and an open one."""
+    for session_id in ("a", "b"):
+        add_session(database, session_id, turns=3, group_id="g", group_size=2, metadata={"of": session_id})
+        finish(database, session_id, 0.5)
+    with database.write() as conn:
+        conn.execute(sa.update(groups).values(status=GroupStatus.TRAINED.value, update_id=7))
+        pk = conn.execute(sa.select(sessions.c.session_pk).where(sessions.c.session_id == "a")).scalar_one()
+        conn.execute(
+            sa.insert(trained_sessions).values(
+                session_pk=pk, update_id=7, policy_version=8, advantages='{"a-t1": 0.25}', digest=b"\x00\xff"
+            )
+        )
+    add_session(database, "ready")
+    finish(database, "ready")
+    add_session(database, "open")
+
+
+def stored(database: Database) -> dict[str, list[Any]]:
+    """Return all rows without their numbers."""
+    found: dict[str, list[Any]] = {}
+    with database.read() as conn:
+        for table in (sessions, groups, turns, rewards, trained_sessions):
+            kept = [column for column in table.c if column.name not in ("session_pk", "group_pk", "reward_id")]
+            query = sa.select(*kept)
+            if table not in (sessions, groups):
+                query = sa.select(sessions.c.session_id, *kept).join_from(table, sessions)
+            found[table.name] = sorted(map(repr, conn.execute(query)))
+    return found
+
+
+def test_archived_sessions_leave_the_tables_and_come_back_as_they_were(database: Database, tmp_path: Path) -> None:
+    """What waits for training and what is open stays in the tables."""
+    fill(database)
+    before = stored(database)
+    moved = archive.archive(database, tmp_path / "archive", LATER)
+    assert sorted(session_id for _, session_id in moved.sessions) == ["a", "b"]
+    assert moved.num_turns == 6
+    left = stored(database)
+    assert [len(left[name]) for name in ("sessions", "groups", "turns", "trained_sessions")] == [2, 2, 2, 0]
+    assert archive.restore(database, tmp_path / "archive") == 2
+    assert stored(database) == before
+    assert archive.restore(database, tmp_path / "archive") == 0
+
+
+def test_a_session_that_changes_while_it_is_archived_stays(database: Database) -> None:
+    fill(database)
+    with database.read() as conn:
+        found = retention.over_since(conn, LATER, after_pk=0)
+    with database.write() as conn:
+        ledger.add_rewards(conn, [Reward(session_id="a", tenant="default", value=1.0)])
+    with database.write() as conn:
+        assert retention.delete_unchanged(conn, found).sessions == (("default", "b"),)
+
+
+def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session is in two batches then; the last one counts."""
+    fill(database)
+
+    def crash(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(archive, "_delete", crash)
+        with pytest.raises(KeyboardInterrupt):
+            archive.archive(database, tmp_path, LATER)
+    with database.write() as conn:
+        ledger.add_rewards(conn, [Reward(session_id="a", tenant="default", value=1.0)])
+    before = stored(database)
+    archive.archive(database, tmp_path, LATER)
+    assert len(list(tmp_path.glob("batch-*"))) == 2
+    assert archive.restore(database, tmp_path) == 2
+    assert stored(database) == before
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(main, list(arguments))
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_an_archive_is_exported_like_the_database(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    fill(database)
+    database.close()
+    formats = [("--format", name, "--group-id", "g", "--database", url) for name in ("jsonl", "replay", "openai")]
+    before = [run("export", *each) for each in formats]
+    report = json.loads(run("archive", f"{tmp_path}/out", "--older-than-days", "0", "--database", url, "--json"))
+    assert report == {"archived_sessions": 2, "archived_turns": 6}
+    assert [run("export", *each) for each in formats] == [""] * 3
+    assert [run("export", *each, "--archive", f"{tmp_path}/out") for each in formats] == before
+    report = json.loads(run("archive", f"{tmp_path}/out", "--restore", "--database", url, "--json"))
+    assert report == {"restored_sessions": 2}
+    assert [run("export", *each) for each in formats] == before
+
+
+def test_a_directory_without_an_archive_is_refused(database: Database, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="holds no archive"):
+        archive.restore(database, tmp_path)

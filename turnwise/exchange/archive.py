@@ -1,0 +1,120 @@
+"""An archive of sessions that are over: a directory of batches, each with one Parquet file for every table.
+
+A batch is complete before its sessions leave the tables: it is written under another name, synchronised and renamed. So
+a crash at any instant loses nothing; it may leave sessions both in a batch and in the tables. Of a session in several
+batches the last one counts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from turnwise.errors import InvalidRequest
+from turnwise.store import archived_rows, retention
+from turnwise.store.archived_rows import TABLES, ArchivedSession, Row
+from turnwise.store.database import Database
+from turnwise.store.retention import Deleted
+from turnwise.store.rows import StoredRow
+from turnwise.types import utc_now
+
+SESSIONS_AT_ONCE = 50
+"""Sessions of one batch; the rows of a batch are in memory together when it is read."""
+
+
+def archive(database: Database, directory: Path, before: datetime.datetime) -> Deleted:
+    """Move the sessions that were over before an instant, and that no trainer waits for, from the tables to an archive.
+
+    Returns:
+        What left the tables.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    total, last_pk = Deleted(), 0
+    while True:
+        with database.read() as conn:
+            found = retention.over_since(conn, before, after_pk=last_pk, limit=SESSIONS_AT_ONCE)
+            if not found:
+                return total
+            _write_batch(directory, {name: archived_rows.select_rows(conn, name, found) for name in TABLES})
+        last_pk = found[-1].session_pk
+        total += _delete(database, found)
+
+
+def _delete(database: Database, found: Sequence[StoredRow]) -> Deleted:
+    with database.write() as conn:
+        return retention.delete_unchanged(conn, found)
+
+
+def restore(database: Database, directory: Path) -> int:
+    """Store all sessions of an archive again that are not stored; return how many. The archive stays as it is.
+
+    Raises:
+        InvalidRequest: the directory holds no archive.
+    """
+    batches = sorted(directory.glob("batch-*"))
+    if not batches:
+        raise InvalidRequest(
+            f"{str(directory)!r} holds no archive; name a directory that `turnwise archive` has written"
+        )
+    last_batch = {name: batch for batch in batches for name in _sessions_in(batch)}
+    count = 0
+    for batch in batches:
+        with database.write() as conn:
+            for archived in _read_batch(batch):
+                name = archived.session["tenant"], archived.session["session_id"]
+                count += last_batch[name] == batch and archived_rows.insert_session(conn, archived)
+    return count
+
+
+def _sessions_in(batch: Path) -> list[tuple[str, str]]:
+    """Return tenant and id of each session of a batch."""
+    import pyarrow.parquet
+
+    names = pyarrow.parquet.read_table(batch / "sessions.parquet", columns=["tenant", "session_id"])
+    return list(zip(*names.to_pydict().values(), strict=True))
+
+
+def _read_batch(batch: Path) -> Iterator[ArchivedSession]:
+    """Yield the sessions of a batch."""
+    import pyarrow.parquet
+
+    return archived_rows.grouped(
+        {name: pyarrow.parquet.read_table(batch / f"{name}.parquet").to_pylist() for name in TABLES}
+    )
+
+
+def _write_batch(directory: Path, rows_of: dict[str, Iterator[Row]]) -> None:
+    """Write the rows of all tables to a new batch."""
+    number = utc_now().strftime("%Y%m%dT%H%M%S%f")
+    written = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
+    for name, rows in rows_of.items():
+        _write_table(written / f"{name}.parquet", name, rows)
+    _synchronise(written)
+    written.rename(directory / f"batch-{number}")
+    _synchronise(directory)
+
+
+def _write_table(path: Path, table_name: str, rows: Iterable[Row]) -> None:
+    import pyarrow.parquet
+
+    kinds = {bytes: pyarrow.binary(), int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
+    columns = archived_rows.columns_of(table_name)
+    schema = pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
+    remaining = iter(rows)
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        while some := list(itertools.islice(remaining, archived_rows.ROWS_AT_ONCE)):
+            writer.write_table(pyarrow.Table.from_pylist(some, schema=schema))
+    _synchronise(path)
+
+
+def _synchronise(path: Path) -> None:
+    """Make a file or a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

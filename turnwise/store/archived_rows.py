@@ -1,0 +1,117 @@
+"""The rows of sessions as they leave the tables and come back. Row numbers are assigned anew when they come back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from turnwise.store.rows import StoredRow
+from turnwise.store.statements import insert_if_new, is_among, members
+from turnwise.store.tables import groups, rewards, session_labels, sessions, trained_sessions, turns
+from turnwise.types import SessionStatus
+
+Row = Mapping[str, Any]
+
+OF_SESSIONS = (turns, rewards, trained_sessions, session_labels)
+"""Tables with rows of sessions, besides their own."""
+TABLES = {table.name: table for table in (groups, sessions, *OF_SESSIONS)}
+"""All archived tables, by name."""
+_ORDER = {turns.name: turns.c.seq, rewards.name: rewards.c.reward_id}
+"""The order of a session's rows, where it matters."""
+ROWS_AT_ONCE = 256
+"""Rows that are held in memory."""
+
+
+def select_rows(conn: sa.Connection, table_name: str, found: Sequence[StoredRow]) -> Iterator[Row]:
+    """Yield the rows of one table that belong to these sessions.
+
+    Args:
+        conn: A transaction.
+        table_name: One of `TABLES`.
+        found: Rows of sessions.
+    """
+    table = TABLES[table_name]
+    key = table.c.group_pk if table is groups else table.c.session_pk
+    wanted = {row.group_pk if table is groups else row.session_pk for row in found} - {None}
+    order = [key, *([_ORDER[table_name]] if table_name in _ORDER else [])]
+    rows = conn.execution_options(yield_per=ROWS_AT_ONCE).execute(
+        sa.select(table).where(is_among(conn.dialect.name, key, "wanted")).order_by(*order),
+        {"wanted": members(conn.dialect.name, wanted)},
+    )
+    for row in rows:
+        yield dict(row._mapping)  # noqa: SLF001  SQLAlchemy's public name
+
+
+def columns_of(table_name: str) -> dict[str, type]:
+    """Return the types of the columns of one of `TABLES`, by name."""
+    return {column.name: column.type.python_type for column in TABLES[table_name].c}
+
+
+class ArchivedSession(NamedTuple):
+    """One session with the rows that belong to it."""
+
+    session: Row
+    group: Row | None
+    """Its group's row as it was when the session was archived."""
+    others: Mapping[str, Sequence[Row]]
+    """The rows of the other tables, by table name."""
+
+
+def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
+    """Store a session again; return False if a session of this tenant and id is stored.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        archived: Its rows.
+    """
+    row = archived.session
+    known = sa.select(sessions.c.session_pk).where(
+        sessions.c.tenant == row["tenant"], sessions.c.session_id == row["session_id"]
+    )
+    if conn.execute(known).first() is not None:
+        return False
+    group_pk = None if archived.group is None else _join_group(conn, archived.group, row)
+    session_pk = conn.execute(
+        sa.insert(sessions).returning(sessions.c.session_pk),
+        {**_without(row, "session_pk"), "group_pk": group_pk},
+    ).scalar_one()
+    for table_name, others in archived.others.items():
+        key = "reward_id" if table_name == rewards.name else "session_pk"
+        if others:
+            conn.execute(
+                sa.insert(TABLES[table_name]),
+                [{**_without(each, key), "session_pk": session_pk} for each in others],
+            )
+    return True
+
+
+def _join_group(conn: sa.Connection, group: Row, session: Row) -> int:
+    """Count a session in its group; store the group if it has left the tables too. Return its row number."""
+    empty = {**_without(group, "group_pk"), "num_sessions": 0, "num_finished": 0}
+    insert_if_new(conn, groups, empty)
+    is_finished = session["status"] != SessionStatus.OPEN and session["num_rewards"] > 0
+    group_pk: int = conn.execute(
+        sa.update(groups)
+        .where(groups.c.tenant == group["tenant"], groups.c.group_id == group["group_id"])
+        .values(num_sessions=groups.c.num_sessions + 1, num_finished=groups.c.num_finished + int(is_finished))
+        .returning(groups.c.group_pk)
+    ).scalar_one()
+    return group_pk
+
+
+def _without(row: Row, name: str) -> dict[str, Any]:
+    return {column: value for column, value in row.items() if column != name}
+
+
+def grouped(rows_of: Mapping[str, Iterable[Row]]) -> Iterator[ArchivedSession]:
+    """Yield the sessions of one batch, with their rows from all tables; `rows_of` is by table name."""
+    groups_by_pk = {row["group_pk"]: row for row in rows_of[groups.name]}
+    others: dict[int, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for table in OF_SESSIONS:
+        for row in rows_of.get(table.name, ()):
+            others[row["session_pk"]][table.name].append(row)
+    for row in rows_of[sessions.name]:
+        yield ArchivedSession(row, groups_by_pk.get(row["group_pk"]), others[row["session_pk"]])
