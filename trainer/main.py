@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch
 
+from trainer.learning.optimizer import check_optimizer
 from trainer.loop.base import RLWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World, leave_world
@@ -61,8 +62,13 @@ def check_startable(settings: TrainerSettings) -> None:
         raise SettingsError(f"schedule={settings.schedule!r} needs total_batches: set it, or use schedule='constant'")
     if settings.kind is PolicyKind.LORA and importlib.util.find_spec("peft") is None:
         raise SettingsError("kind='lora' needs the package 'peft', which is not installed: run `pip install peft`")
-    if settings.compile and settings.multi_devices:
-        raise SettingsError("compile=true and multi_devices=true cannot be combined yet: set one of them to false")
+    if settings.multi_devices and (settings.optimizer_state != "device" or settings.weights_dtype != "float32"):
+        raise SettingsError(
+            f"multi_devices=true shards float32 weights and moments over the processes, so it excludes "
+            f"optimizer_state={settings.optimizer_state!r} with weights_dtype={settings.weights_dtype!r}: set them to "
+            "'device' and 'float32'"
+        )
+    check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
     check_packages(settings.tensorboard_dir, settings.wandb_project)
 
 

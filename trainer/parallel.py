@@ -7,7 +7,7 @@ gradients (inside FSDP2) and a few sums; the first process sends the claimed bat
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -55,14 +55,16 @@ class World:
         """The group in which a thread writes checkpoints while the others compute; None for one process."""
         return _background_group() if self.size > 1 else None
 
-    def own(self, rows: Sequence[Item]) -> list[tuple[Item, bool]]:
+    def own(self, rows: Sequence[Item], cost: Callable[[Item], float]) -> list[tuple[Item, bool]]:
         """Return this process's rows, each with whether it counts.
 
-        All processes get as many, since FSDP gathers weights in step: the last ones may compute a row for nothing.
+        All processes get as many, since FSDP gathers weights in step: the last ones may compute a row for nothing. The
+        rows that are computed at the same time have similar costs, since every process waits for the slowest.
         """
-        rounds = -(-len(rows) // self.size)
+        ordered = list(rows) if self.size == 1 else sorted(rows, key=cost, reverse=True)
+        rounds = -(-len(ordered) // self.size)
         places = [index * self.size + self.rank for index in range(rounds)]
-        return [(rows[min(place, len(rows) - 1)], place < len(rows)) for place in places]
+        return [(ordered[min(place, len(ordered) - 1)], place < len(ordered)) for place in places]
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all processes."""

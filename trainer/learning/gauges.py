@@ -25,16 +25,18 @@ class Gauges:
     def __init__(self) -> None:
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._maxima = dict.fromkeys(_MAXIMA, 0.0)
+        self._observed: list[Tensor] = []
+        """Sums and maxima of rows, on their device until `reduce`: reading one would wait for the device."""
 
     def observe(self, tokens: TrainedTokens, loss: Tensor, on_policy: Tensor, rule: LossRule) -> None:
         """Add the tokens of a row; `on_policy` marks those that the present weights sampled."""
         logprobs = tokens.logprobs.detach()
         ratio = ratio_of(logprobs, tokens.behaviour)
-        gap = (logprobs - tokens.behaviour).abs()[on_policy]
+        gap = torch.where(on_policy, (logprobs - tokens.behaviour).abs(), 0.0)
         # KL(trainer ‖ behaviour) from the behaviour's samples, in the form whose every term is at least 0.
         kl = ratio * (logprobs - tokens.behaviour) - (ratio - 1)
-        added: dict[str, float | Tensor] = {
-            "tokens": len(ratio),
+        added = {
+            "tokens": torch.ones_like(ratio).sum(),
             "loss": loss.detach(),
             "entropy": tokens.entropy.detach().sum(),
             "kl": kl.sum(),
@@ -42,19 +44,20 @@ class Gauges:
             "ratio_squared": ratio.square().sum(),
             "clipped": clipped(tokens, rule).sum(),
             "gap": gap.sum(),
-            "gap_tokens": len(gap),
+            "gap_tokens": on_policy.sum(),
+            "ratio_max": ratio.max(),
+            "gap_max": gap.max(),
         }
-        for name, value in added.items():
-            self._sums[name] += float(value)
-        self._maxima["ratio_max"] = max(self._maxima["ratio_max"], float(ratio.max()))
-        if len(gap):
-            self._maxima["gap_max"] = max(self._maxima["gap_max"], float(gap.max()))
+        self._observed.append(torch.stack([added[name].double() for name in (*_SUMS, *_MAXIMA)]))
 
     def reduce(self, world: World) -> None:
-        """Add the other processes' tokens."""
+        """Add all rows, and the other processes' tokens."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        sums = world.sum(torch.tensor(list(self._sums.values()), dtype=torch.float64, device=device))
-        maxima = world.max(torch.tensor(list(self._maxima.values()), dtype=torch.float64, device=device))
+        rows = torch.stack(self._observed) if self._observed else torch.zeros(1, len(_SUMS) + len(_MAXIMA)).double()
+        rows = rows.to(device)
+        sums = world.sum(rows[:, : len(_SUMS)].sum(0))
+        maxima = world.max(rows[:, len(_SUMS) :].max(0).values)
+        self._observed = []
         self._sums = dict(zip(_SUMS, sums.tolist(), strict=True))
         self._maxima = dict(zip(_MAXIMA, maxima.tolist(), strict=True))
 

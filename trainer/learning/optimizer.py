@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
+from trainer.learning.master_weights import MasterAdamW
 from turnwise.errors import SettingsError
 from turnwise.settings import Settings
 
@@ -24,6 +27,9 @@ class OptimizerRule(Settings):
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """Added to the denominator of Adam; a larger value makes smaller steps where gradients are tiny."""
     weight_decay: float = Field(default=0.0, ge=0)
+    optimizer_state: Literal["device", "host", "8bit"] = "device"
+    """Where and how Adam's moments are kept: in float32 beside the weights, in float32 in `host` memory, where the step
+    is computed too, or in `8bit` by the package bitsandbytes, on CUDA. The last two are for one process."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate over `total_batches` batches; `constant` needs no `total_batches`."""
     num_warmup_updates: int = Field(default=0, ge=0)
@@ -37,14 +43,47 @@ class OptimizerRule(Settings):
 
 
 def make_optimizer(parameters: list[Parameter], rule: OptimizerRule) -> torch.optim.Optimizer:
-    """Return the optimizer of these parameters."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=rule.learning_rate,
-        betas=rule.betas,
-        eps=rule.adam_epsilon,
-        weight_decay=rule.weight_decay,
-    )
+    """Return the optimizer of these parameters: torch's own, fused on CUDA, unless a setting or bfloat16 needs another.
+
+    Raises:
+        SettingsError: The package of `optimizer_state` is not installed.
+    """
+    options: dict[str, Any] = {
+        "lr": rule.learning_rate,
+        "betas": rule.betas,
+        "eps": rule.adam_epsilon,
+        "weight_decay": rule.weight_decay,
+    }
+    is_coarse = any(parameter.dtype is not torch.float32 for parameter in parameters)
+    check_optimizer(rule, has_coarse_weights=is_coarse)
+    if rule.optimizer_state == "8bit":
+        bitsandbytes = importlib.import_module("bitsandbytes")
+        optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters, **options)
+        return optimizer
+    if is_coarse or rule.optimizer_state == "host":
+        return MasterAdamW(parameters, **options, on_host=rule.optimizer_state == "host")
+    on_cuda = all(parameter.device.type == "cuda" for parameter in parameters)
+    return torch.optim.AdamW(parameters, **options, fused=True if on_cuda else None)
+
+
+def check_optimizer(rule: OptimizerRule, *, has_coarse_weights: bool) -> None:
+    """Check that the optimizer's state can be kept as the settings ask.
+
+    Raises:
+        SettingsError: A package is missing, or two settings do not fit together.
+    """
+    if rule.optimizer_state != "8bit":
+        return
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise SettingsError(
+            "optimizer_state='8bit' needs the package 'bitsandbytes', which is not installed: run `pip install "
+            "bitsandbytes`, or set optimizer_state='host'"
+        )
+    if has_coarse_weights:
+        raise SettingsError(
+            "optimizer_state='8bit' keeps no float32 masters, which weights in bfloat16 need: set "
+            "weights_dtype='float32', or optimizer_state='host'"
+        )
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, rule: OptimizerRule) -> lr_scheduler.LambdaLR:

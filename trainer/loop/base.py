@@ -74,16 +74,13 @@ class RLWorkflow(abc.ABC):
         enable_multi_devices: bool = False,
         enable_jit: bool = True,
     ) -> Self:
-        """Return a workflow over the ledger that the config names.
-
-        Several devices exclude compilation: FSDP shards what would be compiled as a whole.
-        """
+        """Return a workflow over the ledger that the config names."""
         settings = as_settings(config)
         workflow = cls._build(settings)
         workflow.add_recorders([JsonLines(settings.log_path or settings.policies_dir / "trainer.jsonl")])
         if enable_multi_devices:
             workflow.enable_multi_devices()
-        elif enable_jit:
+        if enable_jit:
             workflow.enable_jit()
         return workflow
 
@@ -98,7 +95,7 @@ class RLWorkflow(abc.ABC):
             self.recorder.add(recorder)
 
     def enable_jit(self) -> None:
-        """Compile this instance's forward pass with `torch.compile`; before `setup`."""
+        """Compile this instance's layers with `torch.compile`; before `setup`."""
         self.agent.policy.compiled = True
 
     def enable_multi_devices(self) -> None:
@@ -125,6 +122,7 @@ class RLWorkflow(abc.ABC):
             self.env.open(directory.base_version(self.config.model))
             self._serve_weights()
         self.commits.start(world, last.policy_version if last else 0)
+        self.agent.find_row_tokens(0 if last else self._moments_bytes())
         if last is None:
             return self._post_setup(state)
         if world.is_first:
@@ -179,6 +177,11 @@ class RLWorkflow(abc.ABC):
         if limits.chain_tokens is not None:
             longest = min(self.config.max_chain_tokens or limits.chain_tokens, limits.chain_tokens)
             self.config = self.config.model_copy(update={"max_chain_tokens": longest})
+
+    def _moments_bytes(self) -> int:
+        """Return the bytes beside the weights that a new optimizer allocates in its first step."""
+        on_device = self.config.optimizer_state == "device"
+        return 8 * sum(parameter.numel() for parameter in self.agent.policy.parameters()) if on_device else 0
 
     def _serve_weights(self) -> None:
         """Hand weights to engines from memory, and tell the proxy where."""

@@ -17,16 +17,21 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.learning.batch import Aggregation, Batch, Packing, Reals, Row, pack
+from trainer.learning.forest import Forest
 from trainer.learning.gauges import Gauges
 from trainer.learning.imports import import_function
 from trainer.learning.losses import LossRule, loss_of
 from trainer.learning.ratios import TrainedTokens
 from trainer.parallel import World
 from trainer.policy.model import Policy
-from turnwise.errors import BatchRefused
+from turnwise.errors import BatchRefused, SettingsError
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
+
+
+SHORTEST_ROW = 16
+"""Tokens of the shortest row that is tried at the start."""
 
 
 class AgentRule(LossRule):
@@ -41,6 +46,9 @@ class AgentRule(LossRule):
     """The constant that `session_sum` divides by."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
+    probe_rows: bool | None = None
+    """Compute a row of `row_tokens` tokens at the start, forward and backward, and shorter ones until one fits into
+    memory. By default with one process on CUDA; of several processes, each run avoids what did not fit before."""
     packing: Packing = "forest"
     """`forest` packs chains and shares their prefixes; `chain` gives each chain a row of its own, which models with
     sliding windows need."""
@@ -94,6 +102,47 @@ class PolicyAgent:
     def bound_rows(self, num_tokens: int | None) -> None:
         """Compute no rows of more tokens; None sets no bound."""
         self._memory_bound = num_tokens
+
+    def find_row_tokens(self, reserved_bytes: int) -> None:
+        """Halve the rows until one fits into memory beside so many bytes, which the optimizer allocates later.
+
+        Raises:
+            SettingsError: Not even a very short row fits.
+        """
+        wanted = self.rule.probe_rows
+        if not (self.policy.device.type == "cuda" and self.world.size == 1 if wanted is None else wanted):
+            return
+        while not self._fits(self.row_tokens, reserved_bytes):
+            shorter = self.row_tokens // 2
+            if shorter < SHORTEST_ROW:
+                raise SettingsError(
+                    f"a row of {self.row_tokens} tokens does not fit into the memory of {self.policy.device} beside "
+                    f"weights and optimizer: set gradient_checkpointing=true, weights_dtype='bfloat16' or "
+                    "optimizer_state='host', use more devices, or lower engine_gpu_memory"
+                )
+            log.warning("a row of %d tokens does not fit into memory, trying %d", self.row_tokens, shorter)
+            self.bound_rows(shorter)
+        log.info("rows of %d tokens fit into memory", self.row_tokens)
+
+    def _fits(self, num_tokens: int, reserved_bytes: int) -> bool:
+        """Return whether a row of tokens of one chain can be computed forward and backward."""
+        forest = Forest()
+        forest.insert(np.arange(num_tokens, dtype=np.int32) % self.policy.config.vocab_size)
+        places = np.arange(num_tokens)
+        row = Row(layout=forest.lay_out(), predictor=places, token=places)
+        try:
+            reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=self.policy.device)
+            logprobs, entropy = self.policy.logprobs(row, torch.ones(num_tokens), torch.zeros(num_tokens))
+            (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+            del reserved
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            for parameter in self.policy.parameters():
+                parameter.grad = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return True
 
     def shard(self, axis: str) -> None:
         """Shard the policy and the reference over a device mesh whose dimension has this name; before `load`."""
@@ -212,7 +261,9 @@ class PolicyAgent:
         aggregation = "session_mean" if self.rule.algorithm == "dpo" else self.rule.aggregation
         weights = batch.weights(members, aggregation, self.rule.session_tokens)
         gauges = Gauges()
-        for row, counts in self.world.own(rows):
+        own = self.world.own(rows, self.policy.operations)
+        for number, (row, counts) in enumerate(own, 1):
+            self.policy.sync_gradients(is_wanted=number == len(own))
             with self._reporting_memory(batch, row):
                 tokens = self._tokens(batch, row, weights if counts else np.zeros_like(weights), proximal)
                 loss = loss_of(tokens, self.rule, self._custom_loss)
@@ -259,7 +310,7 @@ class PolicyAgent:
         gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=policy.device)
         rows = pack(batch, members, self.row_tokens, self.packing)
         with torch.no_grad():
-            for row, counts in self.world.own(rows):
+            for row, counts in self.world.own(rows, self.policy.operations):
                 with self._reporting_memory(batch, row):
                     logprobs, _ = self._forward(policy, batch, row)
                 if counts:

@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
 
 
 def load_model(spec: PolicySpec, attention: str) -> nn.Module:
-    """Load the base model in float32 on the CPU, with a fresh adapter for LoRA.
+    """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA.
 
     Raises:
         BadCheckpoint: There is no such model.
@@ -44,7 +44,9 @@ def load_model(spec: PolicySpec, attention: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with _named_errors(spec):
-        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.model, dtype=getattr(torch, spec.weights_dtype), attn_implementation=attention
+        )
     return _prepared(model, spec)
 
 
@@ -102,9 +104,7 @@ def copy_tokenizer(source: str, directory: Path) -> None:
 
 
 def _prepared(model: Any, spec: PolicySpec) -> nn.Module:
-    """Return the model in training mode without dropout, with an adapter and checkpointing as the settings ask."""
-    if spec.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    """Return the model in training mode without dropout, with an adapter for LoRA."""
     if spec.kind is PolicyKind.LORA:
         from peft import LoraConfig, get_peft_model
 
@@ -115,8 +115,6 @@ def _prepared(model: Any, spec: PolicySpec) -> nn.Module:
             task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, adapter)
-        if spec.gradient_checkpointing:
-            model.enable_input_require_grads()
     model.train()
     return _without_dropout(cast("nn.Module", model))
 

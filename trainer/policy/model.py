@@ -25,6 +25,7 @@ from trainer.learning.forest import Layout
 from trainer.learning.logprobs import linear_logprobs, selected_logprobs
 from trainer.policy.head import OutputLayer
 from trainer.policy.loading import allocate, base_of, copy_tokenizer, empty_model, load_model, tied_names
+from trainer.policy.tuning import checkpoint_layers, needs_checkpointing, use_liger, uses_liger
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.settings import Settings
 from turnwise.types import PolicyKind
@@ -40,17 +41,27 @@ class PolicySpec(Settings):
     device: str = "auto"
     """`auto` is CUDA where it is available, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the computation; weights and optimizer stay in float32. `auto`: bfloat16 on CUDA, else float32."""
+    """Precision of the computation; the optimizer's state stays in float32. `auto`: bfloat16 on CUDA, else float32."""
     attention: Literal["auto", "flex_attention", "sdpa", "eager"] = "auto"
     """Attention implementation of transformers. `auto`: FlexAttention on CUDA, which skips what the tokens of a packed
     row do not see, else SDPA. On a CPU FlexAttention has no backward."""
     float32_head: bool = False
-    """Compute logits in float32 also where the rest is computed in bfloat16; on one device, without `compile`."""
+    """Compute logits in float32 also where the rest is computed in bfloat16; on one device."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights that engines load. `auto` is that of the computation. The trainer's own state stays in
     float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights in memory. `bfloat16` halves them, and the optimizer keeps float32 masters; for one
+    process. Several processes shard float32 weights, and compute with copies in bfloat16 already."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, about a third more time. By default where the weights,
+    the optimizer and the activations of a row of 8192 tokens would not fit into the free memory of the GPU."""
+    sync_every_row: bool = False
+    """Reduce gradients over the processes after each row, not after the last one of an optimizer step: more traffic,
+    and 4 bytes a parameter less memory on each GPU."""
+    liger: bool | None = None
+    """Use the norm, rotary embedding and SwiGLU kernels of the package liger-kernel. By default where it is installed,
+    on CUDA."""
     lora_rank: int = Field(default=16, ge=1)
     lora_alpha: int = Field(default=32, ge=1)
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -67,7 +78,7 @@ class Policy:
     def __init__(self, spec: PolicySpec) -> None:
         self.spec = spec
         self.compiled = False
-        """Whether `load` compiles the forward pass. Rows differ in length, hence dynamic shapes."""
+        """Whether `load` compiles each layer. Rows differ in length, hence dynamic shapes."""
         self.mesh_axis: str | None = None
         """Name of the mesh's dimension that `load` shards over; None keeps the model whole."""
         self.device = torch.device("cpu")
@@ -87,17 +98,17 @@ class Policy:
         """
         torch.manual_seed(seed)
         self.device = resolve_device(self.spec.device)
-        self.compute_dtype = _compute_dtype(self.spec.dtype, self.device)
+        wanted = self.spec.dtype if self.spec.weights_dtype == "float32" else self.spec.weights_dtype
+        self.compute_dtype = _compute_dtype(wanted, self.device)
         self.attention = _attention(self.spec.attention, self.device)
         self.model: nn.Module
         if self.mesh_axis is None:
-            self.model = load_model(self.spec, self.attention).to(self.device)
+            self.model = self._tuned(load_model(self.spec, self.attention).to(self.device))
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
-        can_split = self.mesh_axis is None and not self.compiled
-        self._head = OutputLayer.of(base_of(self.model)) if can_split else None
+        self._head = OutputLayer.of(base_of(self.model)) if self.mesh_axis is None else None
+        self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self._keeps_logits = "logits_to_keep" in inspect.signature(base_of(self.model).forward).parameters
-        self._forward: Any = torch.compile(self.model, dynamic=True) if self.compiled else self.model
 
     @property
     def attends_to_all(self) -> bool:
@@ -118,7 +129,7 @@ class Policy:
 
     def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
         """Build the model without weights, shard it, and let the first process send each process its shards."""
-        self.model = empty_model(self.spec, self.attention)
+        self.model = self._tuned(empty_model(self.spec, self.attention))
         self._shard(axis)
         allocate(self.model, self.device)
         if not with_weights and self.spec.kind is PolicyKind.FULL:
@@ -128,6 +139,42 @@ class Policy:
         weights = load_model(self.spec, self.attention).state_dict() if is_first else {}
         self.load_trained_state(weights, from_first=True)
 
+    def _tuned(self, model: nn.Module) -> nn.Module:
+        """Return the model with kernels, checkpointing and compiled layers as the settings ask."""
+        if uses_liger(self.spec.liger, self.device):
+            use_liger(base_of(model))
+        wanted = self.spec.gradient_checkpointing
+        if wanted if wanted is not None else needs_checkpointing(model, base_of(model).config, self.device):
+            checkpoint_layers(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype is not torch.float32:
+                parameter.grad_dtype = torch.float32  # rows are added up in it
+        if self.compiled:
+            for layer in self._layers(model):
+                layer.compile(dynamic=True)
+        return model
+
+    @staticmethod
+    def _layers(model: nn.Module) -> list[nn.Module]:
+        """Return the decoder layers."""
+        names = getattr(base_of(model), "_no_split_modules", None) or ()
+        return [module for module in model.modules() if type(module).__name__ in names]
+
+    def operations(self, row: Row) -> float:
+        """Return the floating point operations of a row's forward and backward pass, as far as they matter."""
+        config = self.config
+        width = config.num_attention_heads * getattr(
+            config, "head_dim", config.hidden_size // config.num_attention_heads
+        )
+        pairs = float((row.layout.positions + 1).sum())
+        attention = 12.0 * float(config.num_hidden_layers * width) * pairs
+        return 6.0 * self._num_weights * len(row.layout.tokens) + attention
+
+    def sync_gradients(self, *, is_wanted: bool) -> None:
+        """Reduce the gradient of the next backward pass over the processes, or keep it for a later one."""
+        if self.mesh_axis is not None and not self.spec.sync_every_row:
+            cast("Any", self.model).set_requires_gradient_sync(is_wanted)
+
     def _shard(self, axis: str) -> None:
         """Shard parameters, gradients and optimizer with FSDP2, layer by layer, over all processes."""
         from torch.distributed.device_mesh import init_device_mesh
@@ -135,10 +182,8 @@ class Policy:
 
         mesh = init_device_mesh(self.device.type, (torch.distributed.get_world_size(),), mesh_dim_names=(axis,))
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
-        layers = getattr(base_of(self.model), "_no_split_modules", None) or ()
-        for module in list(self.model.modules()):
-            if type(module).__name__ in layers:
-                fully_shard(module, mesh=mesh, mp_policy=precision)
+        for layer in self._layers(self.model):
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
 
     def logprobs(self, row: Row, temperature: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +219,7 @@ class Policy:
         if self._keeps_logits:
             inputs["logits_to_keep"] = keep
         with self._autocast():
-            logits = self._forward(**inputs).logits[0]
+            logits = self.model(**inputs).logits[0]
         return cast("Tensor", logits if self._keeps_logits else logits[keep])
 
     def _mask(self, layout: Layout) -> Tensor | BlockMask:

@@ -13,6 +13,7 @@ from support.trainer_ledger import Rollouts, make_model, new_ledger, settings_fo
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.policy.loading import allocate, empty_model, load_model
 from trainer.policy.model import Policy, PolicySpec, resolve_device
+from turnwise.errors import SettingsError
 from turnwise.store import queries
 
 
@@ -79,6 +80,31 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
     expected, cut = (load_file(path / "policies/v000001/model.safetensors") for path in (other, tmp_path))
     for name, value in expected.items():
         torch.testing.assert_close(cut[name], value, atol=1e-5, rtol=0)
+
+
+def test_rows_that_fit_are_found_at_the_start(tmp_path, model, ledger, monkeypatch, caplog):
+    """200 and 100 tokens do not fit, 50 do: no row of a batch fails after that, and no gradient is left."""
+    caplog.set_level(logging.INFO)
+    Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=3)
+    small_memory(monkeypatch, 60)
+    settings = settings_for(tmp_path, model, total_batches=1, row_tokens=200, probe_rows=True)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.setup(0)
+    assert workflow.agent.row_tokens == 50
+    assert all(parameter.grad is None for parameter in workflow.agent.policy.parameters())
+    workflow.learn(state)
+    workflow.close()
+    assert "rows of 50 tokens fit into memory" in caplog.text
+    assert "does not fit into the device's memory" not in caplog.text
+
+
+def test_a_model_beside_which_no_row_fits_ends_the_start_with_advice(tmp_path, model, ledger, monkeypatch):
+    small_memory(monkeypatch, 10)
+    settings = settings_for(tmp_path, model, row_tokens=64, probe_rows=True)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    with pytest.raises(SettingsError, match="a row of 16 tokens does not fit into the memory of cpu"):
+        workflow.setup(0)
+    workflow.close()
 
 
 def test_a_group_that_does_not_fit_into_memory_is_refused_and_training_continues(

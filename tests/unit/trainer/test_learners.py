@@ -230,6 +230,12 @@ def test_the_size_of_a_model_is_read_from_the_heads_of_its_files(tmp_path):
     assert num_parameters(tmp_path) == 0
 
 
-def test_several_devices_and_compilation_are_refused_together():
-    with pytest.raises(SettingsError, match="compile=true and multi_devices=true cannot be combined"):
-        run(TrainerSettings(model="m", compile=True, multi_devices=True))
+@pytest.mark.parametrize("changes", [{"optimizer_state": "host"}, {"weights_dtype": "bfloat16"}])
+def test_several_devices_exclude_what_one_process_keeps_elsewhere(changes):
+    with pytest.raises(SettingsError, match="multi_devices=true shards float32 weights and moments"):
+        run(TrainerSettings(model="m", multi_devices=True, **changes))
+
+
+def test_an_optimizer_of_a_missing_package_is_refused_at_the_start():
+    with pytest.raises(SettingsError, match="needs the package 'bitsandbytes', which is not installed"):
+        run(TrainerSettings(model="m", optimizer_state="8bit"))

@@ -8,9 +8,9 @@ from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger,
 
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World
-from trainer.policy import agent
 from trainer.policy.agent import OutOfMemory
 from trainer.policy.memory_limits import MemoryLimits, read_limits
+from trainer.policy.model import Policy
 
 
 def test_a_row_of_several_chains_halves_the_rows_and_a_single_chain_bounds_the_chains():
@@ -31,12 +31,12 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
     settings = settings_for(tmp_path, model, packing=packing, row_tokens=64, total_batches=1, num_threads=1)
     rows = []
 
-    def forward(_policy, _batch, row):
+    def logprobs(_policy, row, *_rest):
         rows.append(len(row.layout.tokens))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(agent.PolicyAgent, "_forward", staticmethod(forward))
-    monkeypatch.setattr(World, "own", lambda _world, rows: [(row, True) for row in rows])
+    monkeypatch.setattr(Policy, "logprobs", logprobs)
+    monkeypatch.setattr(World, "own", lambda _world, rows, _cost: [(row, True) for row in rows])
     monkeypatch.setattr(World, "share", lambda _world, item: item)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)

@@ -1,0 +1,76 @@
+"""Choices that change speed and memory of a model and none of its results: checkpointing of layers, and kernels."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.policy.loading import base_of
+
+STATE_BYTES = 16
+"""Of a trained parameter: weight, gradient and two moments in float32."""
+FROZEN_BYTES = 4
+ROW_TOKENS = 8192
+"""Tokens of the row that activations are estimated for."""
+ACTIVATIONS_OF_LAYER = 34
+"""Bytes that a transformer layer keeps for the backward pass, per token and unit of its hidden size, in 16 bits and
+without attention matrices (arXiv:2205.05198, section 4.1, rounded)."""
+
+
+def needs_checkpointing(model: nn.Module, config: Any, device: torch.device) -> bool:
+    """Return whether training the model would not fit into the device's free memory without checkpointing."""
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    # Weights that are on the device already are not in `free`, and those of an empty model are sharded.
+    shards = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return memory_of_training(model, config, shards) > free + _bytes_on(model, device)
+
+
+def memory_of_training(model: nn.Module, config: Any, num_shards: int = 1) -> int:
+    """Return an estimate of the bytes that each process needs: its share of the state, and the activations of a row."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    state = sum(
+        parameter.numel() * (STATE_BYTES if parameter.requires_grad else FROZEN_BYTES)
+        for parameter in model.parameters()
+    )
+    activations = ACTIVATIONS_OF_LAYER * ROW_TOKENS * int(text.hidden_size) * int(text.num_hidden_layers)
+    return state // num_shards + activations
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Recompute the activations of each layer in the backward pass."""
+    base = base_of(model)
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    if base is not model:
+        base.enable_input_require_grads()  # with frozen embeddings no input of a layer would need a gradient
+
+
+def uses_liger(wanted: bool | None, device: torch.device) -> bool:
+    """Return whether the kernels of liger-kernel are used: by default where they are installed, on CUDA."""
+    if wanted is not None:
+        return wanted
+    return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
+def use_liger(model: Any) -> None:
+    """Replace norm, rotary embedding and SwiGLU of a model by liger-kernel's, where it knows the architecture.
+
+    The loss is left as it is: it is computed in chunks already.
+    """
+    patch = importlib.import_module("liger_kernel.transformers").monkey_patch
+    known = getattr(patch, "MODEL_TYPE_TO_APPLY_LIGER_FN", {})
+    if model.config.model_type in known:
+        patch._apply_liger_kernel_to_instance(  # noqa: SLF001  liger's own entry for models that exist already
+            model=model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+
+
+def _bytes_on(model: nn.Module, device: torch.device) -> int:
+    return sum(
+        parameter.numel() * parameter.element_size() for parameter in model.parameters() if parameter.device == device
+    )
