@@ -21,3 +21,5 @@ make_environment() { # NAME INTERPRETER PACKAGE…
 }
 
 make_environment harbor "${PYTHON312:-python3.12}" harbor==0.24.0
+make_environment verifiers "${PYTHON:-python3}" verifiers==0.4.0
+make_environment rllm "${PYTHON:-python3}" rllm-model-gateway==0.1.0
