@@ -11,13 +11,14 @@ import dataclasses
 import json
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from turnwise.client import AsyncClient
 from turnwise.errors import Conflict, GraderFailed
 from turnwise.rewards import transcript
+from turnwise.rewards.agreement import Agreement, agreement, read_outcomes, require, session_rewards, units_of
 from turnwise.rewards.judge import SOURCE as JUDGE
 from turnwise.rewards.settings import RewardSettings, check
 from turnwise.rewards.sources import Source, make_source
@@ -87,6 +88,25 @@ class Poster:
             except TimeoutError:
                 continue
         return self.counts
+
+    async def measure(self, outcomes: Mapping[str, float]) -> Agreement:
+        """Let the source decide on sessions of known outcome, without posting; return its agreement.
+
+        Raises:
+            GraderFailed: it gives no verdict on one of them.
+            NotFound: one of them is not stored.
+        """
+        documents = [await self._document(await self._client.session(session_id)) for session_id in outcomes]
+        units = units_of(documents, relative=self._settings.relative)
+
+        async def decide(unit: list[Json]) -> dict[str, float]:
+            async with self._places:
+                return session_rewards(unit, await self._attempt(unit))
+
+        decided = await asyncio.gather(*(decide(unit) for unit in units))
+        if not self._settings.relative:
+            decided = [{name: value for unit in decided for name, value in unit.items()}]
+        return agreement(outcomes, decided)
 
     def _is_full(self) -> bool:
         limit = self._settings.max_sessions
@@ -192,6 +212,7 @@ async def post_rewards(
 
     Raises:
         SettingsError: the settings do not fit together, or the program or function cannot be found.
+        GraderFailed: the source disagrees with the outcomes of its check set.
         ProxyUnavailable: the proxy cannot be reached.
     """
     check(settings)
@@ -202,6 +223,10 @@ async def post_rewards(
             await client.wait_until_ready(READY_SECONDS)
             poster = Poster(settings, client, source, say)
             on_start(poster)
+            if settings.check is not None:
+                measured = await poster.measure(read_outcomes(settings.check))
+                say(f"the source {measured.line()}")
+                require(measured, settings.min_agreement)
             return await poster.run()
     finally:
         await source.close()

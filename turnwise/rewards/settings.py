@@ -46,7 +46,14 @@ class RewardSettings(Settings):
     relative: bool = False
     """The judge compares the sessions of a group with each other, in one call, instead of scoring each alone."""
     votes: int = Field(default=2, ge=1)
-    """Calls of the judge for each verdict, which are averaged; every second one sees a group in reversed order."""
+    """Calls of the judge for each verdict, which are averaged. Each sees the sessions of a group in another order."""
+    judge_cache: Path | None = None
+    """File in which a judge's answers are kept; no vote on the same prompt is asked for again."""
+    check: Path | None = None
+    """JSON Lines file with `session_id` and `reward` of sessions whose outcome is known: the source decides on them
+    first, and posts nothing if it disagrees."""
+    min_agreement: float = Field(default=0.7, ge=0, le=1)
+    """With check: share of the pairs of sessions with different outcomes that the source must rank as they are."""
     parallel: int = Field(default=4, ge=1)
     """Verdicts at a time."""
     timeout: float = Field(default=60.0, gt=0)
@@ -78,5 +85,7 @@ def check(settings: RewardSettings) -> None:
         raise SettingsError(f"--source {settings.source} needs --{needed}")
     if settings.function is not None and ":" not in settings.function:
         raise SettingsError(f"--function {settings.function!r} names no function; write module:function")
+    if settings.judge_cache is not None and settings.source != "judge":
+        raise SettingsError(f"--judge-cache is for --source judge, not for {settings.source}")
     if settings.relative and settings.source != "judge":
         raise SettingsError(f"--relative is for --source judge, not for {settings.source}")

@@ -143,6 +143,30 @@ def test_a_relative_judge_compares_a_group_in_both_orders(proxy, client, fake_en
     )
 
 
+def test_a_judge_that_disagrees_with_known_outcomes_posts_nothing_and_kept_answers_are_not_asked_for_again(
+    proxy, client, fake_engine: RunningFakeEngine, tmp_path
+):
+    """It prefers `bad` to `good`. With the outcomes swapped it agrees, on the kept answers, and rewards all three."""
+    for name in ("good", "bad", "new"):
+        play(client, name, f"this is {name}")
+    for name, score in (("good", 2), ("bad", 9), ("new", 5)):
+        fake_engine.answer(Rule(contains=f"this is {name}", reply=Reply(text=f'{{"score": {score}}}')))
+    known = tmp_path / "known.jsonl"
+    known.write_text('{"session_id": "good", "reward": 1}\n{"session_id": "bad", "reward": 0}\n')
+    arguments = ("--source", "judge", "--votes", "1", "--check", "known.jsonl", "--judge-cache", "answers.jsonl")
+    status, _, said = finished(tmp_path, proxy, *arguments)
+    assert status == 1
+    assert "agrees with 0% of 1 pairs of 2 checked sessions; at least 70% are required" in said
+    assert client.session("bad")["reward"] is None
+    known.write_text('{"session_id": "good", "reward": 0}\n{"session_id": "bad", "reward": 1}\n')
+    num_calls = len(fake_engine.calls)
+    status, counts, said = finished(tmp_path, proxy, *arguments)
+    assert (status, counts["num_sessions"]) == (0, 3), said
+    assert "agrees with 100% of 1 pairs" in said
+    assert [client.session(name)["reward"] for name in ("good", "bad", "new")] == [0.2, 0.9, 0.5]
+    assert len(fake_engine.calls) == num_calls + 1, "only the new session is judged"
+
+
 def test_watch_rewards_later_sessions_and_a_kill_neither_loses_nor_duplicates_a_reward(proxy, client, tmp_path):
     write_program(tmp_path / "grade.sh", "#!/bin/sh\necho x >> graded\necho 1\n")
     arguments = ("--source", "command", "--command", "./grade.sh", "--watch", "--poll-seconds", "0.2")

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.errors import GraderFailed
-from turnwise.rewards.judge import MAX_CONVERSATION_CHARS, as_text, read_scores
+from turnwise.errors import GraderFailed, SettingsError
+from turnwise.rewards.agreement import agreement, read_outcomes, require
+from turnwise.rewards.judge import MAX_CONVERSATION_CHARS, as_text, order_of, read_scores
 from turnwise.rewards.transcript import conversation, document
 
 
@@ -42,3 +43,32 @@ def test_a_conversation_is_joined_from_the_new_messages_of_each_turn():
         ["a", "A", "b", "B"],
         ["a", "A", "c", "C"],
     ]
+
+
+def test_over_all_orders_each_session_stands_equally_often_at_each_place():
+    assert [order_of(vote, 3) for vote in range(4)] == [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]]
+    places = [order_of(vote, 3).index(0) for vote in range(6)]
+    assert sorted(places) == [0, 0, 1, 1, 2, 2]
+    assert order_of(1, 1) == [0]
+
+
+def test_agreement_is_the_share_of_pairs_of_different_outcome_that_are_ranked_alike():
+    """(a, b) right, (a, c) equal, (d, b) and (d, c) wrong; (a, d) and (b, c) have equal outcomes: 1.5 of 4."""
+    outcomes = {"a": 1.0, "b": 0.0, "c": 0.0, "d": 1.0}
+    rewards = {"a": 0.7, "b": 0.6, "c": 0.7, "d": 0.5}
+    found = agreement(outcomes, [rewards])
+    assert (found.num_sessions, found.num_pairs, found.value) == (4, 4, pytest.approx(1.5 / 4))
+    in_groups = agreement(outcomes, [{"a": 0.7, "b": 0.6}, {"c": 0.1, "d": 0.5}])
+    assert (in_groups.num_pairs, in_groups.value) == (2, 1.0)
+    require(in_groups, 0.9)
+    with pytest.raises(GraderFailed, match="agrees with 38% of 4 pairs of 4 checked sessions; at least 50%"):
+        require(found, 0.5)
+    with pytest.raises(GraderFailed, match="no two of 1 checked sessions"):
+        require(agreement(outcomes, [{"a": 1.0}]), 0.0)
+
+
+def test_a_line_that_is_no_known_outcome_is_named(tmp_path):
+    path = tmp_path / "known.jsonl"
+    path.write_text('{"session_id": "a", "reward": 1}\n\n{"session_id": "b"}\n')
+    with pytest.raises(SettingsError, match=r"known\.jsonl:3 is no known outcome"):
+        read_outcomes(path)
