@@ -36,7 +36,7 @@ MAY: dict[str, frozenset[str]] = {
     "trainer": frozenset({"reward", "label", "read", "experiences", "publish", "describe", "metrics"}),
     "admin": frozenset(
         {"call", "reward", "end", "create", "label", "read", "experiences", "publish", "activate", "keys", "delete"}
-        | {"describe", "metrics"}
+        | {"describe", "metrics", "examine"}
     ),
 }
 """The actions of each role. The first two roles are those of session keys, which are valid for one session."""
@@ -54,6 +54,7 @@ PHRASES = {
     "delete": "delete sessions and tenants",
     "describe": "read the OpenAPI document",
     "metrics": "read metrics",
+    "examine": "examine the installation",
 }
 """The description of each action, for error messages."""
 ACTION_OF_ROUTE = {
@@ -78,6 +79,8 @@ ACTION_OF_ROUTE = {
     "GET /v1/counts": "read",
     "GET /v1/events": "read",
     "GET /v1/updates": "read",
+    "GET /v1/updates/summaries": "read",
+    "GET /v1/doctor": "examine",
     "GET /v1/budget": "read",
     "GET /v1/keys": "keys",
     "POST /v1/keys": "keys",

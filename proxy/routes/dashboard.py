@@ -15,7 +15,7 @@ from turnwise.errors import NotFound
 
 router = APIRouter()
 
-MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "txt": "text/plain"}
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
@@ -33,9 +33,9 @@ async def dashboard() -> Response:
     return _file("index.html")
 
 
-@router.get("/web/{name}", include_in_schema=False)
+@router.get("/web/{name:path}", include_in_schema=False)
 async def web_file(name: str) -> Response:
-    """Return a script or the style of the page."""
+    """Return a script or a style of the page, or the licence of a part of it."""
     return _file(name)
 
 
@@ -48,6 +48,8 @@ def _file(name: str) -> Response:
 
 @functools.cache
 def _files() -> dict[str, bytes]:
-    """Return the page's files by name."""
-    found = importlib.resources.files("proxy.routes.web").iterdir()
-    return {file.name: file.read_bytes() for file in found if file.name.rpartition(".")[2] in MEDIA_TYPES}
+    """Return the page's files by their paths."""
+    web = importlib.resources.files("proxy.routes.web")
+    found = {file.name: file for file in web.iterdir()}
+    found |= {f"vendor/{file.name}": file for file in web.joinpath("vendor").iterdir()}
+    return {name: file.read_bytes() for name, file in found.items() if name.rpartition(".")[2] in MEDIA_TYPES}

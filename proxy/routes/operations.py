@@ -13,13 +13,15 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from proxy.auth import Principal
 from proxy.routes.limits import LimitedRoute
-from proxy.routes.models import Answer, UpdatePage, answer, describe_answer
+from proxy.routes.models import Answer, Page, UpdatePage, answer, describe_answer
 from proxy.routes.openapi import describe
 from proxy.routes.serialise import caller, page, update_json
 from proxy.services import Services, services_of
 from proxy.writer.client import ANSWER_SECONDS
+from turnwise.commands import doctor
 from turnwise.errors import ClientError, StoreError
-from turnwise.store import policies, queries, trained
+from turnwise.store import policies, queries, trained, update_summaries
+from turnwise.store.update_summaries import UpdateSummary
 from turnwise.types import Json
 
 router = APIRouter(tags=["operations"])
@@ -83,6 +85,18 @@ class BudgetAnswer(Answer):
     tenant: Spending
     days: int | None
     """Period of both budgets in UTC days, today included; null for budgets that are never renewed."""
+
+
+class UpdateSummaries(Page):
+    """Some updates in a few numbers."""
+
+    data: list[UpdateSummary]
+
+
+class DoctorAnswer(Page):
+    """The findings about this installation."""
+
+    data: list[doctor.Finding]
 
 
 class ReadyAnswer(Answer):
@@ -187,6 +201,31 @@ async def list_updates(
             return page([update_json(view) for view in found], more)
 
     return answer(await asyncio.to_thread(read))
+
+
+@control.get("/updates/summaries", responses=describe_answer(UpdateSummaries))
+async def summarise_updates(
+    services: Annotated[Services, Depends(services_of)],
+    principal: Caller,
+    limit: Annotated[int, Query(ge=1, le=500)] = 100,
+) -> Response:
+    """List the newest updates in a few numbers, oldest first, with this tenant's rewards and dropped groups."""
+
+    def read() -> Json:
+        with services.database.read() as connection:
+            found = update_summaries.summarise_updates(connection, principal.tenant, limit=limit)
+            return page([dataclasses.asdict(each) for each in found], has_more=False)
+
+    return answer(await asyncio.to_thread(read))
+
+
+@control.get("/doctor", responses=describe_answer(DoctorAnswer))
+async def examine(services: Annotated[Services, Depends(services_of)], _: Caller) -> Response:
+    """Examine engines and database as `turnwise doctor` does; each engine gets a few calls of one token."""
+    settings = services.settings
+    engines, database = [engine.url for engine in services.pool.engines], settings.database.get_secret_value()
+    found = await asyncio.to_thread(lambda: list(doctor.examine_running(engines, database)))
+    return answer(page([dataclasses.asdict(each) for each in found], has_more=False))
 
 
 @router.get("/openapi.json", include_in_schema=False)

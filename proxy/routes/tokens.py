@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,8 +15,11 @@ from proxy.routes.limits import Id, LimitedRoute
 from proxy.routes.models import Answer, answer, describe_answer
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
+from turnwise.chains import is_trainable
+from turnwise.credit import SessionCredit
+from turnwise.store import experiences, queries, trained
 from turnwise.store.session_records import turn_path
-from turnwise.types import Json, TokenIds, Turn
+from turnwise.types import TRAINED_ROLES, Json, Role, TokenIds, Turn
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
 
@@ -32,6 +36,15 @@ class Segment(Answer):
     """Position after its last token."""
     policy_version_first: int
     policy_version_last: int
+    role: Role
+    is_trainable: bool
+    """Whether the tokens may carry loss: they are sampled, and neither the turn's outcome nor its role prevents it."""
+    reward: float | None
+    """The turn's reward under the session's credit policy; null without a reward, and for a prompt."""
+    turn_return: float | None
+    """The turn's reward after discount."""
+    advantage: float | None
+    """The turn's advantage in the last update that trained it; null if none did."""
 
 
 class TokensAnswer(Answer):
@@ -60,12 +73,18 @@ async def get_tokens(
     def read() -> Json:
         with services.database.read() as connection:
             path = turn_path(connection, principal.tenant, turn_id)
-        return _tokens(path, services.sessions.template)
+            session_pk = queries.session_pk_of_turn(connection, turn_id)
+            credit = experiences.session_credit(connection, session_pk)
+            updates = trained.trained_in(connection, [session_pk]).get(session_pk, [])
+        advantages = {turn: value for _, of_turns in updates for turn, value in of_turns.items()}
+        return _tokens(path, services.sessions.template, credit, advantages)
 
     return answer(await asyncio.to_thread(read))
 
 
-def _tokens(path: list[Turn], template: ChatTemplate | None) -> Json:
+def _tokens(
+    path: list[Turn], template: ChatTemplate | None, credit: SessionCredit | None, advantages: Mapping[str, float]
+) -> Json:
     segments: list[Json] = []
     parts: list[TokenIds] = []
     logprobs: list[float | None] = []
@@ -75,17 +94,8 @@ def _tokens(path: list[Turn], template: ChatTemplate | None) -> Json:
             if not ids.size:
                 continue
             start, end = end, end + int(ids.size)
-            segments.append(
-                {
-                    "kind": kind,
-                    "turn_id": turn.turn_id,
-                    "seq": turn.seq,
-                    "start": start,
-                    "end": end,
-                    "policy_version_first": turn.policy_version_first,
-                    "policy_version_last": turn.policy_version_last,
-                }
-            )
+            credited = _credit(turn, credit, advantages) if kind == "sampled" else NO_CREDIT
+            segments.append({"kind": kind, "start": start, "end": end, **_of_turn(turn), **credited})
             parts.append(ids)
             has_logprobs = kind == "sampled" and turn.logprobs.size == ids.size
             logprobs += turn.logprobs.astype(float).tolist() if has_logprobs else [None] * int(ids.size)
@@ -99,4 +109,21 @@ def _tokens(path: list[Turn], template: ChatTemplate | None) -> Json:
         "segments": segments,
         "pieces": {str(token): piece for token, piece in pieces.items()},
         "special_ids": [token for token, piece in pieces.items() if piece in special],
+    }
+
+
+def _of_turn(turn: Turn) -> Json:
+    names = ("turn_id", "seq", "policy_version_first", "policy_version_last")
+    return {name: getattr(turn, name) for name in names} | {"role": turn.role or Role.MAIN}
+
+
+NO_CREDIT: Json = {"is_trainable": False, "reward": None, "turn_return": None, "advantage": None}
+
+
+def _credit(turn: Turn, credit: SessionCredit | None, advantages: Mapping[str, float]) -> Json:
+    return {
+        "is_trainable": is_trainable(turn) and (turn.role or Role.MAIN) in TRAINED_ROLES,
+        "reward": None if credit is None else credit.turn_rewards.get(turn.turn_id),
+        "turn_return": None if credit is None else credit.turn_returns.get(turn.turn_id),
+        "advantage": advantages.get(turn.turn_id),
     }

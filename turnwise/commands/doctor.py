@@ -63,6 +63,14 @@ def examine(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
     yield _database(database_url)
 
 
+def examine_running(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
+    """Yield the findings about a running proxy: its interpreter, its engines and its database."""
+    yield _python()
+    for url in engine_urls:
+        yield from engine_findings(url)
+    yield _database(database_url)
+
+
 def _python() -> Finding:
     good = sys.version_info >= (3, 11)
     text = f"Python {platform.python_version()}"

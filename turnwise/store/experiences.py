@@ -150,6 +150,16 @@ def experiences_of_sessions(
         yield from _of_sessions(conn, found, shape)
 
 
+def session_credit(conn: sa.Connection, session_pk: int) -> SessionCredit | None:
+    """Return the rewards and returns of a session's turns under its own credit policy; None without a reward."""
+    lines = lineage.rewards_of(conn, [session_pk]).get(session_pk)
+    if not lines:
+        return None
+    row = conn.execute(sa.select(sessions.c.credit, sessions.c.gamma).where(sessions.c.session_pk == session_pk)).one()
+    turns = lineage.turns_of(conn, [session_pk])[session_pk]
+    return assign_credit(turns, latest_lines(lines), Credit(row.credit), gamma=row.gamma)
+
+
 def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shape: _Shape) -> Iterator[Experience]:
     behind = 0
     while True:

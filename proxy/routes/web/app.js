@@ -1,36 +1,67 @@
-// Chooses the view by the address behind #, and refreshes the overview while it is visible.
-import {byId, setKey} from "./page.js";
-import {health, overview} from "./overview.js";
+// Chooses the view by the address behind #, and refreshes it when the proxy reports a change.
+import {byId, make, setKey} from "./page.js";
+import {listen} from "./live.js";
+import {health} from "./health.js";
+import {overview} from "./overview.js";
 import {runs} from "./runs.js";
-import {session, sessions} from "./sessions.js";
+import {sessions} from "./sessions.js";
+import {session} from "./session.js";
 
-const REFRESH_MS = 5000;
-const VIEWS = {
-  overview: () => overview(), health: () => health(), runs: (from, to) => runs(from, to),
-  sessions: (query) => sessions(query), session: (id, turn) => session(id, turn),
-};
-let numShows = 0;
+const REFRESH_MS = 15000;
+// A view returns {content, wants, refresh}: its elements, whether an event concerns it, and how it shows the change.
+const VIEWS = {overview, health, runs, sessions, session};
+let numShows = 0, current = {wants: () => false}, stopListening = () => {};
 
 async function show() {
   const mine = ++numShows;
   const [given, ...parts] = location.hash.slice(1).split("/");
   const name = Object.hasOwn(VIEWS, given) ? given : "overview";
+  const marked = name === "session" ? "sessions" : name;
   for (const anchor of document.querySelectorAll("nav a[data-view]")) {
-    if (anchor.dataset.view === name) anchor.setAttribute("aria-current", "page");
+    if (anchor.dataset.view === marked) anchor.setAttribute("aria-current", "page");
     else anchor.removeAttribute("aria-current");
   }
   try {
     // A filter is a query string, which is decoded as such; every other part is one encoded name.
-    const content = await VIEWS[name](...parts.map((part) => name === "sessions" ? part : decodeURIComponent(part)));
+    const view = await VIEWS[name](...parts.map((part) => name === "sessions" ? part : decodeURIComponent(part)));
     if (mine !== numShows) return;
-    byId("main").replaceChildren(...content.filter((each) => each !== null && each !== undefined));
+    current.close?.();
+    current = {wants: () => false, ...view};
+    replaceContent(current.content);
     byId("problem").textContent = "";
   } catch (error) {
     if (mine === numShows) byId("problem").textContent = error.message;
   }
+  byId("main").setAttribute("aria-busy", "false");
 }
 
-byId("login").onsubmit = (event) => { event.preventDefault(); setKey(byId("key").value.trim()); show(); };
-window.onhashchange = () => { byId("main").replaceChildren(); show(); };
-setInterval(() => { if (!document.hidden && ["", "#"].includes(location.hash)) show(); }, REFRESH_MS);
+// The focus stays where it was: on the link with the same address.
+function replaceContent(content) {
+  const address = document.activeElement?.closest("main")?.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+  byId("main").replaceChildren(...content.filter((each) => each !== null && each !== undefined));
+  if (address) [...byId("main").querySelectorAll("a")].find((anchor) => anchor.getAttribute("href") === address)?.focus();
+}
+
+async function refresh() {
+  if (document.hidden) return;
+  if (!current.refresh) return show();
+  const mine = numShows;
+  try { await current.refresh(); } catch (error) { if (mine === numShows) byId("problem").textContent = error.message; }
+}
+
+function startListening() {
+  stopListening();
+  stopListening = listen({
+    onState: (state) => byId("live").replaceChildren(make("span", {className: state === "live" ? "good" : "quiet"}, state)),
+    onEvents: (events) => { if (events.some((event) => event.kind === "lost" || current.wants(event))) refresh(); },
+  });
+}
+
+byId("login").onsubmit = (event) => { event.preventDefault(); setKey(byId("key").value.trim()); startListening(); show(); };
+window.onhashchange = () => { byId("main").setAttribute("aria-busy", "true"); byId("main").replaceChildren(); current.close?.(); current = {wants: () => false}; show(); };
+document.addEventListener("visibilitychange", refresh);
+// Gauges and what trainers report are not events.
+setInterval(() => { if (current.isPolled) refresh(); }, REFRESH_MS);
+document.querySelector(".skip").onclick = (event) => { event.preventDefault(); byId("main").focus(); };
+startListening();
 show();

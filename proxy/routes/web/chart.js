@@ -1,46 +1,59 @@
-// A line chart as SVG: up to three series over one axis, each a list of [x, y]; a missing y leaves a gap.
-const WIDTH = 360, HEIGHT = 150, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 20;
-const SVG = "http://www.w3.org/2000/svg";
+// Line charts by uPlot, which is loaded before the modules: series are [name, [[x, y], …]]; a missing y leaves a gap.
+import {make, number} from "./page.js";
 
-function element(tag, attributes, content) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (content !== undefined) made.textContent = content;
-  return made;
+const COLOURS = 6, HEIGHT = 190;
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const short = (value) => value === null || value === undefined ? "–" : Math.abs(value) >= 1e6 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1) : number(Number(value.toPrecision(4)));
+
+// Charts of one view with the same `x` show the same position under the pointer.
+export function chart(title, series, {x = "version", isTime = false, integer = !isTime} = {}) {
+  const shown = series.filter(([, line]) => line.some(([, y]) => Number.isFinite(y))).slice(0, COLOURS);
+  if (!shown.length) return make("p", {className: "quiet"}, "No values yet.");
+  const xs = [...new Set(shown.flatMap(([, line]) => line.map(([at]) => at)))].sort((first, second) => first - second);
+  const columns = shown.map(([, line]) => { const at = new Map(line); return xs.map((each) => Number.isFinite(at.get(each)) ? at.get(each) : null); });
+  const box = make("div", {className: "chart", dataset: {points: String(xs.length)}});
+  const last = shown.map(([name, line]) => [name, line.filter(([, y]) => Number.isFinite(y)).at(-1)]);
+  const where = (at) => isTime ? new Date(1000 * at).toLocaleString() : `${x} ${number(at)}`;
+  const described = `${title}: ${last.map(([name, [at, y]]) => `${name} ${short(y)} at ${where(at)}`).join(", ")}`;
+  let plot = null;
+  const draw = () => {
+    plot?.destroy();
+    plot = new uPlot(options(box.clientWidth, shown.map(([name]) => name), {x, isTime, integer}), [xs, ...columns], box);
+    showLast(plot);
+    const canvas = box.querySelector(".u-wrap");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", described);
+  };
+  new ResizeObserver(() => {
+    if (!box.clientWidth) return;
+    if (plot === null) draw(); else plot.setSize({width: box.clientWidth, height: HEIGHT});
+  }).observe(box);
+  box.redraw = () => { if (plot !== null) draw(); };
+  return box;
 }
 
-const short = (value) => Math.abs(value) >= 1000 || (value !== 0 && Math.abs(value) < 0.001) ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+const range = (_, low, high) => low === null ? [0, 1] : low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true);
 
-export function chart(label, series) {
-  const points = series.flatMap(([, line]) => line).filter(([, y]) => Number.isFinite(y));
-  const svg = element("svg", {class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img"});
-  const last = series.map(([name, line]) => [name, line.filter(([, y]) => Number.isFinite(y)).at(-1)]).filter(([, point]) => point);
-  svg.append(element("title", {}, `${label}: ${last.map(([name, [x, y]]) => `${name} ${short(y)} at ${x}`).join(", ") || "no values yet"}`));
-  if (!points.length) {
-    svg.append(element("text", {x: LEFT, y: HEIGHT / 2}, "no values yet"));
-    return svg;
-  }
-  const xs = points.map(([x]) => x), ys = points.map(([, y]) => y);
-  const [minX, maxX] = [Math.min(...xs), Math.max(...xs)];
-  let [minY, maxY] = [Math.min(...ys), Math.max(...ys)];
-  if (minY === maxY) [minY, maxY] = [minY - 0.5, maxY + 0.5];
-  const across = (x) => LEFT + (maxX === minX ? 0.5 : (x - minX) / (maxX - minX)) * (WIDTH - LEFT - RIGHT);
-  const down = (y) => HEIGHT - BOTTOM - (y - minY) / (maxY - minY) * (HEIGHT - TOP - BOTTOM);
-  for (const y of [minY, (minY + maxY) / 2, maxY]) {
-    svg.append(element("line", {class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: down(y), y2: down(y)}));
-    svg.append(element("text", {x: LEFT - 6, y: down(y) + 4, "text-anchor": "end"}, short(y)));
-  }
-  svg.append(element("text", {x: LEFT, y: HEIGHT - 4}, short(minX)));
-  svg.append(element("text", {x: WIDTH - RIGHT, y: HEIGHT - 4, "text-anchor": "end"}, short(maxX)));
-  series.forEach(([, line], index) => {
-    let pen = "M";
-    const way = line.map(([x, y]) => {
-      if (!Number.isFinite(y)) { pen = "M"; return ""; }
-      const step = `${pen}${across(x).toFixed(1)} ${down(y).toFixed(1)}`;
-      pen = "L";
-      return step;
-    }).join("");
-    svg.append(element("path", {class: `s${index}`, d: line.length === 1 ? `${way}h1` : way}));
-  });
-  return svg;
+// Without a pointer, the legend has the last values.
+function showLast(plot) {
+  if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({idx: plot.data[0].length - 1}, false);
 }
+
+function options(width, names, {x, isTime, integer}) {
+  const quiet = style("--quiet"), line = style("--grid");
+  const axis = {stroke: quiet, grid: {stroke: line, width: 1}, ticks: {stroke: line, width: 1, size: 4}, font: "11px system-ui, sans-serif"};
+  const values = (_, ticks) => ticks.map(short);
+  return {
+    width, height: HEIGHT, scales: {x: {time: isTime}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast]},
+    padding: [8, 12, 0, 0],
+    axes: [{...axis, size: isTime ? 42 : 28, ...(isTime ? {} : {values: (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))})},
+      {...axis, size: 48, values}],
+    series: [{label: x, ...(isTime ? {} : {value: (_, value) => value === null ? "–" : number(value)})},
+      ...names.map((label, at) => ({label, stroke: style(`--series${at}`), width: 1.75, spanGaps: true,
+        points: {size: 5, show: undefined}, value: (_, value) => short(value)}))],
+  };
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const box of document.querySelectorAll(".chart")) box.redraw?.();
+});

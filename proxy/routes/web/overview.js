@@ -1,12 +1,13 @@
-// The first view, and health: what is served, what waits, and what went wrong.
-import {byId, card, facts, link, make, number, optional, path, request, samples, seconds, status, table, tally, time} from "./page.js";
-import {learningCharts} from "./runs.js";
+// The first view: what is served, what is learnt, and the newest sessions.
+import {byId, card, facts, link, make, number, path, request, samples, status, table, tally, time} from "./page.js";
+import {learningCharts, learningData, versionTable} from "./runs.js";
 
 const SESSIONS = 50;
-const COLUMNS = ["session", "status", "ended by", "reward#", "turns#", "chains#", "task", "split", "opened"];
+const COLUMNS = ["session", "labels", "status", "ended by", "reward#", "turns#", "chains#", "task", "split", "opened"];
 
 export function sessionTable(sessions) {
-  return table(COLUMNS, sessions.map((each) => [link(`session/${path(each.session_id)}`, each.session_id), status(each.status),
+  return table(COLUMNS, sessions.map((each) => [link(`session/${path(each.session_id)}`, each.session_id),
+    make("span", {}, ...(each.labels ?? []).map((one) => chip(one.label, one.note))), status(each.status),
     each.termination_reason, number(each.reward), number(each.num_turns), number(each.num_chains),
     each.task_id ? link(`sessions/task_id=${path(each.task_id)}`, each.task_id) : "", each.split, time(each.created_at)]));
 }
@@ -17,7 +18,9 @@ export async function readiness() {
   return ready;
 }
 
-function serving(ready, pinned) {
+export const chip = (label, note) => make("a", {className: "chip", href: `#sessions/${new URLSearchParams({label})}`, title: note ?? ""}, label);
+
+export function serving(ready, pinned) {
   const engines = (ready.engines ?? []).map((engine, at) => [engine.url ?? `engine ${at + 1}`,
     make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? `, ${engine.model ?? ""} version ${engine.policy_version}` : "")]);
   const version = ready.policy_version === null ? "no version" : `version ${ready.policy_version}`;
@@ -33,7 +36,7 @@ function outcomes(found) {
   for (const {labels, value} of found.filter((sample) => sample.name === "turnwise_turns_total" && sample.value)) {
     (counts[labels.outcome] ??= []).push([labels.reason, value]);
   }
-  return facts(Object.entries(counts).map(([outcome, reasons]) => {
+  return !Object.keys(counts).length ? make("p", {className: "quiet"}, "No call since the proxy started.") : facts(Object.entries(counts).map(([outcome, reasons]) => {
     const total = reasons.reduce((sum, [, value]) => sum + value, 0);
     const named = reasons.filter(([reason]) => reason).map(([reason, value]) => `${reason} ${number(value)}`);
     return [status(outcome), make("span", {}, number(total), make("span", {className: "quiet"}, named.length ? ` (${named.join(", ")})` : ""))];
@@ -49,31 +52,17 @@ function learning(counts) {
     ...(lines.length ? lines : [make("p", {className: "quiet"}, "No trainer has reported yet.")]));
 }
 
-function versions(page) {
-  const rows = page.data.map((each) => [number(each.version),
-    make("span", {}, status(each.status), each.version === page.pinned_version ? " (pinned)" : "", each.on_disk === false ? " (files removed)" : ""),
-    number(each.metrics?.reward_mean), time(each.activated_at ?? each.created_at), seconds(each.reload_seconds), each.error ?? each.path]);
-  return [make("h2", {}, "Policy versions"), table(["version#", "status", "train reward#", "since", "pause#", "path, or error"], rows)];
-}
-
 export async function overview() {
   const ready = await readiness();
-  const [known, counts, exposition, sessions] = await Promise.all(
-    [request("v1/policies?limit=200"), request("v1/counts"), request("metrics"), request(`v1/sessions?limit=${SESSIONS}`)]);
-  return [make("div", {className: "cards"}, serving(ready, known.pinned_version),
-      card("Calls of this proxy, by outcome", outcomes(samples(exposition))),
-      card("Sessions", make("b", {}, number(counts.num_turns)), " turns", tally(counts.sessions)), learning(counts)),
-    make("h2", {}, "Learning"), learningCharts(known.data, ["Reward", "Staleness", "Entropy"]),
-    ...versions({...known, data: known.data.slice(0, 8)}), make("h2", {}, "Sessions, newest first"), sessionTable(sessions.data),
-    sessions.has_more ? link(`sessions/after=${path(sessions.data.at(-1).session_id)}`, "Older sessions") : null];
-}
-
-export async function health() {
-  const ready = await readiness();
-  const [exposition, counts] = await Promise.all([request("metrics"), optional("v1/counts", {sessions: {}, groups: {}})]);
-  const found = samples(exposition).filter((sample) => sample.name.startsWith("turnwise_") && !/_(bucket|created)$/.test(sample.name));
-  const rows = found.filter((sample) => sample.value).map((sample) => [sample.name.replace("turnwise_", ""),
-    Object.entries(sample.labels).map(([label, value]) => `${label} ${value}`).join(", "), number(sample.value)]);
-  return [make("div", {className: "cards"}, serving(ready, null), card("Sessions", tally(counts.sessions)), card("Groups", tally(counts.groups))),
-    make("h2", {}, "Metrics of this proxy that are not zero"), table(["metric", "labels", "value#"], rows)];
+  const [data, counts, exposition, sessions] = await Promise.all(
+    [learningData(), request("v1/counts"), request("metrics"), request(`v1/sessions?limit=${SESSIONS}`)]);
+  const pinned = data.versions.find((each) => each.isPinned)?.version;
+  return {
+    content: [make("div", {className: "cards"}, serving(ready, pinned), card("Calls of this proxy, by outcome", outcomes(samples(exposition))),
+        card("Sessions", make("b", {}, number(counts.num_turns)), " turns", tally(counts.sessions)), learning(counts)),
+      make("h2", {}, "Learning"), learningCharts(data, {isWhole: false}),
+      make("h2", {}, "Policy versions"), versionTable(data.versions.slice(0, 8)), make("h2", {}, "Sessions, newest first"), sessionTable(sessions.data),
+      sessions.has_more ? link(`sessions/after=${path(sessions.data.at(-1).session_id)}`, "Older sessions") : null],
+    wants: () => true, isPolled: true,
+  };
 }

@@ -16,8 +16,10 @@ export function make(tag, properties, ...children) {
   return element;
 }
 
+export const authorization = () => key ? {authorization: `Bearer ${key}`} : {};
+
 export async function request(path, options = {}) {
-  const headers = {...(key ? {authorization: `Bearer ${key}`} : {}), ...(options.body ? {"content-type": "application/json"} : {})};
+  const headers = {...authorization(), ...(options.body ? {"content-type": "application/json"} : {})};
   const response = await fetch(path, {cache: "no-store", ...options, headers});
   const isJson = (response.headers.get("content-type") || "").includes("json");
   const body = isJson ? await response.json() : await response.text();
@@ -37,13 +39,22 @@ export const status = (value) => make("span", {className: GOOD.has(value) ? "goo
 export const link = (hash, text) => make("a", {href: `#${hash}`}, text);
 export const path = (...parts) => parts.map(encodeURIComponent).join("/");
 
+export const select = (name, label, choices, chosen) => make("label", {}, label, make("select", {name}, ...choices.map((choice) => {
+  const [value, text] = Array.isArray(choice) ? choice : [choice, choice || "any"];
+  return make("option", {value, selected: value === chosen}, text);
+})));
+
 // A column whose name ends with # holds numbers.
 export function table(columns, rows) {
   const cell = (tag, name, content) => make(tag, {className: name.endsWith("#") ? "number" : ""}, content);
-  const head = make("tr", {}, ...columns.map((name) => cell("th", name, name.replace("#", ""))));
+  const head = make("tr", {}, ...columns.map((name) => Object.assign(cell("th", name, name.replace("#", "")), {scope: "col"})));
   const body = rows.map((row) => make("tr", {}, ...row.map((content, at) => cell("td", columns[at], content ?? ""))));
-  return make("div", {className: "scroll"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
+  return make("div", {className: "scroll", tabIndex: 0, role: "region", ariaLabel: columns.map((name) => name.replace("#", "")).join(", ")}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
 }
+
+// Facts in a row, as far as there is room.
+export const inlineFacts = (pairs) => make("dl", {className: "inline"}, ...pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined)
+  .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 
 export function facts(pairs) {
   const known = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);

@@ -1,76 +1,129 @@
-// Curves over policy versions, and two versions side by side.
-import {card, link, make, number, request, table} from "./page.js";
+// Curves over updates or time, versions with their reloads, and two versions side by side.
+import {card, link, make, number, optional, request, seconds, select, status, table, time} from "./page.js";
 import {chart} from "./chart.js";
 import {readiness} from "./overview.js";
 
-// Title, and the metrics of a version that it shows: [name of the series, names under which the metric is stored].
+const UPDATES = 500, TASKS = 6, REASONS = 5;
+const share = (part, ...whole) => part === undefined ? NaN : part / whole.reduce((sum, each) => sum + (each ?? 0), 0);
+
+// Title, whether the overview shows it, and its series: [name, value of an update].
 const CHARTS = [
-  ["Reward", [["train", ["reward_mean"]], ["held out", ["eval/reward_mean", "reward_held_out"]]]],
-  ["Staleness", [["mean", ["staleness_mean"]], ["most", ["staleness_max"]]]],
-  ["Entropy", [["entropy", ["entropy"]]]],
-  ["KL and clipped share", [["KL", ["kl"]], ["clipped", ["clip_fraction"]]]],
-  ["Gradient norm", [["norm", ["grad_norm"]]]],
-  ["Loss", [["loss", ["loss"]]]],
-  ["Trained tokens", [["tokens", ["tokens"]]]],
-  ["Seconds", [["update", ["seconds"]], ["waited", ["waited_seconds"]], ["held", ["held_seconds"]]]],
-  ["Groups", [["claimed", ["num_groups"]], ["refused", ["num_refused_groups"]], ["equal rewards", ["num_uniform_groups"]]]],
-  ["Trainer and engine logprobs apart", [["mean", ["logprob_gap"]], ["most", ["logprob_gap_max"]]]],
+  ["Staleness", true, [["mean", (m) => m.staleness_mean], ["most", (m) => m.staleness_max]]],
+  ["Entropy", true, [["entropy", (m) => m.entropy]]],
+  ["KL and clipped share", false, [["KL", (m) => m.kl], ["clipped", (m) => m.clip_fraction]]],
+  ["Gradient norm", false, [["norm", (m) => m.grad_norm]]],
+  ["Loss", false, [["loss", (m) => m.loss]]],
+  ["Trained tokens per second", false, [["while training", (m) => m.tokens / m.seconds], ["with waiting", (m) => m.tokens / (m.seconds + (m.waited_seconds ?? 0) + (m.held_seconds ?? 0))]]],
+  ["Idle share of the trainer", false, [["waits for groups", (m) => share(m.waited_seconds, m.waited_seconds, m.held_seconds, m.seconds)], ["holds back", (m) => share(m.held_seconds, m.waited_seconds, m.held_seconds, m.seconds)]]],
+  ["Groups", false, [["claimed", (m) => m.num_groups], ["refused", (m) => m.num_refused_groups], ["equal rewards", (m) => m.num_uniform_groups], ["stale", (m) => m.num_stale_groups]]],
+  ["Trainer and engine logprobs apart", false, [["mean", (m) => m.logprob_gap], ["most", (m) => m.logprob_gap_max]]],
 ];
 
-const metric = (version, names) => {
-  const value = names.map((name) => version.metrics?.[name]).find((found) => found !== undefined && found !== null);
-  return value === undefined ? NaN : Number(value);
-};
+const finite = (value) => Number.isFinite(value) ? value : NaN;
+const heldOut = (version) => version?.metrics?.eval?.reward_mean ?? version?.metrics?.reward_held_out;
 
-export function learningCharts(versions, titles = null) {
-  const ordered = versions.filter((each) => each.version > 0).sort((first, second) => first.version - second.version);
-  const shown = CHARTS.filter(([title]) => titles === null || titles.includes(title));
-  return make("div", {className: "charts"}, ...shown.map(([title, series]) => {
-    const lines = series.map(([name, names]) => [name, ordered.map((each) => [each.version, metric(each, names)])]);
-    const legend = make("p", {className: "quiet"}, ...lines.flatMap(([name], at) => [make("span", {className: `key${at}`}, "— "), `${name} `]));
-    return card(title, chart(title, lines), legend);
-  }));
+export async function learningData() {
+  const [versions, updates] = await Promise.all([everyVersion(), optional(`v1/updates/summaries?limit=${UPDATES}`, {data: []})]);
+  return {versions, updates: updates.data};
+}
+
+// Without updates, as for versions that were published by hand, the versions' own metrics are the points.
+export function learningCharts({versions, updates}, {isWhole = true, x = "update"} = {}) {
+  const byVersion = new Map(versions.map((each) => [each.version, each]));
+  const points = updates.length ? updates : [...versions].reverse().filter((each) => each.version > 0)
+    .map((each) => ({...each, update_id: each.version, policy_version: each.version, reward: null, by_task: {}, by_name: {}, dropped: {}}));
+  const isTime = x === "time", position = (each) => isTime ? new Date(each.created_at) / 1000 : x === "version" ? each.policy_version : each.update_id;
+  const line = (value) => points.map((each) => [position(each), finite(value(each) ?? NaN)]);
+  const held = points.filter((each, at) => points.findIndex((other) => other.policy_version === each.policy_version) === at);
+  const add = (title, series) => card(title, chart(title, series, {x, isTime}));
+  const shown = [add("Reward", [["train", line((each) => each.reward?.mean ?? each.metrics?.reward_mean)],
+    ["held out", held.map((each) => [position(each), finite(heldOut(byVersion.get(each.policy_version)) ?? NaN)])]])];
+  for (const [title, isBrief, series] of CHARTS) {
+    if (isWhole || isBrief) shown.push(add(title, series.map(([name, value]) => [name, line((each) => value(each.metrics ?? {}))])));
+  }
+  if (isWhole) shown.push(...detailCharts(points, line, add, byVersion));
+  return make("div", {className: "charts"}, ...shown);
+}
+
+function detailCharts(points, line, add, byVersion) {
+  const counted = (field) => {
+    const sizes = new Map();
+    for (const each of points) for (const [name, value] of Object.entries(each[field])) sizes.set(name, (sizes.get(name) ?? 0) + (value.num_sessions ?? value));
+    return [...sizes].sort((first, second) => second[1] - first[1]).map(([name]) => name);
+  };
+  const repeated = counted("by_task").filter((task) => points.filter((each) => each.by_task[task]).length > 1);
+  const names = counted("by_name"), reasons = counted("dropped").slice(0, REASONS), shown = [];
+  if (repeated.length) shown.push(add("Reward by task", repeated.slice(0, TASKS).map((task) => [task, line((each) => each.by_task[task]?.mean)])));
+  if (names.length > 1) shown.push(add("Reward by name", names.slice(0, TASKS).map((name) => [name, line((each) => each.by_name[name]?.mean)])));
+  if (reasons.length) shown.push(add("Dropped groups by reason", reasons.map((reason) => [reason, line((each) => each.dropped[reason] ?? 0)])));
+  shown.push(add("Pause of the engines, seconds", [["reload", line((each) => byVersion.get(each.policy_version)?.reload_seconds)]]));
+  return shown;
 }
 
 async function everyVersion() {
   const found = [];
   for (let after = "", more = true; more;) {
     const page = await request(`v1/policies?limit=1000${after}`);
-    found.push(...page.data);
+    found.push(...page.data.map((each) => ({...each, isPinned: each.version === page.pinned_version})));
     more = page.has_more;
     after = `&after=${page.data.at(-1)?.version}`;
   }
   return found;
 }
 
+export function versionTable(versions) {
+  return table(["version#", "status", "train reward#", "held out#", "since", "pause#", "path, or error"], versions.map((each) => [number(each.version),
+    make("span", {}, status(each.status), each.isPinned ? " (pinned)" : "", each.on_disk === false ? " (files removed)" : ""),
+    number(each.metrics?.reward_mean), number(heldOut(each)), time(each.activated_at ?? each.created_at), seconds(each.reload_seconds), each.error ?? each.path]));
+}
+
+function flat(metrics) {
+  return Object.fromEntries(Object.entries(metrics).flatMap(([name, value]) =>
+    value !== null && typeof value === "object" && !Array.isArray(value) ? Object.entries(flat(value)).map(([inner, found]) => [`${name}/${inner}`, found]) : [[name, value]]));
+}
+
 function comparison(first, second) {
-  const names = [...new Set([...Object.keys(first.metrics), ...Object.keys(second.metrics)])].sort();
+  const [before, after] = [flat(first.metrics), flat(second.metrics)];
   const isNumber = (value) => typeof value === "number";
-  const rows = names.map((name) => {
-    const [before, after] = [first.metrics[name], second.metrics[name]];
-    return [name, ...[before, after].map((value) => isNumber(value) ? number(value) : JSON.stringify(value) ?? ""),
-      isNumber(before) && isNumber(after) ? number(after - before) : ""];
-  });
+  const rows = [...new Set([...Object.keys(before), ...Object.keys(after)])].sort().map((name) => [name,
+    ...[before[name], after[name]].map((value) => isNumber(value) ? number(value) : JSON.stringify(value) ?? ""),
+    isNumber(before[name]) && isNumber(after[name]) ? number(after[name] - before[name]) : ""]);
   return table(["metric", `version ${first.version}#`, `version ${second.version}#`, "difference#"], rows);
 }
 
 function chooser(versions, first, second) {
-  const select = (name, chosen) => make("label", {}, name, make("select", {name}, ...versions.map((each) =>
-    make("option", {value: each.version, selected: each.version === chosen}, String(each.version)))));
-  const form = make("form", {className: "filters"}, select("from", first), select("to", second), make("button", {}, "Compare"));
+  const numbers = versions.map((each) => String(each.version));
+  const form = make("form", {className: "filters"}, select("from", "From version", numbers, String(first)), select("to", "To version", numbers, String(second)), make("button", {}, "Compare"));
   form.onsubmit = (event) => { event.preventDefault(); location.hash = `runs/${form.from.value}/${form.to.value}`; };
   return form;
 }
 
+let chosenX = "update";
+const AXES = ["update", "version", "time"];
+
+// Only one trainer's updates are drawn: curves of two runs on one store are compared by choosing the other.
+let chosenTrainer = null;
+
 export async function runs(from, to) {
   await readiness();
-  const versions = await everyVersion();
+  const data = await learningData(), {versions, updates} = data;
+  const trainers = [...new Set(updates.map((each) => each.trainer_id))];
+  if (!trainers.includes(chosenTrainer)) chosenTrainer = trainers.at(-1) ?? null;
+  const charts = make("div", {}), draw = () => charts.replaceChildren(
+    learningCharts({versions, updates: updates.filter((each) => each.trainer_id === chosenTrainer)}, {x: chosenX}));
+  const axis = make("form", {className: "filters"}, select("x", "Horizontal axis", AXES, chosenX), trainers.length > 1 ? select("trainer", "Run of trainer", trainers, chosenTrainer) : null);
+  axis.onsubmit = (event) => event.preventDefault();
+  axis.onchange = () => { chosenX = axis.x.value; chosenTrainer = axis.trainer?.value ?? chosenTrainer; draw(); };
+  draw();
   const trained = versions.filter((each) => each.version > 0);
-  const newest = trained[0]?.version ?? 0, oldest = trained.at(-1)?.version ?? 0;
-  const [first, second] = [from === undefined ? oldest : Number(from), to === undefined ? newest : Number(to)];
+  const [first, second] = [from === undefined ? trained.at(-1)?.version ?? 0 : Number(from), to === undefined ? trained[0]?.version ?? 0 : Number(to)];
   const find = (version) => versions.find((each) => each.version === version);
-  return [make("h2", {}, `Over ${number(trained.length)} policy versions`), learningCharts(versions),
-    make("h2", {}, "Two versions compared"), chooser(versions, first, second),
-    find(first) && find(second) ? comparison(find(first), find(second)) : make("p", {className: "quiet"}, "No such version."),
-    make("p", {}, link("", "Overview"))];
+  return {
+    content: [make("h2", {}, `Over ${number(updates.length)} updates and ${number(trained.length)} policy versions`), axis, charts,
+      make("h2", {}, "Versions and reloads"), versionTable(versions.slice(0, 20)),
+      make("h2", {}, "Two versions compared"), chooser(versions, first, second),
+      find(first) && find(second) ? comparison(find(first), find(second)) : make("p", {className: "quiet"}, "No such version."),
+      make("p", {}, link("", "Overview"))],
+    wants: (event) => event.kind === "update" || event.kind === "policy",
+  };
 }

@@ -27,6 +27,7 @@ from turnwise.store import (
     search,
     session_changes,
     trained,
+    update_summaries,
 )
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
@@ -49,6 +50,8 @@ ASKS: dict[str, Ask] = {
     "labelled sessions of all tenants": lambda c: queries.sessions(c, SessionFilter(label="golden")),
     "a search": lambda c: search.search_sessions(c, SessionFilter(tenant="t"), EVERYTHING),
     "changes": lambda c: changes.read_state(c, "t"),
+    "summaries of updates": lambda c: update_summaries.summarise_updates(c, "t"),
+    "the credit of a session": lambda c: experiences.session_credit(c, 1),
     "open sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", status=SessionStatus.OPEN)),
     "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False),
     "whole turns": lambda c: queries.turns(c, "t", "s"),

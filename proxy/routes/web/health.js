@@ -1,0 +1,85 @@
+// Health: engines, store, queues, limits and keys, live curves while the view is open, and what the doctor finds.
+import {card, facts, make, number, optional, request, samples, status, table, tally, time} from "./page.js";
+import {chart} from "./chart.js";
+import {readiness, serving} from "./overview.js";
+
+const SAMPLE_MS = 2000, KEPT = 150;
+const VERDICTS = {ok: "good", warn: "warn", fail: "bad"};
+
+const sum = (found, name, labels = {}) => found.filter((sample) => sample.name === name && Object.entries(labels).every(([label, value]) => sample.labels[label] === value))
+  .reduce((total, sample) => total + sample.value, 0);
+
+export async function health() {
+  const parts = make("div", {className: "cards"}), curves = make("div", {className: "charts"}), rows = make("div", {}), points = [];
+  const show = async () => {
+    const ready = await readiness();
+    const [exposition, counts, budget, keys] = await Promise.all([request("metrics"), optional("v1/counts", {sessions: {}, groups: {}, trainers: []}), optional("v1/budget", null), optional("v1/keys", null)]);
+    const found = samples(exposition);
+    points.push(measure(found));
+    if (points.length > KEPT) points.shift();
+    parts.replaceChildren(serving(ready, null), queues(found), limits(found, budget), card("Sessions", tally(counts.sessions)), card("Groups", tally(counts.groups),
+      ...counts.trainers.map((each) => make("p", {className: "quiet"}, `${each.trainer_id}: ${each.text} (${time(each.reported_at)})`))), ...(keys ? [keyCard(keys)] : []));
+    curves.replaceChildren(...liveCurves(points));
+    rows.replaceChildren(metricTable(found));
+  };
+  await show();
+  const timer = setInterval(() => { if (!document.hidden) show().catch(() => {}); }, SAMPLE_MS);
+  return {content: [parts, make("h2", {}, "While this view is open"), curves, make("h2", {}, "Doctor"), doctor(), make("h2", {}, "Metrics of this proxy that are not zero"), rows],
+    wants: () => false, refresh: show, close: () => clearInterval(timer)};
+}
+
+function queues(found) {
+  const commits = sum(found, "turnwise_commit_seconds_count"), waited = sum(found, "turnwise_commit_seconds_sum");
+  return card("Queues", facts([["calls in flight", number(sum(found, "turnwise_calls_in_flight"))], ["calls that wait for a limit", number(sum(found, "turnwise_queued_calls"))],
+    ["writes that wait", number(sum(found, "turnwise_writer_queue"))], ["mean wait for a commit", commits ? `${number(1000 * waited / commits)} ms` : ""],
+    ["listeners to events", number(sum(found, "turnwise_event_listeners"))], ["failures in the background", number(sum(found, "turnwise_background_errors_total"))]]));
+}
+
+function limits(found, budget) {
+  const refused = found.filter((sample) => sample.name === "turnwise_limited_total" && sample.value).map((sample) => [`429 by ${sample.labels.limit}`, number(sample.value)]);
+  const spent = (name, of) => of.token_budget === null ? [name, "no budget"] : [name, `${number(of.tokens_used)} of ${number(of.token_budget)} tokens`];
+  return card("Limits", facts([...(budget ? [spent("this key", budget.key), spent("tenant", budget.tenant)] : []), ...refused, ...(refused.length ? [] : [["429 answers", "0"]])]));
+}
+
+function keyCard(keys) {
+  const alive = keys.data.filter((each) => each.revoked_at === null && (each.expires_at === null || new Date(each.expires_at) > Date.now()));
+  return card("Keys", keys.data.length ? facts(alive.map((each) => [each.name || each.key_id, `${each.role}, last used ${each.last_used_at ? time(each.last_used_at) : "never"}`]))
+    : make("p", {className: "warn"}, "There are no keys: everybody on this machine may do everything."));
+}
+
+function measure(found) {
+  return {at: Date.now() / 1000, calls: sum(found, "turnwise_calls_in_flight"), queued: sum(found, "turnwise_queued_calls"), writes: sum(found, "turnwise_writer_queue"),
+    sampled: sum(found, "turnwise_tokens_total", {kind: "sampled"}), turns: sum(found, "turnwise_turns_total"),
+    engines: sum(found, "turnwise_engine_up"), idle: found.filter((sample) => sample.name === "turnwise_engine_calls" && sample.value === 0).length};
+}
+
+function liveCurves(points) {
+  const line = (value) => points.map((each) => [each.at, value(each)]);
+  const rate = (name) => points.slice(1).map((each, at) => [each.at, (each[name] - points[at][name]) / (each.at - points[at].at)]);
+  const add = (title, series) => card(title, chart(title, series, {x: "now", isTime: true}));
+  const idle = points.map((each, at) => { const seen = points.slice(Math.max(0, at - 14), at + 1).filter((one) => one.engines); return [each.at, seen.length ? seen.reduce((total, one) => total + Math.min(1, one.idle / one.engines), 0) / seen.length : NaN]; });
+  return [add("Calls", [["in flight", line((each) => each.calls)], ["queued", line((each) => each.queued)], ["writes", line((each) => each.writes)]]),
+    add("Sampled tokens per second", [["tokens", rate("sampled")]]), add("Idle share of the engines, 30 s", [["idle", idle]])];
+}
+
+function doctor() {
+  const results = make("div", {}), button = make("button", {type: "button"}, "Examine");
+  button.onclick = async () => {
+    button.disabled = true;
+    results.replaceChildren(make("p", {className: "quiet", role: "status"}, "Examining: each engine gets a few calls of one token."));
+    try {
+      const {data} = await request("v1/doctor");
+      results.replaceChildren(table(["check", "verdict", "found"], data.map((each) => [each.check, make("span", {className: VERDICTS[each.verdict] ?? ""}, each.verdict), each.text])));
+    } catch (error) {
+      results.replaceChildren(make("p", {className: "bad"}, error.message));
+    }
+    button.disabled = false;
+  };
+  return make("div", {}, make("p", {className: "quiet"}, "What `turnwise doctor` says about the engines and the database of this proxy."), button, results);
+}
+
+function metricTable(found) {
+  const shown = found.filter((sample) => sample.name.startsWith("turnwise_") && !/_(bucket|created)$/.test(sample.name) && sample.value);
+  return table(["metric", "labels", "value#"], shown.map((sample) => [sample.name.replace("turnwise_", ""),
+    Object.entries(sample.labels).map(([label, value]) => `${label} ${value}`).join(", "), number(sample.value)]));
+}

@@ -1,0 +1,109 @@
+// Every token of a turn's sequence. Only the blocks near the visible part are in the document: 100,000 tokens scroll.
+import {make, number, path, request, select} from "./page.js";
+
+const TOKENS_IN_BLOCK = 500, SHADES = 5;
+// Name, title, and the value of a token: null where it has none. The last two say what its lowest and highest shades mean.
+const COLOURS = [
+  ["mask", "trained or not", null],
+  ["logprob", "logprob", (segment, logprob) => logprob, "improbable", "certain"],
+  ["version", "policy version", (segment) => segment.kind === "sampled" ? segment.policy_version_first : null, "oldest", "newest"],
+  ["reward", "reward of the turn", (segment) => segment.reward, "least", "most"],
+  ["return", "return of the turn", (segment) => segment.turn_return, "least", "most"],
+  ["advantage", "advantage in the last update", (segment) => segment.advantage, "least", "most"],
+];
+
+export async function ribbon(turnId) {
+  const found = await request(`v1/turns/${path(turnId)}/tokens`);
+  const special = new Set(found.special_ids), box = make("div", {className: "tokens", dir: "auto", tabIndex: 0, role: "group", ariaLabel: `${number(found.token_ids.length)} tokens; arrow keys move from token to token`});
+  const detail = make("p", {className: "token-detail", role: "status"}, "Point at a token, or move with the arrow keys."), legend = make("p", {className: "quiet legend"});
+  const form = make("form", {className: "filters"}, select("colour", "Colour by", COLOURS.map(([name, title]) => [name, title]), "mask"));
+  const segmentAt = segmentFinder(found.segments);
+  let shade = () => "", chosen = -1, isMeasured = false;
+  const blocks = [];
+
+  const fill = (block) => {
+    const start = Number(block.dataset.start), spans = [];
+    for (let at = start; at < Math.min(start + TOKENS_IN_BLOCK, found.token_ids.length); at += 1) {
+      const id = found.token_ids[at], segment = segmentAt(at);
+      const names = [segment.kind, segment.is_trainable ? "" : "untrained", special.has(id) ? "special" : "", shade(segment, found.logprobs[at]), at === chosen ? "chosen" : ""];
+      const span = make("span", {className: names.filter(Boolean).join(" ")}, found.pieces[id] || `<${id}>`);
+      span.dataset.at = String(at);
+      spans.push(span);
+    }
+    block.style.height = "";
+    block.replaceChildren(...spans);
+    // What has not been shown yet is as high as the first block, so that the scrollbar hardly jumps.
+    if (!isMeasured) { isMeasured = true; for (const other of blocks) if (other !== block) other.style.height = `${block.offsetHeight}px`; }
+  };
+  const seen = new IntersectionObserver((entries) => {
+    for (const {target, isIntersecting} of entries) {
+      if (isIntersecting && !target.firstChild) fill(target);
+      else if (!isIntersecting && target.firstChild) { target.style.height = `${target.offsetHeight}px`; target.replaceChildren(); }
+    }
+  }, {root: box, rootMargin: "600px"});
+  const choose = (at) => {
+    if (!(at >= 0 && at < found.token_ids.length)) return;
+    chosen = at;
+    box.querySelector(".chosen")?.classList.remove("chosen");
+    box.querySelector(`[data-at="${at}"]`)?.classList.add("chosen");
+    detail.textContent = describe(at, found, segmentAt(at), special);
+  };
+  for (let start = 0; start < found.token_ids.length; start += TOKENS_IN_BLOCK) blocks.push(make("div", {dataset: {start: String(start)}}));
+  box.append(...blocks);
+  for (const block of blocks) { block.style.height = "12rem"; seen.observe(block); }
+  box.onpointerover = box.onclick = (event) => { if (event.target.dataset.at) choose(Number(event.target.dataset.at)); };
+  box.onkeydown = (event) => {
+    const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    if (!step) return;
+    event.preventDefault();
+    choose(chosen + step);
+    box.querySelector(".chosen")?.scrollIntoView({block: "nearest"});
+  };
+  form.onchange = () => {
+    const colour = COLOURS.find(([name]) => name === form.colour.value);
+    shade = shader(colour, found, legend);
+    box.dataset.colour = colour[0];
+    for (const block of blocks) if (block.firstChild) fill(block);
+  };
+  form.onsubmit = (event) => event.preventDefault();
+  form.onchange();
+  return make("div", {}, form, legend, box, detail);
+}
+
+function segmentFinder(segments) {
+  let last = 0;
+  return (at) => {
+    if (!(segments[last].start <= at && at < segments[last].end)) last = segments.findIndex((segment) => segment.start <= at && at < segment.end);
+    return segments[last];
+  };
+}
+
+// Returns the class of a token's shade: s0 for the lowest value of the sequence, s4 for the highest.
+function shader([name, title, valueOf, least, most], found, legend) {
+  const key = (className, text) => make("span", {className: `key ${className}`}, text);
+  if (name === "mask") {
+    legend.replaceChildren("Colours: ", key("sampled", "sampled, may be trained"), " ", key("sampled untrained", "sampled, not trained"), " ", key("prompt", "prompt"), " ", key("special", "special token"));
+    return () => "";
+  }
+  let low = Infinity, high = -Infinity;
+  const values = name === "logprob" ? found.logprobs : found.segments.map((segment) => valueOf(segment));
+  for (const value of values) if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
+  if (name === "logprob") [low, high] = [Math.max(low, -6), 0];
+  if (low > high) { legend.replaceChildren(`No token of this sequence has a value: ${title}.`); return () => ""; }
+  legend.replaceChildren(`Colours by ${title}: `, key("s0", `${number(low)}, ${least}`), " … ", key(`s${low === high ? 0 : SHADES - 1}`, `${number(high)}, ${most}`));
+  return (segment, logprob) => {
+    const value = valueOf(segment, logprob);
+    if (value === null) return "";
+    return `s${low === high ? 0 : Math.min(SHADES - 1, Math.max(0, Math.floor(SHADES * (value - low) / (high - low))))}`;
+  };
+}
+
+function describe(at, found, segment, special) {
+  const id = found.token_ids[at], logprob = found.logprobs[at];
+  const parts = [`Token ${number(at)}: id ${id}, ${JSON.stringify(found.pieces[id] ?? "")}`, special.has(id) ? "special" : "", `turn ${segment.seq}`, segment.kind,
+    segment.kind === "sampled" ? (segment.is_trainable ? "may be trained" : "not trained") : "", logprob === null ? "" : `logprob ${number(logprob)} (probability ${number(Math.exp(logprob))})`];
+  const versions = segment.policy_version_first === segment.policy_version_last ? segment.policy_version_first : `${segment.policy_version_first} to ${segment.policy_version_last}`;
+  if (segment.kind === "sampled") parts.push(`version ${versions}`);
+  for (const [name, value] of [["reward", segment.reward], ["return", segment.turn_return], ["advantage", segment.advantage]]) if (value !== null) parts.push(`${name} ${number(value)}`);
+  return parts.filter(Boolean).join(", ");
+}

@@ -1,0 +1,244 @@
+"""The page's views in a real Chromium: they show what is stored, follow live turns, and are accessible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from openai import OpenAI
+from support.browser import Visit, running_browser, visit
+from support.observed_run import observe_run
+from support.proxies import ProxyAndEngine, RunningProxy
+from support.waiting import wait_until
+
+ODD = "<img src=x onerror=alert(1)> שלום 🙂"
+VIEWS = {
+    "overview": "",
+    "runs": "#runs/1/8",
+    "sessions": "#sessions",
+    "search": "#sessions/text=refund&min_reward=0.5",
+    "group": "#sessions/group_id=refund-17-8",
+    "session": "#session/edited",
+    "health": "#health",
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with running_browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def world(shared_proxy: ProxyAndEngine) -> RunningProxy:
+    shared_proxy.engine.state.script.max_model_len = 2_000_000
+    observe_run(shared_proxy.proxy, shared_proxy.engine)
+    return shared_proxy.proxy
+
+
+@pytest.fixture
+def window(browser: Any, world: RunningProxy) -> Iterator[Visit]:
+    with visit(browser, world) as visiting:
+        yield visiting
+
+
+def main_text(page: Any) -> str:
+    return page.inner_text("main")
+
+
+def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> None:
+    client = OpenAI(base_url=f"{proxy.url}/sessions/{session_id}/v1", api_key="none")
+    client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], max_completion_tokens=8)
+
+
+def test_the_overview_shows_what_is_served_learnt_and_stored(window: Visit) -> None:
+    text = main_text(page := window.open())
+    for shown in ("version 0", "refund-17", "golden", "rolled back: the canary's mean reward"):
+        assert shown in text, text
+    assert page.locator(".chart canvas").count() == 3
+    described = page.get_attribute(".chart .u-wrap", "aria-label")
+    assert described == "Reward: train 0.9583 at update 8, held out 0.8 at update 8"
+
+
+def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) -> None:
+    page = window.open("#runs/1/8")
+    titles = page.locator(".charts h2").all_inner_texts()
+    expected = ["Reward", "Staleness", "Entropy", "KL and clipped share", "Gradient norm", "Loss"]
+    expected += ["Trained tokens per second", "Idle share of the trainer", "Groups"]
+    expected += ["Trainer and engine logprobs apart", "Reward by task", "Reward by name", "Dropped groups by reason"]
+    assert titles == [*expected, "Pause of the engines, seconds"]
+    by_name = page.locator("section:has(h2:text-is('Reward by name')) .u-wrap").get_attribute("aria-label")
+    assert by_name == "Reward by name: polite 0.125 at update 8, solved 0.8333 at update 8"
+    assert "eval/reward_mean 0.1875 0.8 0.6125" in " ".join(main_text(page).split())
+    page.select_option("select[name=x]", "time")
+    wait_until(lambda: page.locator(".chart canvas").count() == len(titles), "all curves are drawn again")
+
+
+def test_sessions_are_found_by_what_they_hold_and_a_group_is_shown_side_by_side(window: Visit) -> None:
+    page = window.open("#sessions")
+    page.fill("input[name=text]", "money back")
+    page.click("summary:text('More filters')")
+    page.fill("input[name=min_reward]", "1")
+    page.click("button:text('Find')")
+    page.wait_for_selector("text=found among 97 sessions")
+    rows = page.locator("main tbody tr").count()
+    assert rows == page.locator("td a:text-is('refund-17')").count() > 0
+    assert page.input_value("input[name=min_reward]") == "1"
+    group = main_text(window.open("#sessions/group_id=refund-17-8"))
+    assert "Group: mean reward 1.125 of 4 sessions" in group
+    assert "Run 3" in group
+    assert "mean advantage" in group
+
+
+def test_labels_and_rewards_are_given_by_hand(window: Visit, world: RunningProxy) -> None:
+    call(world, "by-hand")
+    page = window.open("#session/by-hand")
+    page.fill("input[name=label]", "odd 🙂")
+    page.fill("input[name=note]", ODD)
+    page.click("button:text('Mark')")
+    page.wait_for_selector(".chip:text('odd 🙂')")
+    page.fill("input[name=value]", "0.75")
+    page.select_option("select[name=target]", "turn")
+    page.click("button:text('Give or revise')")
+    page.wait_for_selector("text=Stored; it is for 1 turns.")
+    stored = httpx2.get(f"{world.url}/v1/sessions/by-hand").json()
+    assert (stored["reward"], [each["note"] for each in stored["labels"]]) == (0.75, [ODD])
+    page.click("button[aria-label='Remove label odd 🙂']")
+    page.wait_for_selector(".chip", state="detached")
+    assert httpx2.get(f"{world.url}/v1/sessions/by-hand").json()["labels"] == []
+
+
+def test_a_branch_shows_its_reason_and_both_texts(window: Visit) -> None:
+    text = main_text(window.open("#session/edited"))
+    assert "Why this is a branch: edited_history" in text
+    assert "Stored reply of turn 1" in text or "Stored reply of turn 0" in text
+    assert "What the client sent in this turn" in text
+
+
+def test_live_turns_appear_without_a_reload(window: Visit, world: RunningProxy) -> None:
+    page = window.open("#sessions")
+    call(world, "live-session")
+    page.wait_for_selector("a:text-is('live-session')", timeout=60_000)
+    page = window.open("#session/live-session")
+    assert page.locator(".tree a").count() == 1
+    page.fill("input[name=note]", "half a no")
+    call(world, "live-session", "Another conversation.")
+    wait_until(lambda: page.locator(".tree a").count() == 2, "the second turn is in the tree")
+    assert page.input_value("input[name=note]") == "half a no"
+    page = window.open("")
+    httpx2.post(f"{world.url}/v1/sessions/live-session/end", json={"reward": 1.0, "termination_reason": "seen-live"})
+    page.wait_for_selector("td:text-is('seen-live')", timeout=60_000)
+
+
+def test_the_page_says_when_it_is_not_live_and_asks_for_a_key(window: Visit) -> None:
+    window.page.route("**/v1/events", lambda route: route.fulfill(status=403, body="{}"))
+    window.open("", is_live=False)
+    window.page.wait_for_selector("#live span:text-is('not live')")
+    assert window.console.pop().startswith("error: Failed to load resource")
+
+
+@pytest.mark.parametrize("colour_scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1100])
+def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(
+    browser: Any, world: RunningProxy, width: int, colour_scheme: str
+) -> None:
+    axe, faults = Axe(), []
+    with visit(browser, world, viewport={"width": width, "height": 800}, color_scheme=colour_scheme) as window:
+        for name, address in VIEWS.items():
+            page = window.open(address)
+            if name == "session":
+                page.click("summary:text('Tokens')")
+                page.wait_for_selector(".tokens span")
+            found = axe.run(page).response["violations"]
+            faults += [
+                (name, each["id"], each["nodes"][0]["html"])
+                for each in found
+                if each["impact"] in ("serious", "critical")
+            ]
+            excess = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            faults += [(name, "wider than the window", excess)] if excess > 0 else []
+    assert faults == []
+
+
+def test_the_page_is_used_by_keyboard(window: Visit) -> None:
+    page = window.open("#session/edited")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.url.endswith("#session/edited")
+    page.focus("summary:text('Tokens')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".tokens span")
+    page.focus(".tokens")
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):
+        page.keyboard.press(key)
+    assert page.inner_text(".token-detail").startswith("Token 1: id ")
+
+
+def test_odd_names_and_long_text_are_shown_as_text(window: Visit, world: RunningProxy) -> None:
+    long = "x" * 1_000_000
+    with httpx2.Client(base_url=world.url, timeout=60) as http:
+        wanted = {"session_id": "odd", "task_id": ODD, "metadata": {"a": ODD}, "group_id": f"{ODD}#1"}
+        session = http.post("/v1/sessions", json=wanted).raise_for_status().json()
+        http.post("/v1/sessions/odd/end", json={"termination_reason": ODD}).raise_for_status()
+    call(world, "long", f"{ODD} {long}")
+    assert session["task_id"] == ODD
+    page = window.open("")
+    assert page.locator("main img").count() == 0
+    assert ODD in main_text(page)
+    page.click(f"main a:text-is('{ODD}')")
+    page.wait_for_url("**/#sessions/task_id=*")
+    page.wait_for_selector("a:text-is('odd')")
+    page = window.open("#session/long")
+    assert (
+        page.evaluate("document.querySelector('pre').textContent.length")
+        == len(f"{ODD} {long}".encode("utf-16-le")) // 2
+    )
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+def test_a_sequence_of_100_000_tokens_keeps_few_of_them_in_the_document(window: Visit, world: RunningProxy) -> None:
+    count = 100_000
+    answer = {
+        "turn_id": "t",
+        "token_ids": [number % 1000 for number in range(count)],
+        "logprobs": [None] * (count // 2) + [-0.001 * (number % 3000) for number in range(count // 2)],
+        "segments": [
+            {"kind": kind, "turn_id": "t", "seq": 0, "start": start, "end": start + count // 2, "role": "main"}
+            | {"policy_version_first": 0, "policy_version_last": 0, "is_trainable": kind == "sampled"}
+            | {"reward": None, "turn_return": None, "advantage": None}
+            for kind, start in (("prompt", 0), ("sampled", count // 2))
+        ],
+        "pieces": {str(number): f" word{number}" for number in range(1000)},
+        "special_ids": [7],
+    }
+    window.page.route("**/tokens", lambda route: route.fulfill(json=answer))
+    page = window.open("#session/edited")
+    page.click("summary:text('Tokens')")
+    page.wait_for_selector(".tokens span")
+    page.select_option("select[name=colour]", "logprob")
+    last = page.locator(f".tokens [data-at='{count - 1}']")
+
+    def scroll_to_end() -> int:
+        page.evaluate("document.querySelector('.tokens').scrollTop = 1e9")
+        return last.count()
+
+    wait_until(scroll_to_end, "the last token is in the document")
+    wait_until(lambda: page.locator(".tokens [data-at='0']").count() == 0, "the first tokens are removed again")
+    assert page.locator(".tokens span").count() < count / 10
+    # Logprob -1.999 of -2.999 to 0 is in the second of five shades.
+    assert last.get_attribute("class").split() == ["sampled", "s1"]
+
+
+def test_the_health_view_shows_engines_queues_and_what_the_doctor_finds(window: Visit) -> None:
+    page = window.open("#health")
+    text = main_text(page)
+    for shown in ("Serving", "Queues", "writes that wait", "Limits", "no budget", "There are no keys"):
+        assert shown in text
+    page.click("button:text('Examine')")
+    page.wait_for_selector("td:text('reachable, with the tables of this release')", timeout=60_000)
+    wait_until(lambda: page.locator(".chart canvas").count() == 3, "there are rates between two samples")

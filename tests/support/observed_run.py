@@ -1,0 +1,137 @@
+"""A small run to look at: groups of sessions over a fake engine, trained in a few updates by nobody.
+
+Rewards rise from update to update: in the last of eight, the tasks have 4, 3 and 3 of 4 sessions solved, and half of
+all sessions have 0.25 for being polite. The trainer's metrics are made up, everything else comes through the proxy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import httpx2
+import sqlalchemy as sa
+from openai import OpenAI
+from support.proxies import RunningProxy
+
+from turnwise.fake_engine import RunningFakeEngine
+from turnwise.fake_engine.script import Reply, Rule
+from turnwise.store import claims, policies, queries, tables
+from turnwise.store.database import Database
+from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord
+
+TASKS = {
+    "refund-17": ("I want my money back for order 17.", "Order 17 is 12 days old, so I have started the refund."),
+    "address-4": ("Send order 4 to my new address.", "Order 4 has left already; I have told the courier."),
+    "invoice-88": ("Where is the invoice of order 88?", "I have sent the invoice of order 88 to you again."),
+}
+GROUP_SIZE = 4
+SYSTEM = {"role": "system", "content": "You are the help desk of a shop. Look the order up before you answer."}
+
+
+def observe_run(proxy: RunningProxy, engine: RunningFakeEngine, *, num_updates: int = 8) -> None:
+    """Play the run."""
+    for question, answer in TASKS.values():
+        engine.state.script.rules.append(Rule(contains=question, reply=Reply(text=f"Let me look that up. {answer}")))
+    engine.state.script.rules.append(Rule(contains="Thank you", reply=Reply(text="You are welcome. Goodbye!")))
+    database = Database(proxy.database_url)
+    with httpx2.Client(base_url=proxy.url, timeout=60) as http:
+        for number in range(1, num_updates + 1):
+            for task_id in TASKS:
+                _play_group(http, task_id, number, num_updates)
+            _train(database, number, num_updates)
+        labels = {f"refund-17-{num_updates}-0": "golden", f"address-4-{num_updates}-3": "look-at"}
+        for session_id, label in labels.items():
+            http.put(f"/v1/sessions/{session_id}/labels/{label}", json={"note": "found by hand"}).raise_for_status()
+        _play_branch(http)
+    database.close()
+
+
+def _play_group(http: httpx2.Client, task_id: str, number: int, num_updates: int) -> None:
+    for run in range(GROUP_SIZE):
+        wanted = {"session_id": f"{task_id}-{number}-{run}", "task_id": task_id, "run": run}
+        grouped = {"group_id": f"{task_id}-{number}", "group_size": GROUP_SIZE}
+        session = http.post("/v1/sessions", json=wanted | grouped).raise_for_status().json()
+        client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
+        messages: list[Any] = [SYSTEM, {"role": "user", "content": TASKS[task_id][0]}]
+        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
+        said = {"role": "assistant", "content": reply.choices[0].message.content}
+        messages += [said, {"role": "user", "content": "Thank you."}]
+        client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=20)
+        solved = float(run < math.ceil(GROUP_SIZE * number / num_updates - (task_id != "refund-17")))
+        lines = [{"name": "solved", "value": solved}, {"name": "polite", "value": 0.25 * (run % 2)}]
+        rewards = [{"session_id": session["session_id"], **line} for line in lines]
+        http.post("/v1/rewards", json=rewards).raise_for_status()
+        reason = "solved" if solved else "gave_up"
+        http.post(f"/v1/sessions/{session['session_id']}/end", json={"termination_reason": reason}).raise_for_status()
+
+
+def _train(database: Database, number: int, num_updates: int) -> None:
+    held = claims.claim(database, "trainer", max_groups=len(TASKS), lease_seconds=600)
+    assert held is not None
+    progress = number / num_updates
+    metrics = {
+        "reward_mean": 0.15 + 0.75 * progress,
+        "staleness_mean": 0.3 + 0.1 * math.sin(number),
+        "staleness_max": 1,
+        "entropy": 0.9 - 0.5 * progress,
+        "kl": 0.01 + 0.005 * math.cos(2 * number),
+        "clip_fraction": 0.02 - 0.01 * progress,
+        "grad_norm": 0.6 + 0.2 * math.sin(3 * number),
+        "loss": 0.2 * math.cos(number),
+        "logprob_gap": 0.002,
+        "logprob_gap_max": 0.01 + 0.005 * math.cos(number),
+        "tokens": 900 + 40 * number,
+        "seconds": 1.5,
+        "waited_seconds": 2.0 - progress,
+        "held_seconds": 0.1,
+        "num_groups": len(TASKS),
+        "num_refused_groups": 1,
+        "num_uniform_groups": 1,
+    }
+    refused = {held.groups[-1].key: "uniform_rewards"}
+    update = UpdateRecord(
+        update_id=number,
+        trainer_id="trainer",
+        policy_version=number,
+        num_groups=len(TASKS) - 1,
+        num_sessions=GROUP_SIZE * (len(TASKS) - 1),
+        num_tokens=metrics["tokens"],
+        metrics=metrics,
+    )
+    evaluation = {"eval": {"reward_mean": 0.1 + 0.7 * progress}}
+    version = PolicyVersion(
+        version=number,
+        path=f"policies/v{number:06d}",
+        status=PolicyStatus.FAILED if number == 3 else PolicyStatus.RETIRED,
+        error="rolled back: the canary's mean reward fell by 0.2" if number == 3 else None,
+        update_id=number,
+        metrics=metrics | evaluation,
+        reload_seconds=0.4 + 0.1 * math.sin(number),
+    )
+    with database.write() as connection:
+        policies.publish_policy(connection, version)
+        # Nobody makes the files of these versions, so no engine may try to load one.
+        connection.execute(
+            sa.update(tables.policies)
+            .where(tables.policies.c.version == number)
+            .values(status=version.status.value, reload_seconds=version.reload_seconds)
+        )
+        trained = {}
+        for _, group_id in (group.key for group in held.groups[:-1]):
+            for run in range(GROUP_SIZE):
+                turns, _ = queries.turns(connection, "default", f"{group_id}-{run}")
+                trained["default", f"{group_id}-{run}"] = {each.turn.turn_id: 0.5 - 0.25 * run for each in turns}
+        claims.ack(connection, held, update, refused=refused, trained=trained)
+
+
+def _play_branch(http: httpx2.Client) -> None:
+    """Play an open session whose client shortens a stored reply, so that its history starts a new chain."""
+    session = http.post("/v1/sessions", json={"session_id": "edited", "task_id": "refund-17"}).raise_for_status().json()
+    client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
+    messages: list[Any] = [SYSTEM, {"role": "user", "content": TASKS["refund-17"][0]}]
+    for said in (None, "I have started the refund."):
+        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
+        said = said or reply.choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Thank you."}]
+    client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=20)

@@ -1,0 +1,142 @@
+"""Each update in a few numbers: its metrics, its dropped groups by reason, and its rewards by task and by name.
+
+The trainer's own metrics are of all tenants; groups and rewards are of one tenant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import sqlalchemy as sa
+
+from turnwise import credit
+from turnwise.store import lineage, queries
+from turnwise.store.tables import groups, sessions
+from turnwise.types import Credit, GroupStatus, Json
+
+MAX_TASKS = 50
+"""Tasks of one answer: those with the most sessions."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of some sessions' rewards."""
+
+    mean: float
+    num_sessions: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSummary:
+    """One update."""
+
+    update_id: int
+    trainer_id: str
+    policy_version: int
+    created_at: datetime.datetime
+    num_tokens: int
+    """Number of sampled tokens that carried loss."""
+    metrics: Json
+    dropped: Mapping[str, int]
+    """Number of this tenant's dropped groups, by reason."""
+    reward: Mean | None
+    """Of this tenant's sessions in it, those of dropped groups included; None without a rewarded one."""
+    by_task: Mapping[str, Mean]
+    by_name: Mapping[str, Mean]
+    """By the name of the reward; each is a part of the session's reward."""
+
+
+def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
+    """Return the newest updates, oldest first."""
+    newest, _ = queries.updates(conn, limit=limit)
+    scores = {update.update_id: _Scores() for update in newest}
+    task_sizes: dict[str, int] = defaultdict(int)
+    for update_id, of_update in scores.items():
+        for task_id, judged in _judged_sessions(conn, tenant, update_id):
+            of_update.add(task_id, judged)
+            task_sizes[task_id or ""] += 1
+    task_sizes.pop("", None)
+    tasks = frozenset(sorted(task_sizes, key=lambda task: (-task_sizes[task], task))[:MAX_TASKS])
+    dropped = _dropped(conn, tenant, list(scores))
+    return [
+        UpdateSummary(
+            update_id=update.update_id,
+            trainer_id=update.trainer_id,
+            policy_version=update.policy_version,
+            created_at=update.created_at,
+            num_tokens=update.num_tokens,
+            metrics=update.metrics,
+            dropped=dropped[update.update_id],
+            reward=scores[update.update_id].mean(),
+            by_task=scores[update.update_id].by_task(tasks),
+            by_name=scores[update.update_id].by_name(),
+        )
+        for update in reversed(newest)
+    ]
+
+
+def _dropped(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, dict[str, int]]:
+    """Return the number of dropped groups of each update, by reason."""
+    found = conn.execute(
+        sa.select(groups.c.update_id, groups.c.reason, sa.func.count().label("number"))
+        .where(
+            groups.c.update_id.in_(update_ids),
+            groups.c.tenant == tenant,
+            groups.c.status == GroupStatus.DROPPED.value,
+        )
+        .group_by(groups.c.update_id, groups.c.reason)
+    )
+    dropped: dict[int, dict[str, int]] = defaultdict(dict)
+    for row in found:
+        dropped[row.update_id][row.reason or "no reason"] = row.number
+    return dropped
+
+
+def _judged_sessions(
+    conn: sa.Connection, tenant: str, update_id: int
+) -> Iterable[tuple[str | None, credit.SessionCredit]]:
+    """Yield the task and the reward of each rewarded session of an update's groups."""
+    found = conn.execute(
+        sa.select(sessions.c.session_pk, sessions.c.task_id, sessions.c.credit)
+        .join_from(groups, sessions, groups.c.group_pk == sessions.c.group_pk)
+        .where(groups.c.update_id == update_id, groups.c.tenant == tenant, sessions.c.num_rewards > 0)
+    ).all()
+    lines = lineage.rewards_of(conn, [row.session_pk for row in found])
+    for row in found:
+        yield row.task_id, credit.assign_credit([], lines[row.session_pk], Credit(row.credit))
+
+
+class _Scores:
+    """The rewards of one update's sessions."""
+
+    def __init__(self) -> None:
+        self._all: list[float] = []
+        self._by_task: dict[str, list[float]] = defaultdict(list)
+        self._by_name: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, task_id: str | None, judged: credit.SessionCredit) -> None:
+        """Add a session."""
+        self._all.append(judged.reward)
+        if task_id is not None:
+            self._by_task[task_id].append(judged.reward)
+        for name, value in judged.by_name.items():
+            self._by_name[name].append(value)
+
+    def mean(self) -> Mean | None:
+        """Return the mean of all rewards; None without any."""
+        return _mean(self._all) if self._all else None
+
+    def by_task(self, tasks: frozenset[str]) -> dict[str, Mean]:
+        """Return the mean of each of these tasks that has sessions."""
+        return {task: _mean(values) for task, values in sorted(self._by_task.items()) if task in tasks}
+
+    def by_name(self) -> dict[str, Mean]:
+        """Return the mean of each name."""
+        return {name: _mean(values) for name, values in sorted(self._by_name.items())}
+
+
+def _mean(values: list[float]) -> Mean:
+    return Mean(sum(values) / len(values), len(values))
