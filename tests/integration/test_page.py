@@ -140,8 +140,7 @@ def test_the_page_says_when_it_is_not_live_and_asks_for_a_key(window: Visit) -> 
     assert window.console.pop().startswith("error: Failed to load resource")
 
 
-@pytest.mark.parametrize("colour_scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1100])
+@pytest.mark.parametrize(("width", "colour_scheme"), [(400, "dark"), (1100, "light")])
 def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(
     browser: Any, world: RunningProxy, width: int, colour_scheme: str
 ) -> None:
