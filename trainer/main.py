@@ -19,12 +19,15 @@ from trainer.learning.optimizer import check_optimizer
 from trainer.loop.base import RLWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World, leave_world
-from trainer.recorders import ProgressLine, Recorder, TensorBoard, WeightsAndBiases, check_packages
+from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
+
+RECORDERS = {"tensorboard": "tensorboard_dir", "wandb": "wandb_project", "trackio": "trackio_project"}
+"""Packages of recorders, and the settings that ask for them."""
 
 
 def run(settings: TrainerSettings) -> int:
@@ -69,7 +72,9 @@ def check_startable(settings: TrainerSettings) -> None:
             "'device' and 'float32'"
         )
     check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
-    check_packages(settings.tensorboard_dir, settings.wandb_project)
+    for package, setting in RECORDERS.items():
+        if getattr(settings, setting) is not None:
+            check_package(package, setting)
 
 
 def _workflow_class(settings: TrainerSettings) -> type[RLWorkflow]:
@@ -91,6 +96,9 @@ def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
     if settings.wandb_project is not None:
         run_file = settings.policies_dir / "wandb-run.txt"
         recorders.append(WeightsAndBiases(settings.wandb_project, settings.model_dump(mode="json"), run_file))
+    if settings.trackio_project is not None:
+        run_file = settings.policies_dir / "trackio-run.txt"
+        recorders.append(Trackio(settings.trackio_project, settings.model_dump(mode="json"), run_file))
     return recorders
 
 

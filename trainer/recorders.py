@@ -6,9 +6,11 @@ recorders are imported only when they are used.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,7 +106,7 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path) -> None:
-        check_packages(directory, None)
+        check_package("tensorboard", "tensorboard_dir")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(directory))
@@ -127,7 +129,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
-        check_packages(None, project)
+        check_package("wandb", "wandb_project")
         import wandb
 
         known = run_file.read_text(encoding="utf-8").strip() if run_file.is_file() else None
@@ -148,6 +150,32 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+class Trackio:
+    """A run of trackio, which a restarted trainer continues.
+
+    Raises:
+        SettingsError: The package is not installed.
+    """
+
+    def __init__(self, project: str, config: Mapping[str, Any], run_file: Path) -> None:
+        check_package("trackio", "trackio_project")
+        trackio = importlib.import_module("trackio")
+        if not run_file.is_file():
+            run_file.parent.mkdir(parents=True, exist_ok=True)
+            run_file.write_text(f"run-{secrets.token_hex(4)}\n", encoding="utf-8")
+        name = run_file.read_text(encoding="utf-8").strip()
+        self._run: Any = trackio.init(project=project, name=name, config=dict(config), resume="allow")
+
+    def write(self, scalars: Scalars, step: int) -> None:
+        """Log the numbers; those of an optimizer step are named apart, with its number among them."""
+        axis = {"update/number": scalars["update"]} if "update" in scalars else {"batch": step}
+        self._run.log(_numbers(scalars) | axis)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
 def _numbers(scalars: Scalars) -> dict[str, float]:
     """Return the numbers among the gauges; those of an optimizer step are named apart from the batch's."""
     prefix = "update/" if "update" in scalars else ""
@@ -158,19 +186,17 @@ def _numbers(scalars: Scalars) -> dict[str, float]:
     }
 
 
-def check_packages(tensorboard_dir: Path | None, wandb_project: str | None) -> None:
-    """Check that the packages of the recorders that were asked for are installed.
+def check_package(package: str, setting: str) -> None:
+    """Check that the package that a setting needs is installed.
 
     Raises:
-        SettingsError: One is missing.
+        SettingsError: It is not.
     """
-    wanted = {"tensorboard": ("tensorboard_dir", tensorboard_dir), "wandb": ("wandb_project", wandb_project)}
-    for package, (setting, value) in wanted.items():
-        if value is not None and importlib.util.find_spec(package) is None:
-            raise SettingsError(
-                f"{setting} needs the package {package!r}, which is not installed: run `pip install {package}`, or "
-                f"leave {setting} out"
-            )
+    if importlib.util.find_spec(package) is None:
+        raise SettingsError(
+            f"{setting} needs the package {package!r}, which is not installed: run `pip install {package}`, or "
+            f"leave {setting} out"
+        )
 
 
 def _named(scalars: Scalars, names: Sequence[str]) -> str:

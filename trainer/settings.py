@@ -58,6 +58,10 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     state that contains them. A crash then costs up to twice as many batches, which are trained again."""
     keep_versions: int = Field(default=3, ge=1)
     """Versions that stay on disk, besides the active, the pinned and the newest one."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Versions whose number is a multiple of this stay on disk for good."""
+    keep_best: int = Field(default=0, ge=0)
+    """So many versions with the best evaluations stay on disk, by mean reward."""
     evaluate_every: int | None = Field(default=None, ge=1)
     """Batches between evaluations; None never evaluates."""
     evaluation_command: tuple[str, ...] = ()
@@ -91,6 +95,8 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     """Write TensorBoard event files there; needs the package `tensorboard`."""
     wandb_project: str | None = None
     """Log to this project of Weights & Biases; needs the package `wandb`."""
+    trackio_project: str | None = None
+    """Log to this project of trackio; needs the package `trackio`."""
 
 
 def _default_rates(model: str) -> tuple[float, float]:

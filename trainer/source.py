@@ -18,7 +18,7 @@ from pydantic import Field
 
 from trainer.pacing import Look, PacingRule, Position, Rewind, WaitingLog, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
-from turnwise.store import claims, experiences, groups, policies, queries, regression, weight_servers
+from turnwise.store import claims, evaluations, experiences, groups, policies, queries, regression, weight_servers
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.store.regression import SessionLabels
@@ -114,6 +114,9 @@ class Source(Protocol):
 
     def versions_in_use(self) -> set[int]:
         """Return the versions that may be asked for: active, pinned, newest good."""
+
+    def best_versions(self, count: int) -> set[int]:
+        """Return so many versions with the best evaluations, by mean reward."""
 
     def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
@@ -260,6 +263,14 @@ class LedgerSource:
             found = [policies.active_policy(conn), policies.newest_policy(conn)]
             pinned = policies.pinned_version(conn)
         return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
+
+    def best_versions(self, count: int) -> set[int]:
+        """Return so many versions with the best evaluations, by mean reward; of equal ones the newer."""
+        if not count:
+            return set()
+        with self._db.read() as conn:
+            measured = evaluations.evaluated_versions(conn)
+        return set(sorted(measured, key=lambda version: (measured[version], version))[-count:])
 
     def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""

@@ -268,8 +268,13 @@ class OnPolicyWorkflow(RLWorkflow):
         self.commits.add(finished, after, saved_settings(self.config))
         if world.is_first:
             needed = self.commits.needed_versions | self.env.versions_in_use()
-            self.checkpoints.prune({version, parent} | needed)
+            kept = self.env.best_versions(self.config.keep_best) | self._kept_for_good()
+            self.checkpoints.prune({version, parent} | needed | kept)
         return after.metrics, after
+
+    def _kept_for_good(self) -> set[int]:
+        every = self.config.keep_every
+        return set() if every is None else {one for one in self.checkpoints.versions() if one % every == 0}
 
     def _written(
         self,

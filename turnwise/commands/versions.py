@@ -1,8 +1,9 @@
-"""Commands about the served model: `policies`, `policies activate`, `policies follow`, `updates`."""
+"""Commands about the served model: `policies` with `activate`, `follow` and `merge`, and `updates`."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -53,6 +54,21 @@ def follow(database: str | None, *, as_json: bool) -> None:
     click.echo(
         "No version is published yet." if version is None else f"The proxy follows the newest version: {version}."
     )
+
+
+@policies.command("merge")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("destination", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--model", help="Directory or Hub name of the base model [default: the one that the version names].")
+@click.option("--push", "repository", help="Also upload the result to this repository of the Hugging Face Hub.")
+@click.option("--public", is_flag=True, help="Create that repository public, not private.")
+def merge(directory: Path, destination: Path, model: str | None, repository: str | None, *, public: bool) -> None:
+    """Write a version of kind lora, policies/v000007, as a whole model: the adapter added to the base model."""
+    merging = import_module("trainer.publish.merge")
+    merging.merge_adapter(directory, destination, model=model)
+    click.echo(f"The merged model is in {destination}.")
+    if repository is not None:
+        click.echo(f"Uploaded to {merging.push(destination, repository, is_private=not public)}.")
 
 
 @click.command("updates")

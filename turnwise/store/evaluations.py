@@ -49,3 +49,10 @@ def record_evaluation(conn: sa.Connection, version: int, gauges: Json) -> None:
     if known is not None:
         metrics = json.loads(known) | {"eval": gauges}
         conn.execute(sa.update(policies).where(policies.c.version == version).values(metrics=rows.dump(metrics)))
+
+
+def evaluated_versions(conn: sa.Connection) -> dict[int, float]:
+    """Return the mean reward of each version that was evaluated."""
+    found = conn.execute(sa.select(policies.c.version, policies.c.metrics)).all()
+    gauges = {row.version: json.loads(row.metrics).get("eval", {}) for row in found}
+    return {version: one["reward_mean"] for version, one in gauges.items() if one.get("reward_mean") is not None}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.recorders import ProgressLine, TensorBoard, WeightsAndBiases
+from trainer.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases
 from turnwise.errors import SettingsError
 
 LINES = [
@@ -87,11 +87,34 @@ def test_a_restarted_trainer_goes_on_with_its_run_of_weights_and_biases(tmp_path
     assert starts == [(None, None), ("abc123", "allow")]
 
 
+def test_a_restarted_trainer_goes_on_with_its_run_of_trackio(tmp_path, monkeypatch):
+    """A stand-in of the package: the second start resumes the run of the first by its name."""
+    starts, lines = [], []
+
+    def init(**options):
+        starts.append(options)
+        return types.SimpleNamespace(log=lines.append, finish=lambda: None)
+
+    package = types.ModuleType("trackio")
+    package.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
+    package.init = init
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    for _ in range(2):
+        recorder = Trackio("project", {"seed": 0}, tmp_path / "policies" / "trackio-run.txt")
+        record(recorder)
+        recorder.close()
+    assert starts[0] == starts[1]
+    assert (starts[0]["project"], starts[0]["config"], starts[0]["resume"]) == ("project", {"seed": 0}, "allow")
+    assert {"update/loss": 0.25, "update/number": 2} in lines
+    assert any(line.get("batch") == 1 and line.get("loss") == 0.375 for line in lines)
+
+
 @pytest.mark.parametrize(
     ("package", "make"),
     [
         ("tensorboard", TensorBoard),
         ("wandb", lambda place: WeightsAndBiases("project", {}, place / "run.txt")),
+        ("trackio", lambda place: Trackio("project", {}, place / "run.txt")),
     ],
 )
 def test_the_error_for_a_recorder_without_its_package_names_the_package(tmp_path, monkeypatch, package, make):

@@ -23,7 +23,7 @@ from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
 from trainer.policy import agent
 from turnwise.errors import BadCheckpoint, SettingsError
-from turnwise.store import policies, queries, trained
+from turnwise.store import evaluations, policies, queries, trained
 from turnwise.version_directory import check_digests, read_manifest, weights_digest
 
 
@@ -294,6 +294,21 @@ def test_old_versions_are_deleted_but_never_one_in_use(tmp_path, model, ledger):
     train(settings_for(tmp_path, model, groups_per_batch=1, total_batches=4, keep_versions=1))
     left = {path.name for path in (tmp_path / "policies").glob("v*")}
     assert left == {"v000003", "v000003.trainer", "v000004", "v000004.trainer"}
+
+
+def test_every_second_and_the_best_version_stay_on_disk(tmp_path, model, ledger):
+    """Of versions 1 to 6, number 1 has the best evaluation, 2, 4 and 6 are even, and 5 and 6 are the newest."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    changes = {"groups_per_batch": 1, "keep_versions": 1, "keep_every": 2, "keep_best": 1}
+    train(settings_for(tmp_path, model, total_batches=1, **changes))
+    with ledger.write() as conn:
+        evaluations.record_evaluation(conn, 1, {"reward_mean": 0.75})
+    train(settings_for(tmp_path, model, total_batches=2, **changes))
+    with ledger.write() as conn:
+        evaluations.record_evaluation(conn, 2, {"reward_mean": 0.5})
+    train(settings_for(tmp_path, model, total_batches=6, **changes))
+    left = {path.name for path in (tmp_path / "policies").glob("v*[0-9]")}
+    assert left == {f"v00000{version}" for version in (1, 2, 4, 5, 6)}
 
 
 def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger):

@@ -1,0 +1,72 @@
+"""An adapter merged into its base model, and uploaded."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.trainer_ledger import load_model
+
+from trainer.policy.model import Policy, PolicySpec
+from turnwise.commands.cli import main
+from turnwise.version_directory import write_manifest
+
+
+@pytest.fixture
+def version(tmp_path, model):
+    """The directory of an adapter with random weights, and the policy."""
+    policy = Policy(PolicySpec(model=str(model), device="cpu", kind="lora", lora_rank=4))
+    policy.load(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.normal_(std=0.1)
+    directory = tmp_path / "v000007"
+    directory.mkdir()
+    policy.save(directory, policy.trained_state())
+    write_manifest(directory, {"version": 7, "kind": "lora", "base_model": str(model)})
+    return directory, policy
+
+
+def test_a_merged_adapter_gives_the_logits_of_the_policy(tmp_path, version, model):
+    directory, policy = version
+    done = CliRunner().invoke(main, ["policies", "merge", str(directory), str(tmp_path / "merged")])
+    assert done.exit_code == 0, done.output
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        merged = load_model(tmp_path / "merged")(ids).logits
+        torch.testing.assert_close(merged, policy.model(ids).logits, atol=1e-5, rtol=0)
+        assert (merged - load_model(model)(ids).logits).abs().max() > 1e-3
+    again = CliRunner().invoke(main, ["policies", "merge", str(directory), str(tmp_path / "merged")])
+    assert "is not empty: name a new directory" in again.output
+    write_manifest(tmp_path / "merged", {"version": 8, "kind": "full"})
+    whole = CliRunner().invoke(main, ["policies", "merge", str(tmp_path / "merged"), str(tmp_path / "other")])
+    assert "is no version of kind 'lora' but 'full'" in whole.output
+
+
+def test_a_merged_model_is_uploaded_to_a_private_repository(tmp_path, version, monkeypatch):
+    """A stand-in of the Hub's client."""
+    calls = []
+
+    class HfApi:
+        def create_repo(self, repository, **options):
+            calls.append((repository, options))
+            return f"https://hub.test/{repository}"
+
+        def upload_folder(self, **options):
+            calls.append(options)
+
+    hub = types.ModuleType("huggingface_hub")
+    hub.HfApi = HfApi
+    destination = tmp_path / "merged"
+    runner = CliRunner()
+    assert runner.invoke(main, ["policies", "merge", str(version[0]), str(tmp_path / "first")]).exit_code == 0
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    done = runner.invoke(main, ["policies", "merge", str(version[0]), str(destination), "--push", "me/model"])
+    assert "Uploaded to https://hub.test/me/model." in done.output
+    assert calls == [
+        ("me/model", {"private": True, "exist_ok": True}),
+        {"folder_path": str(destination), "repo_id": "me/model"},
+    ]

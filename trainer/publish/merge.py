@@ -1,0 +1,58 @@
+"""A version of kind `lora` as a whole model: its adapter added to the weights of the base model."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+
+from trainer.policy.loading import copy_tokenizer
+from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.types import PolicyKind
+from turnwise.version_directory import read_manifest
+
+
+def merge_adapter(version_directory: Path, destination: Path, *, model: str | None = None) -> None:
+    """Write the merged model in the Hugging Face layout, in the precision of the base model.
+
+    Args:
+        version_directory: The directory of a version of kind `lora`.
+        destination: A new or empty directory.
+        model: The base model; None is the one that the version names.
+
+    Raises:
+        BadCheckpoint: The version is no adapter, or the base model cannot be loaded.
+        SettingsError: The destination holds files.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    manifest = read_manifest(version_directory)
+    if manifest.get("kind") != PolicyKind.LORA.value:
+        raise BadCheckpoint(
+            f"{str(version_directory)!r} is no version of kind 'lora' but {manifest.get('kind')!r}: only adapters are "
+            "merged, whole weights can be used as they are"
+        )
+    if destination.exists() and any(destination.iterdir()):
+        raise SettingsError(f"{str(destination)!r} is not empty: name a new directory")
+    base = model or str(manifest["base_model"])
+    try:
+        whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"cannot load the base model {base!r}: {error}; name it with --model") from error
+    with torch.no_grad():
+        merged = PeftModel.from_pretrained(whole, str(version_directory)).merge_and_unload()
+    merged.save_pretrained(destination)
+    copy_tokenizer(base, destination)
+
+
+def push(directory: Path, repository: str, *, is_private: bool = True) -> str:
+    """Upload a directory to a repository of the Hugging Face Hub, which is created if needed; return its address.
+
+    The token is the Hub's own: `hf auth login`, or HF_TOKEN.
+    """
+    api = importlib.import_module("huggingface_hub").HfApi()
+    address = str(api.create_repo(repository, private=is_private, exist_ok=True))
+    api.upload_folder(folder_path=str(directory), repo_id=repository)
+    return address
