@@ -7,19 +7,28 @@
 set -eu
 cd "$(dirname "$0")/../.."
 target=${1:-.adapters}
-sdk="click>=8.1 httpx2>=2.16 numpy>=1.26 pydantic>=2.11 pydantic-settings>=2.10"
+python=${PYTHON:-python3}
+
+install() { # NAME PIP-ARGUMENTS…
+    name=$1
+    shift
+    "$target/$name/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
 
 make_environment() { # NAME INTERPRETER PACKAGE…
     name=$1 interpreter=$2
     shift 2
-    # shellcheck disable=SC2086
-    if "$interpreter" -m venv "$target/$name" && "$target/$name/bin/python" -m pip install --quiet "$@" $sdk; then
-        touch "$target/$name/.installed"
-    else
+    if ! { "$interpreter" -m venv "$target/$name" && install "$name" "$@"; }; then
         echo "$name cannot be installed here; its tests are skipped" >&2
+        rm -rf "${target:?}/$name"
     fi
 }
 
-make_environment harbor "${PYTHON312:-python3.12}" harbor==0.24.0
-make_environment verifiers "${PYTHON:-python3}" verifiers==0.4.0
-make_environment rllm "${PYTHON:-python3}" rllm-model-gateway==0.1.0
+# Harbor loads the plugin, so it gets the SDK's requirements too.
+make_environment harbor "${PYTHON312:-python3.12}" \
+    harbor==0.24.0 "click>=8.1" "httpx2>=2.16" "numpy>=1.26" "pydantic>=2.11" "pydantic-settings>=2.10"
+make_environment verifiers "$python" verifiers==0.4.0
+make_environment rllm "$python" rllm-model-gateway==0.1.0
+# Of Trinity-RFT only its client is loaded, which needs little of what the package requires.
+make_environment trinity "$python" requests httpx openai
+install trinity --no-deps trinity-rft==0.6.0 || rm -rf "${target:?}/trinity"

@@ -8,36 +8,28 @@ streamed. Engines are those of the proxy: registering a worker is refused. A del
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 import click
-import httpx2
 import uvicorn
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from turnwise.client import AsyncClient
+from turnwise.adapters.relay import Relay, application
 from turnwise.client.connection import DEFAULT_BASE_URL
-from turnwise.errors import ClientError, NotFound
 from turnwise.types import Json
 
-HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host"})
 WORKERS_REFUSED = "engines are named when the proxy starts: turnwise proxy --engine URL"
 
 
 class Gateway:
     """The routes of rLLM's gateway over one proxy."""
 
-    def __init__(self, proxy: str, api_key: str | None) -> None:
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._client = AsyncClient(proxy, api_key)
-        self._http = httpx2.AsyncClient(base_url=proxy, headers=headers, timeout=None)
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._client = relay.client
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -53,14 +45,9 @@ class Gateway:
             Route("/admin/workers", self._no_workers),
             Route("/admin/workers", self._refuse_worker, methods=["POST"]),
             Route("/admin/flush", self._flush, methods=["POST"]),
-            Route("/sessions/{session_id}/v1/{path:path}", self._relay, methods=calls),
-            Route("/v1/{path:path}", self._relay, methods=calls),
+            Route("/sessions/{session_id}/v1/{path:path}", self._relay.call, methods=calls),
+            Route("/v1/{path:path}", self._relay.call, methods=calls),
         ]
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-        await self._http.aclose()
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         return JSONResponse({"status": "ok"})
@@ -86,7 +73,7 @@ class Gateway:
         return JSONResponse(_session_info(await self._client.session(request.path_params["session_id"])))
 
     async def _delete(self, request: Request) -> Response:
-        answer = await self._http.delete(f"/v1/sessions/{request.path_params['session_id']}")
+        answer = await self._relay.http.delete(f"/v1/sessions/{request.path_params['session_id']}")
         return JSONResponse({"deleted": answer.json().get("num_turns", 0)}, answer.status_code)
 
     async def _traces(self, request: Request) -> Response:
@@ -107,26 +94,6 @@ class Gateway:
 
     async def _flush(self, request: Request) -> Response:  # noqa: ARG002  a turn is stored before its reply ends
         return JSONResponse({"status": "flushed"})
-
-    async def _relay(self, request: Request) -> Response:
-        """Pass a call on to the proxy, and its answer back as it comes."""
-        headers = _end_to_end(request.headers)
-        if "authorization" not in headers:
-            headers |= _end_to_end({"authorization": self._http.headers.get("authorization", "Bearer EMPTY")})
-        call = self._http.build_request(
-            request.method, request.url.path, content=await request.body(), headers=headers, params=request.url.query
-        )
-        answer = await self._http.send(call, stream=True)
-        return StreamingResponse(
-            answer.aiter_raw(),
-            answer.status_code,
-            _end_to_end(answer.headers),
-            background=BackgroundTask(answer.aclose),
-        )
-
-
-def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items() if name.lower() not in HOP_BY_HOP}
 
 
 def _session_info(session: Json) -> Json:
@@ -162,21 +129,10 @@ def _timestamp(text: str) -> float:
     return dt.datetime.fromisoformat(text).timestamp()
 
 
-async def _on_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    return JSONResponse({"error": str(error)}, 404 if isinstance(error, NotFound) else 400)
-
-
 def create_app(proxy: str, api_key: str | None) -> Starlette:
     """Return the gateway as an application."""
-    gateway = Gateway(proxy, api_key)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001
-        yield
-        await gateway.close()
-
-    handlers: dict[Any, Any] = {ClientError: _on_error}
-    return Starlette(routes=gateway.routes(), lifespan=lifespan, exception_handlers=handlers)
+    relay = Relay(proxy, api_key)
+    return application(Gateway(relay).routes(), relay)
 
 
 @click.command()
