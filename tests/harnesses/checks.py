@@ -12,6 +12,9 @@ from turnwise.types import Json
 BROKEN = frozenset({"faulted", "aborted"})
 """Outcomes of calls with an incomplete reply."""
 
+LONG_TOKENS = 32
+"""More than the short replies of side calls have."""
+
 
 def own_turns(turns: Sequence[Json]) -> list[Json]:
     """Return the turns of the agent itself whose reply was sampled: no side call, no sub-agent, no failed call."""
@@ -89,9 +92,10 @@ def has_parallel_tools(turns: Sequence[Json], outputs: Sequence[str]) -> bool:
     return False
 
 
-def is_sampling(call: SeenCall) -> bool:
-    """Return whether a call has begun and not ended; a streamed one has also sent its first token."""
-    return call.outcome == "running" and (bool(call.token_ids) or not call.body.get("stream"))
+def is_sampling_long(call: SeenCall) -> bool:
+    """Return whether a call is sampling a long reply; of one that is not streamed, only its start is known."""
+    num_tokens = sum(map(len, call.token_ids))
+    return call.outcome == "running" and (num_tokens >= LONG_TOKENS or not call.body.get("stream"))
 
 
 def was_cut_off(calls: Sequence[SeenCall], turns: Sequence[Json]) -> bool:

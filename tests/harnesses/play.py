@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from harnesses.checks import (
     has_parallel_tools,
     is_one_exact_chain,
-    is_sampling,
+    is_sampling_long,
     is_served_stored,
     other_roles,
     own_turns,
@@ -151,7 +151,7 @@ def _play_client_gone(stage: Stage, verdict: Verdict, session_id: str) -> None:
     """End the agent while the engine samples."""
 
     async def leave(_: Place) -> bool:
-        await wait_until(lambda: any(is_sampling(call) for call in stage.engine.calls))
+        await wait_until(lambda: any(is_sampling_long(call) for call in stage.engine.calls))
         return True
 
     rules = [

@@ -27,14 +27,15 @@ START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 class ForcedReply:
     """Forces the tokens of one request's reply."""
 
-    def __init__(self, processor: ForcedTokens) -> None:
+    def __init__(self, processor: ForcedTokens, *, calls_must_be_json: bool) -> None:
         self._processor = processor
+        self._calls_must_be_json = calls_must_be_json
         self._token_ids: list[int] | None = None
 
     def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         """Leave the next token of the reply as the only candidate; change nothing without a reply."""
         if self._token_ids is None:
-            self._token_ids = self._processor.reply_ids(prompt_ids)
+            self._token_ids = self._processor.reply_ids(prompt_ids, calls_must_be_json=self._calls_must_be_json)
         if not self._token_ids:
             return logits
         position = min(len(output_ids), len(self._token_ids) - 1)
@@ -59,16 +60,20 @@ class ForcedTokens(AdapterLogitsProcessor):
 
     def new_req_logits_processor(self, params: Any) -> ForcedReply | None:
         """Return the processor of one request; None for a call that checks the engine."""
-        return None if params.logit_bias or params.max_tokens == 1 else ForcedReply(self)
+        if params.logit_bias or params.max_tokens == 1:
+            return None
+        # With `tool_choice: required` vLLM lets the model sample nothing but a JSON list of calls.
+        return ForcedReply(self, calls_must_be_json=params.structured_outputs is not None)
 
-    def reply_ids(self, prompt_ids: Sequence[int]) -> list[int]:
+    def reply_ids(self, prompt_ids: Sequence[int], *, calls_must_be_json: bool) -> list[int]:
         """Return the tokens of the reply to a prompt; empty without a matching rule."""
         prompt = self._tokenizer.decode(prompt_ids)
         last_message = prompt.split(START_OF_TURN)[-2]
         reply = self._current_script().take_reply(last_message, offers_tools="<tools>" in prompt)
         if reply is None:
             return []
-        return list(self._tokenizer.encode(hermes_text(reply) + END_OF_TURN, add_special_tokens=False))
+        text = json_text(reply) if calls_must_be_json and reply.tool_calls else hermes_text(reply)
+        return list(self._tokenizer.encode(text + END_OF_TURN, add_special_tokens=False))
 
     def _current_script(self) -> Script:
         """Return the script of the file; one that has not changed keeps its counts of the rules."""
@@ -85,3 +90,8 @@ def hermes_text(reply: Reply) -> str:
         body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
         blocks.append(f"<tool_call>\n{body}\n</tool_call>")
     return "\n".join(blocks)
+
+
+def json_text(reply: Reply) -> str:
+    """Return the tool calls of a reply in the form that vLLM demands when a call is required."""
+    return json.dumps([{"name": call.name, "parameters": call.arguments} for call in reply.tool_calls])

@@ -159,6 +159,8 @@ def _refuse_chat(state: EngineState, body: Json) -> Response | None:
         return reply_error("Field required: messages", param="body.messages", kind="Bad Request")
     if not body["messages"]:
         return reply_error("Cannot apply chat template to an empty conversation. Provide at least one message.")
+    if body.get("tools") == []:
+        return reply_error("`tools` must not be an empty array. Provide a tool or omit the field.", param="tools")
     choice = body.get("tool_choice")
     if (isinstance(choice, dict) or choice == "required") and not body.get("tools"):
         return reply_error("When using `tool_choice`, `tools` must be set.", param="tool_choice")

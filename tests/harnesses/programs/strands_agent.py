@@ -10,7 +10,8 @@ model = OpenAIModel(client_args={"base_url": BASE_URL, "api_key": API_KEY}, mode
 @tool
 def delegate(task: str) -> str:
     """Give a task to another agent."""
-    return str(Agent(model=model, system_prompt=SUB_INSTRUCTIONS, callback_handler=None)(task))
+    # An agent without tools would send `tools: []`, which OpenAI and vLLM refuse.
+    return str(Agent(model=model, system_prompt=SUB_INSTRUCTIONS, tools=[tool(bash)], callback_handler=None)(task))
 
 
 agent = Agent(model=model, system_prompt=INSTRUCTIONS, tools=[tool(bash), delegate], callback_handler=None)

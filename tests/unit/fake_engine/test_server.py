@@ -317,6 +317,7 @@ def test_a_conversation_can_be_tokenised_as_it_is_rendered(http):
         (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}', 400),
         (b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}', 400),
         (b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": []}', 400),
     ],
 )
 def test_a_request_that_vllm_refuses_is_refused(http, body, status):
