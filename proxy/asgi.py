@@ -66,6 +66,15 @@ async def parse_object(raw: bytes, *, max_depth: int, max_containers: int) -> Js
         TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects.
     """
     await check_nesting(raw, max_depth=max_depth, max_containers=max_containers)
+    return decode_object(raw)
+
+
+def decode_object(raw: bytes) -> Json:
+    """Decode a JSON object whose nesting has been checked.
+
+    Raises:
+        InvalidRequest: it is not JSON, or not an object.
+    """
     try:
         decoded = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

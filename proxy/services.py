@@ -29,6 +29,7 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora, load_unchecked_template
 from proxy.events import Events
 from proxy.fault import FaultPoints
+from proxy.helper import Helper
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
 from proxy.metrics import Metrics
@@ -78,6 +79,7 @@ class Services:
     budgets: Budgets
     replays: Replays
     known_requests: KnownRequests
+    helper: Helper
     events: Events
     peers: Peers
 
@@ -161,6 +163,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         gone_seconds=settings.engine_gone_seconds,
         access=engine_access(settings),
     )
+    helper = Helper()
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults)
     shadows = Shadows(relay, pool, sessions, writer, settings, metrics)
@@ -190,7 +193,8 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         limits=Limits(settings, metrics),
         budgets=Budgets(settings, database, writer, metrics),
         replays=Replays(settings.replay_bytes),
-        known_requests=KnownRequests(settings.request_cache_bytes),
+        known_requests=KnownRequests(settings.request_cache_bytes, helper),
+        helper=helper,
         events=Events(database, metrics),
         peers=peers,
     )
@@ -202,6 +206,7 @@ async def _close_services(services: Services) -> None:
     with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
         await asyncio.wait_for(services.relay.wait_idle(), services.settings.commit_timeout_seconds)
     services.pool.close()
+    services.helper.close()
     services.peers.close()
     await services.budgets.close()
     await services.writer.close()

@@ -53,9 +53,12 @@ def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS) -> Convers
     """Compute the digests of a call's conversation; `fields` are what the template prints beside the text."""
     context = context_digest(call.tools, call.template_arguments)
     known = call.known_messages
-    history = digest_history(call.messages, context, fields, None if known is None else known.history)
+    earlier, digests = (None, []) if known is None else (known.history, known.digests)
+    if known is not None and known.digest_fields != fields:
+        digests = []
+    history = digest_history(call.messages, context, fields, earlier, digests)
     if known is not None:
-        known.history = history
+        known.history, known.digests = history, []
     return Conversation(call.messages, history, reply_position(call.messages))
 
 

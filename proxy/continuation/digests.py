@@ -64,7 +64,11 @@ class History:
 
 
 def digest_history(
-    messages: Sequence[Json], context: bytes, fields: frozenset[str] = NO_FIELDS, earlier: History | None = None
+    messages: Sequence[Json],
+    context: bytes,
+    fields: frozenset[str] = NO_FIELDS,
+    earlier: History | None = None,
+    digests: Sequence[bytes] = (),
 ) -> History:
     """Digest every prefix of `messages`.
 
@@ -73,6 +77,7 @@ def digest_history(
         context: the digest of tools and template arguments.
         fields: what the template prints of `NAME` and `CALL_IDS`.
         earlier: the digests of the first messages.
+        digests: `message_digest` of the first messages, as far as they are known.
     """
     if earlier is not None and (earlier.context, earlier.fields) == (context, fields):
         full, plain, dialogue = (state.copy() for state in earlier.states)
@@ -82,8 +87,9 @@ def digest_history(
     else:
         full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
         history = History([], [], [], (full, plain, dialogue), fields, context)
-    for message in messages[len(history.full) :]:
-        digest = message_digest(message, fields)
+    for index in range(len(history.full), len(messages)):
+        message = messages[index]
+        digest = digests[index] if index < len(digests) else message_digest(message, fields)
         full.update(digest)
         plain.update(digest)
         if message.get("role") not in SYSTEM_ROLES:

@@ -181,18 +181,19 @@ class Sessions:
             if any(by_id[turn.parent_turn_id or ""].messages_state is None for turn in extended):
                 # They extend a turn in the middle of a chain: the digests need all messages.
                 every, _ = read(connection, first=0, known=())
-                digested = digest_stored(every, {}, self._fields_read)
+                digested = digest_stored(every, {}, self.fields_read)
             else:
-                digested = digest_stored(unknown, by_id, self._fields_read)
+                digested = digest_stored(unknown, by_id, self.fields_read)
         return known_turns(unknown, digested, by_id), num_read
 
     @property
-    def _fields_read(self) -> frozenset[str]:
+    def fields_read(self) -> frozenset[str]:
+        """What the served template prints beside roles, text and tool calls."""
         return NO_FIELDS if self.template is None else self.template.fields_read
 
     def read_conversation(self, call: Call) -> Conversation:
         """Compute the digests of a call's conversation, over what the served template reads."""
-        return read_conversation(call, self._fields_read)
+        return read_conversation(call, self.fields_read)
 
     async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""

@@ -2,7 +2,8 @@
 
 An agent repeats its whole conversation with every call. The part up to the end of the last message is recognised by a
 hash of its bytes. Then only the bytes after it are decoded, and what was derived from the earlier messages is used
-again. The same pass over the bytes gives the digest of the whole request.
+again. The same pass over the bytes gives the digest of the whole request. A request with many megabytes that are new is
+decoded in another process (see `proxy.helper`), which also digests its messages.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ import collections
 import dataclasses
 import os
 import re
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 
-from proxy.asgi import check_nesting, parse_object
+from proxy.asgi import check_nesting, decode_object, parse_object
+from proxy.helper import Helper
+from turnwise.json_scan import scan
 from turnwise.types import Json
 
 MIN_BYTES = 64 * 2**10
 """Shorter requests are decoded as a whole."""
+DECODED_HERE_BYTES = 2**20
+"""New bytes of a longer request are decoded in another process."""
 HASHED_HERE_BYTES = 2 * 2**20
 """Longer requests are hashed in a thread, without the interpreter's lock."""
 DIGEST_BYTES = 16
@@ -38,6 +44,15 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 Caller = tuple[str, str]
 """A tenant and the id of an API key."""
+
+
+class MessageDigest(NamedTuple):
+    """How messages are digested."""
+
+    function: Callable[[Json, frozenset[str]], bytes]
+    """Importable by its name."""
+    fields: frozenset[str]
+    """Its second argument."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -56,6 +71,10 @@ class KnownRequest:
     """The `History` of the messages; None until it is computed."""
     outlines: list[Any] = dataclasses.field(default_factory=list)
     """The `Outline`s of the messages, as far as they were needed."""
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+    """The digests of the messages, where another process has computed them."""
+    digest_fields: frozenset[str] | None = None
+    """The `MessageDigest.fields` of `digests`."""
     num_text: int = 0
     """Messages, from the first on, that were found to have no media."""
     num_readable: int = 0
@@ -84,43 +103,56 @@ class _Rest(NamedTuple):
 class KnownRequests:
     """The last request of each conversation, up to a number of bytes; the least recently used ones are dropped."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, helper: Helper) -> None:
         self._max_bytes = max_bytes
+        self._helper = helper
         self._num_bytes = 0
         self.num_bytes_read = 0
         """Bytes of all requests so far."""
         self._by_caller: dict[Caller, dict[KnownRequest, None]] = {}
         self._order: collections.OrderedDict[KnownRequest, Caller] = collections.OrderedDict()
 
-    async def read(self, caller: Caller, raw: bytes, *, max_depth: int, max_containers: int) -> ReadRequest:
-        """Decode a request.
+    async def read(
+        self,
+        caller: Caller,
+        raw: bytes,
+        *,
+        max_depth: int,
+        max_containers: int,
+        digest: MessageDigest | None = None,
+    ) -> ReadRequest:
+        """Decode a request; messages that are decoded in the other process are digested there.
 
         Raises:
             InvalidRequest: it is not a JSON object.
             TooLarge: what must be decoded is nested deeper than `max_depth`, or has more than `max_containers` arrays
                 and objects.
+            ProxyUnavailable: the other process failed.
         """
         self.num_bytes_read += len(raw)
         earlier, hashed = await self._find(caller, raw)
         rest = None
-        if earlier is not None:
+        if earlier is not None and len(raw) - earlier.num_bytes <= DECODED_HERE_BYTES:
             rest = await _read_rest(raw, earlier, max_depth=max_depth, max_containers=max_containers)
-        if earlier is None or rest is None:
-            body = await parse_object(raw, max_depth=max_depth, max_containers=max_containers)
-            known = _locate_messages(raw)
-        else:
+        if rest is not None and earlier is not None:
             body, end = rest
             known = dataclasses.replace(earlier, num_bytes=end)
+        elif len(raw) > DECODED_HERE_BYTES:
+            limits = {"max_depth": max_depth, "max_containers": max_containers}
+            body, known = await self._helper.do(_decode, raw, digest=digest, **limits)
+        else:
+            body = await parse_object(raw, max_depth=max_depth, max_containers=max_containers)
+            known = _locate_messages(raw)
         end = known.num_bytes
         start = earlier.num_bytes if earlier is not None else 0
         if not start <= end:
             end, start, hashed = 0, 0, blake2b(digest_size=DIGEST_BYTES)
-        part, digest = await _hash(hashed, memoryview(raw), start, end)
+        part, of_all = await _hash(hashed, memoryview(raw), start, end)
         if not end or not isinstance(body.get("messages"), list):
-            return ReadRequest(body, digest, None, None)
+            return ReadRequest(body, of_all, None, None)
         known.digest, known.tail, known.messages = part, raw[max(0, end - TAIL_BYTES) : end], body["messages"]
         self._replace(caller, earlier if rest is not None else None, known)
-        return ReadRequest(body, digest, known, memoryview(raw)[known.start : end])
+        return ReadRequest(body, of_all, known, memoryview(raw)[known.start : end])
 
     async def _find(self, caller: Caller, raw: bytes) -> tuple[KnownRequest | None, Any]:
         """Return the longest known request that this one begins with, and the hash after its bytes."""
@@ -168,6 +200,19 @@ async def _hash(hashed: Any, raw: memoryview, start: int, end: int) -> tuple[byt
         return part, hashed.digest()
 
     return await asyncio.to_thread(update) if len(raw) - start > HASHED_HERE_BYTES else update()
+
+
+def _decode(
+    raw: bytes, *, max_depth: int, max_containers: int, digest: MessageDigest | None
+) -> tuple[Json, KnownRequest]:
+    """Decode a request; return it with the place of its messages and their digests."""
+    scan(raw, max_depth, max_containers)
+    body, known = decode_object(raw), _locate_messages(raw)
+    messages = body.get("messages")
+    if digest is not None and isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
+        known.digests = [digest.function(message, digest.fields) for message in messages]
+        known.digest_fields = digest.fields
+    return body, known
 
 
 async def _read_rest(raw: bytes, earlier: KnownRequest, *, max_depth: int, max_containers: int) -> _Rest | None:

@@ -22,6 +22,8 @@ from proxy.engines.keep_alive import set_keep_alive
 BUFFERED_BYTES = 1 << 20
 """Bytes of an answer that are buffered for a slow reader before reading from the engine pauses."""
 
+COPIED_BYTES = 64 * 2**10
+"""A shorter body is sent in one piece with its head."""
 STALE_SECONDS = 1.0
 """A reused connection that closes without data so soon after a request was closed before the request arrived."""
 IDLE_SECONDS = 15.0
@@ -93,14 +95,16 @@ class HttpClient:
         """
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {len(body)}\r\n\r\n"
-        sent = head.encode("latin-1") + body
+        sent = [head.encode("latin-1"), body]
+        if len(body) < COPIED_BYTES:
+            sent = [b"".join(sent)]
         answer = await self._exchange(sent, silence_seconds or self._silence_seconds)
         if 300 <= answer.status < 400:
             with answer:
                 raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
         return answer
 
-    async def _exchange(self, sent: bytes, patience: float) -> Answer:
+    async def _exchange(self, sent: list[bytes], patience: float) -> Answer:
         idle = self._take_idle()
         if idle is not None:
             try:
@@ -264,7 +268,7 @@ class _Connection(asyncio.Protocol):
         """Return whether it may be reused."""
         return self._loop.time() - self._heard_at < IDLE_SECONDS
 
-    async def exchange(self, request: bytes, patience: float) -> Answer:
+    async def exchange(self, request: list[bytes], patience: float) -> Answer:
         """Send a request and return its answer once the head has arrived."""
         self._heard_at = self._loop.time()
         if self._timer is not None and patience < self._patience:
@@ -277,7 +281,7 @@ class _Connection(asyncio.Protocol):
         answer = self._answer = Answer(self)
         if self._transport.is_closing():
             raise _Stale("the server had closed the connection")
-        self._transport.write(request)
+        self._transport.writelines(request)
         try:
             while not answer.status:
                 await answer.wait()

@@ -20,10 +20,11 @@ from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.replays import RequestIdentity, identify_request, rebuilt_answer
 from proxy.calls.running import Running
 from proxy.connections import LEFT
+from proxy.continuation.digests import message_digest
 from proxy.continuation.identities import name_session
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
-from proxy.dialects.known_requests import MIN_BYTES
+from proxy.dialects.known_requests import MIN_BYTES, MessageDigest
 from proxy.limits.calls import Admission
 from proxy.routes.reply import Reply
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
@@ -209,7 +210,9 @@ class Sample:
         known, digest, messages_json = None, None, None
         if self._dialect.repeats_messages and len(raw) >= MIN_BYTES:
             caller = principal.tenant, principal.key_id
-            body, digest, known, messages_json = await self._services.known_requests.read(caller, raw, **limits)
+            body, digest, known, messages_json = await self._services.known_requests.read(
+                caller, raw, **limits, digest=MessageDigest(message_digest, self._services.sessions.fields_read)
+            )
         else:
             body = await parse_object(raw, **limits)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)

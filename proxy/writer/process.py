@@ -107,10 +107,17 @@ class Report(NamedTuple):
     """Unexpected failures; the log has the tracebacks."""
 
 
-def frame(content: object) -> tuple[bytes, bytes]:
+class _Pieces(list[bytes]):
+    """Takes a pickle in pieces; a long text is a piece of its own, which is not copied into a larger one."""
+
+    write = list.append
+
+
+def frame(content: object) -> list[bytes]:
     """Return the wire form of an object, length and pickle, for the two processes of one release."""
-    raw = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(raw)), raw
+    pieces = _Pieces()
+    pickle.Pickler(pieces, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
+    return [_LENGTH.pack(sum(map(len, pieces))), *pieces]
 
 
 class Frames:
