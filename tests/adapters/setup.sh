@@ -32,3 +32,5 @@ make_environment rllm "$python" rllm-model-gateway==0.1.0
 # Of Trinity-RFT only its client is loaded, which needs little of what the package requires.
 make_environment trinity "$python" requests httpx openai
 install trinity --no-deps trinity-rft==0.6.0 || rm -rf "${target:?}/trinity"
+make_environment areal "$python" aiohttp tenacity pydantic colorlog httpx openai
+install areal --no-deps areal==1.0.4 || rm -rf "${target:?}/areal"

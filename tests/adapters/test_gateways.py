@@ -95,3 +95,18 @@ def test_trinitys_client_rewards_messages_and_commits_them(proxy: RunningProxy) 
     assert [turn["turn_id"] for turn in turns] == found["ids"]
     assert [one["reward"] for one in experiences] == [1.25, 1.25]
     assert [one["turn_rewards"] for one in experiences] == [[0.25], [1.0]]
+
+
+def test_areals_client_plays_a_session_with_rewards_for_its_turns(proxy: RunningProxy) -> None:
+    """The session key alone identifies the session; a reward without an id is the last turn's."""
+    python = python_of("areal")
+    with gateway("areal_sessions", proxy) as url:
+        found = play(python, "areal_client.py", url)
+    with Client(proxy.url) as client:
+        (session,) = client.sessions()
+        turns = list(client.turns(session["session_id"]))
+        experiences = list(client.experiences(session_id=session["session_id"]))
+    assert (session["session_id"], session["status"], session["task_id"]) == (found["session_id"], "ended", "adds")
+    assert [turn["turn_id"] for turn in turns] == found["ids"]
+    assert [turn["outcome"] for turn in turns] == ["exact", "exact"]
+    assert [one["turn_rewards"] for one in experiences] == [[0.25], [1.0]]
