@@ -5,6 +5,9 @@ sizes follow a published distribution of 391 sessions of coding agents: prompts 
 p90, p99), replies of 458, 2,470 and 8,609 tokens, 31 turns a session, and 4.2 s between two turns. `--scale` scales the
 tokens and `--pace` the pauses, so that a run also shows where the proxy is saturated. The random numbers are seeded.
 
+With `--peer PYTHON`, an interpreter of an environment with `pip install 'litellm[proxy]'`, the same agents then play
+through LiteLLM's proxy, which records nothing, in front of the same stand-in.
+
 Printed: turns a second, CPU seconds a turn of the serving and of the writing process, the time of a call at p50 and p99
 (the stand-in's own time is part of it), the most calls in flight, and how many calls were refused (429) or timed out.
 """
@@ -14,18 +17,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import bisect
+import contextlib
 import dataclasses
 import json
 import random
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
-from long_text import MANY, Conversation, source_text
-from long_turn import Server, served
+from long_text import MANY, Conversation, source_text, tokenizer_directory
+from long_turn import HERE, Server, cpu_seconds, process_tree, served
+from servers import running
+
+from turnwise.processes.stack import free_port
 
 PROMPT_TOKENS = (20_000, 99_000, 413_000, 616_000)
 REPLY_TOKENS = (50, 458, 2_470, 8_609)
@@ -133,7 +143,41 @@ class Agent:
         return message
 
 
-async def play_all(server: Server, url: str, given: argparse.Namespace) -> dict[str, Any]:
+class Peer:
+    """Another proxy under measurement: its whole process tree serves."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.url = url
+        self._pid = pid
+
+    def cpu(self) -> tuple[float, float]:
+        """Return the CPU time of its processes, and none of a writing process."""
+        return sum(map(cpu_seconds, process_tree(self._pid))), 0.0
+
+
+@contextlib.contextmanager
+def litellm_proxy(python: str) -> Iterator[Peer]:
+    """Run LiteLLM's proxy with one worker, in front of the stand-in engine."""
+    engine, port = free_port(), free_port()
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
+        argv = [sys.executable, str(HERE / "long_engine.py"), "--port", str(engine), "--any-ids"]
+        servers.enter_context(
+            running([*argv, "--tokenizer", str(tokenizer_directory())], f"http://127.0.0.1:{engine}/health")
+        )
+        parameters = {"model": "openai/long", "api_base": f"http://127.0.0.1:{engine}/v1", "api_key": "none"}
+        config = Path(directory) / "config.yaml"  # JSON is YAML
+        settings = {
+            "model_list": [{"model_name": "long", "litellm_params": parameters}],
+            "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},  # on loopback
+        }
+        config.write_text(json.dumps(settings))
+        argv = [str(Path(python).with_name("litellm")), "--config", str(config), "--port", str(port)]
+        argv += ["--host", "127.0.0.1", "--num_workers", "1"]
+        process = servers.enter_context(running(argv, f"http://127.0.0.1:{port}/health/liveliness"))
+        yield Peer(f"http://127.0.0.1:{port}", process.pid)
+
+
+async def play_all(server: Server | Peer, url: str, given: argparse.Namespace) -> dict[str, Any]:
     """Let all agents play; return the figures."""
     seen = Seen()
     before, started = server.cpu(), time.monotonic()
@@ -171,14 +215,28 @@ def main() -> int:
     parser.add_argument("--pace", type=float, default=1.0, help="factor of the pauses between turns")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which an agent gives up a call")
     parser.add_argument("--max-concurrent-calls", type=int, default=1024, help="the proxy's limit")
+    parser.add_argument("--workers", type=int, default=1, help="the proxy's serving processes")
+    parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with litellm[proxy]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     source_text()
-    with served("--max-concurrent-calls", str(given.max_concurrent_calls), engine_flags=["--any-ids"]) as server:
+    flags = ("--max-concurrent-calls", str(given.max_concurrent_calls))
+    with served(*flags, engine_flags=["--any-ids"], num_workers=given.workers) as server:
         figures = asyncio.run(play_all(server, server.url, given))
-    print(json.dumps(figures, indent=2) if given.json else "\n".join(f"{k:30}{v:12.1f}" for k, v in figures.items()))
+    show("turnwise", figures, as_json=given.json)
+    if given.peer:
+        with litellm_proxy(given.peer) as peer:
+            show("LiteLLM's proxy", asyncio.run(play_all(peer, peer.url, given)), as_json=given.json)
     return 1 if figures["failed"] or figures["timed_out"] or figures["refused_without_retry_after"] else 0
+
+
+def show(name: str, figures: dict[str, Any], *, as_json: bool) -> None:
+    """Print the figures of one proxy."""
+    if as_json:
+        print(json.dumps(figures, indent=2), flush=True)
+        return
+    print(name + "".join(f"\n  {key:30}{value:12.1f}" for key, value in figures.items()), flush=True)
 
 
 if __name__ == "__main__":

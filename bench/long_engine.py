@@ -20,7 +20,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 IDS = b'"prompt_token_ids":['
 WORD_ID = 1234
-MAX_TOKENS = re.compile(rb'"max_tokens":(\d+)')
+MAX_TOKENS = re.compile(rb'"max_tokens":\s*(\d+)')
+ASKS_FOR_IDS = re.compile(rb'"return_token_ids":\s*true')
+ASKS_FOR_LOGPROBS = re.compile(rb'"logprobs":\s*true')
 SEARCHED_BYTES = 64 * 2**10
 """Bytes at the end of a request in which `max_tokens` is looked for."""
 NUM_EVENTS = 20
@@ -82,13 +84,16 @@ class LongEngine:
         if b'"stream":true' in body:
             return b"text/event-stream", b"".join(self._events(reply_id, prompt, has_tools=has_tools))
         head = b'{"id":"%b","object":"chat.completion","created":1,"model":"long","choices":' % reply_id
-        choice = {
+        choice: dict[str, Any] = {
             "index": 0,
             "message": {"role": "assistant", "content": self._text(), "tool_calls": self._calls() if has_tools else []},
-            "logprobs": {"content": self._logprobs(self._num_tokens)},
             "finish_reason": "tool_calls" if has_tools else "stop",
-            "token_ids": self._ids(),
         }
+        if ASKS_FOR_LOGPROBS.search(body):
+            choice["logprobs"] = {"content": self._logprobs(self._num_tokens)}
+        if not ASKS_FOR_IDS.search(body):
+            return b"application/json", head + orjson.dumps([choice]) + b"}"
+        choice["token_ids"] = self._ids()
         return b"application/json", head + orjson.dumps([choice]) + b',"prompt_token_ids":' + prompt + b"}"
 
     def _events(self, reply_id: bytes, prompt: bytes, *, has_tools: bool) -> Iterator[bytes]:
