@@ -13,7 +13,7 @@ MISMATCHED := torchvision torchaudio torchcodec
 WORKERS := -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning gpu-check docs compose-check conformance clean
+.PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning gpu-check docs screenshots compose-check conformance clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -81,6 +81,9 @@ bench-learning: setup ## Show what is learnt by each algorithm, three seeds each
 
 docs: setup ## Bring the generated parts of docs/ up to date
 	$(BIN)/python docs/generate.py
+
+screenshots: setup ## Make the pictures of the page in docs/images
+	cd tests && ../$(BIN)/python -m screenshots
 
 compose-check: setup ## Bring docker-compose.yml up in containers, and down again; INSTALL=1 gets what lacks
 	cd tests && ../$(BIN)/python -m compose.check $(if $(INSTALL),--install)

@@ -54,10 +54,10 @@ def _play_group(http: httpx2.Client, task_id: str, number: int, num_updates: int
         session = http.post("/v1/sessions", json=wanted | grouped).raise_for_status().json()
         client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
         messages: list[Any] = [SYSTEM, {"role": "user", "content": TASKS[task_id][0]}]
-        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
+        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=120)
         said = {"role": "assistant", "content": reply.choices[0].message.content}
         messages += [said, {"role": "user", "content": "Thank you."}]
-        client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=20)
+        client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
         solved = float(run < math.ceil(GROUP_SIZE * number / num_updates - (task_id != "refund-17")))
         lines = [{"name": "solved", "value": solved}, {"name": "polite", "value": 0.25 * (run % 2)}]
         rewards = [{"session_id": session["session_id"], **line} for line in lines]
@@ -111,7 +111,9 @@ def _train(database: Database, number: int, num_updates: int) -> None:
     )
     with database.write() as connection:
         policies.publish_policy(connection, version)
-        # Nobody makes the files of these versions, so no engine may try to load one.
+        # Nobody makes the files of these versions, so engines stay on version 0.
+        policies.publish_policy(connection, PolicyVersion(version=0, path="fake"))
+        policies.pin_policy(connection, 0)
         connection.execute(
             sa.update(tables.policies)
             .where(tables.policies.c.version == number)
@@ -131,7 +133,7 @@ def _play_branch(http: httpx2.Client) -> None:
     client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
     messages: list[Any] = [SYSTEM, {"role": "user", "content": TASKS["refund-17"][0]}]
     for said in (None, "I have started the refund."):
-        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
+        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=120)
         said = said or reply.choices[0].message.content
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Thank you."}]
-    client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=20)
+    client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)

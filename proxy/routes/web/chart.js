@@ -32,7 +32,7 @@ export function chart(title, series, {x = "version", isTime = false, integer = !
   return box;
 }
 
-const range = (_, low, high) => low === null ? [0, 1] : low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true);
+const range = (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true);
 
 // Without a pointer, the legend has the last values.
 function showLast(plot) {
@@ -44,7 +44,7 @@ function options(width, names, {x, isTime, integer}) {
   const axis = {stroke: quiet, grid: {stroke: line, width: 1}, ticks: {stroke: line, width: 1, size: 4}, font: "11px system-ui, sans-serif"};
   const values = (_, ticks) => ticks.map(short);
   return {
-    width, height: HEIGHT, scales: {x: {time: isTime}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast]},
+    width, height: HEIGHT, scales: {x: {time: isTime, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high]}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast]},
     padding: [8, 12, 0, 0],
     axes: [{...axis, size: isTime ? 42 : 28, ...(isTime ? {} : {values: (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))})},
       {...axis, size: 48, values}],

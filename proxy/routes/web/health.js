@@ -31,7 +31,7 @@ export async function health() {
 function queues(found) {
   const commits = sum(found, "turnwise_commit_seconds_count"), waited = sum(found, "turnwise_commit_seconds_sum");
   return card("Queues", facts([["calls in flight", number(sum(found, "turnwise_calls_in_flight"))], ["calls that wait for a limit", number(sum(found, "turnwise_queued_calls"))],
-    ["writes that wait", number(sum(found, "turnwise_writer_queue"))], ["mean wait for a commit", commits ? `${number(1000 * waited / commits)} ms` : ""],
+    ["writes that wait", number(sum(found, "turnwise_writer_queue"))], ["mean wait for a commit", commits ? `${number(Number((1000 * waited / commits).toPrecision(3)))} ms` : ""],
     ["listeners to events", number(sum(found, "turnwise_event_listeners"))], ["failures in the background", number(sum(found, "turnwise_background_errors_total"))]]));
 }
 
@@ -75,7 +75,7 @@ function doctor() {
     }
     button.disabled = false;
   };
-  return make("div", {}, make("p", {className: "quiet"}, "What `turnwise doctor` says about the engines and the database of this proxy."), button, results);
+  return make("div", {}, make("p", {className: "quiet"}, "What turnwise doctor says about the engines and the database of this proxy."), button, results);
 }
 
 function metricTable(found) {

@@ -21,13 +21,14 @@ export async function readiness() {
 export const chip = (label, note) => make("a", {className: "chip", href: `#sessions/${new URLSearchParams({label})}`, title: note ?? ""}, label);
 
 export function serving(ready, pinned) {
-  const engines = (ready.engines ?? []).map((engine, at) => [engine.url ?? `engine ${at + 1}`,
+  const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
     make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? `, ${engine.model ?? ""} version ${engine.policy_version}` : "")]);
   const version = ready.policy_version === null ? "no version" : `version ${ready.policy_version}`;
   const kept = pinned === null || pinned === undefined ? "" :
     make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until \`turnwise policies follow\`.`);
   return card("Serving", make("b", {}, version), kept, facts([["store", status(ready.store)],
     ["exact continuation", ready.exact_continuation ? "yes" : make("span", {className: "warn"}, "no")], ...engines]),
+    make("p", {className: "quiet address"}, (ready.engines ?? []).map((engine) => engine.url).filter(Boolean).join(", ")),
     ready.reload_error ? make("p", {className: "bad"}, `Last reload: ${ready.reload_error}`) : null);
 }
 

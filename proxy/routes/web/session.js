@@ -104,7 +104,11 @@ function tree(id, turns, current) {
     const item = entry(each), next = children.get(each.turn_id) ?? [];
     into.append(item);
     if (next.length === 1) open.push([next[0], into]);
-    else for (const child of [...next].reverse()) { const branch = make("ul", {}); item.append(branch); open.push([child, branch]); }
+    else {
+      const branches = next.map((child) => [child, make("ul", {})]);
+      item.append(...branches.map(([, branch]) => branch));
+      open.push(...branches.reverse());
+    }
   }
   return list;
 }

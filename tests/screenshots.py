@@ -1,0 +1,82 @@
+"""`make screenshots`: pictures of the page's views into docs/images/, of a small run over a fake engine."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from support.browser import Visit, running_browser, visit
+from support.observed_run import observe_run
+from support.proxies import running_proxy
+
+from turnwise.fake_engine import running_fake_engine
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+MAX_BYTES = 150_000
+SESSION = "#session/refund-17-7-1"
+
+
+def open_tokens(page: Any) -> None:
+    """Show the tokens of the turn, coloured by their logprobs, with one of them chosen."""
+    page.click("summary:text('Tokens')")
+    page.wait_for_selector(".tokens span")
+    page.select_option("select[name=colour]", "logprob")
+    page.locator(".tokens .sampled").first.click()
+    page.evaluate("scrollTo(0, document.querySelector('article').offsetTop - 60)")
+
+
+def examine(page: Any) -> None:
+    """Let the doctor examine, and wait for two samples of the live curves."""
+    page.click("button:text('Examine')")
+    page.wait_for_selector("td:text('reachable, with the tables of this release')")
+    page.locator(".chart canvas").nth(2).wait_for()
+    page.wait_for_timeout(9000)  # the live curves get a few points
+    page.evaluate("scrollTo(0, 0)")
+
+
+SHOTS: dict[str, tuple[str, str, Any]] = {
+    "overview": ("", "light", None),
+    "runs": ("#runs", "dark", None),
+    "search": ("#sessions/text=money+back&min_reward=1", "light", None),
+    "group": ("#sessions/group_id=refund-17-4", "light", None),
+    "branch": ("#session/edited", "light", None),
+    "tokens": (SESSION, "light", open_tokens),
+    "health": ("#health", "dark", examine),
+}
+"""Address, colour scheme and preparation of each picture."""
+
+
+def main() -> None:
+    """Make all pictures."""
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary, running_fake_engine() as engine, running_browser() as browser:
+        directory = Path(temporary)
+        with running_proxy(engine.url, f"sqlite:///{directory}/turnwise.db", directory) as proxy:
+            observe_run(proxy, engine)
+            for name, (address, scheme, prepare) in SHOTS.items():
+                options = {"viewport": {"width": 1080, "height": 720}, "color_scheme": scheme}
+                with visit(browser, proxy, **options) as window:
+                    take(window, address, prepare, IMAGES / f"{name}.png")
+
+
+def take(window: Visit, address: str, prepare: Any, target: Path) -> None:
+    """Make one picture.
+
+    Raises:
+        SystemExit: it is larger than `MAX_BYTES`.
+    """
+    page = window.open(address)
+    if address in ("", "#runs"):
+        page.locator(".chart canvas").first.wait_for()
+    if prepare is not None:
+        prepare(page)
+    page.screenshot(path=target)
+    size = target.stat().st_size
+    print(f"{target.name}: {size} bytes")
+    if size > MAX_BYTES:
+        raise SystemExit(f"{target} has {size} bytes, more than {MAX_BYTES}; show less")
+
+
+if __name__ == "__main__":
+    main()
