@@ -155,6 +155,8 @@ class ProxySettings(Settings):
     """How often to look for a newer policy version."""
     reload_timeout_seconds: float = Field(default=300.0, gt=0)
     """The longest a reload may take before the last good version is restored."""
+    engine_sleep: bool = False
+    """Bring engines to sleep while a trainer with `engine_sleep_level` computes. They need `--enable-sleep-mode`."""
     probe_tolerance: float | None = Field(default=None, ge=0)
     """Largest |logprob difference| between the engine and a checkpoint's own probe, nats. By default by precision: 0.25
     in float32 and 1.0 in bfloat16, and on average 0.05 and 0.1."""

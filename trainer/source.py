@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
+from trainer.lease import Lease
 from trainer.pacing import Look, PacingRule, Position, Rewind, WaitingLog, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.store import claims, evaluations, experiences, groups, policies, queries, regression, weight_servers
@@ -140,7 +141,7 @@ class LedgerSource:
         self._rule = rule
         self._with_imported = with_imported
         self._closed = threading.Event()
-        self._leases: dict[claims.Claim, _Lease] = {}
+        self._leases: dict[claims.Claim, Lease] = {}
 
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`.
@@ -157,7 +158,7 @@ class LedgerSource:
             if claim is None:
                 continue
             self._report_status(f"training on {len(claim.groups)} groups", None)
-            self._leases[claim] = _Lease(self._db, claim, self._rule.lease_seconds)
+            self._leases[claim] = Lease(self._db, claim, self._rule.lease_seconds)
             with self._db.read() as conn:
                 pinned = policies.pinned_version(conn)
             return ClaimedBatch(
@@ -186,7 +187,7 @@ class LedgerSource:
             num_stale=held.num_stale + more.num_stale,
         )
         self._end_lease(held)
-        self._leases[claim] = _Lease(self._db, claim, self._rule.lease_seconds)
+        self._leases[claim] = Lease(self._db, claim, self._rule.lease_seconds)
         return dataclasses.replace(
             batch,
             claim=claim,
@@ -378,31 +379,3 @@ class LedgerSource:
                 done,
                 ", ".join(closed[: claims.NAMED_GROUPS]),
             )
-
-
-class _Lease:
-    """Renews a claim from a thread until it is stopped."""
-
-    def __init__(self, db: Database, claim: claims.Claim, lease_seconds: float) -> None:
-        self.claim = claim
-        self._db = db
-        self._lease_seconds = lease_seconds
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the renewal."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _keep(self) -> None:
-        while not self._stopped.wait(self._lease_seconds / 3):
-            try:
-                claims.renew(self._db, self.claim, self._lease_seconds)
-            except LeaseLost:
-                # The ack fails with the same error, in the thread that can act on it.
-                log.warning("the lease on %d groups was lost", len(self.claim.groups))
-                return
-            except StoreUnavailable as error:
-                log.warning("the lease could not be renewed, trying again: %s", error)

@@ -247,6 +247,22 @@ class Engine:
         """Continue sampling."""
         await self.ask("POST", "/resume")
 
+    async def is_sleeping(self) -> bool:
+        """Return whether it gave up its memory; False from an engine without sleep mode."""
+        try:
+            answer = await self.ask("GET", "/is_sleeping")
+        except EngineRefused:
+            return False
+        return isinstance(answer, dict) and bool(answer.get("is_sleeping"))
+
+    async def sleep(self, level: int, *, seconds: float) -> None:
+        """Stop sampling and give up memory; running calls are kept, new ones queue."""
+        await self.ask("POST", "/sleep", seconds=seconds, level=str(level), mode="keep")
+
+    async def wake(self, part: str, *, seconds: float) -> None:
+        """Take back memory: `weights`, or `kv_cache`; sampling goes on once it has both."""
+        await self.ask("POST", "/wake_up", seconds=seconds, tags=part)
+
     async def load_weights(self, path: str, *, seconds: float) -> None:
         """Replace the base weights with those of a checkpoint directory.
 

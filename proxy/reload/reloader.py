@@ -22,6 +22,7 @@ from proxy.metrics import Metrics
 from proxy.reload.canary import Canary
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import Loader, own_model, serves
+from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
@@ -84,6 +85,7 @@ class Reloader:
         self._probe = probe
         self.lease = DriverLease(database, writer)
         transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
+        self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
         self._loader = Loader(settings, faults or FaultPoints(), transfers)
         self._canary = Canary(database, self.lease, pool, self._loader, settings, metrics)
         self._probe_lock = asyncio.Lock()
@@ -136,6 +138,8 @@ class Reloader:
         """Bring every serving engine to the wanted version, or advance the canary."""
         wanted = await self._wanted()
         self._canary.set_trial(wanted.canary)
+        if self._settings.engine_sleep and await self._sleeper.follow(wanted.active):
+            return
         if not self._pool.serving or self._is_settled(wanted):
             return
         async with self.lease.held() as is_driver:
@@ -284,6 +288,8 @@ class Reloader:
             return engine.active_lane.version not in engine.adapters
         if engine.loaded_version == UNLABELLED or await _has_version(engine):
             return False
+        if self._settings.engine_sleep and await engine.is_sleeping():
+            return False
         async with self.lease.held() as is_driver:  # otherwise another process may be exchanging the weights
             return is_driver and not await _has_version(engine)
 
@@ -291,9 +297,11 @@ class Reloader:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
         engine.lacks_transfers = False  # it may have been restarted with other flags
         await engine.fetch_models()
+        active = (await self._wanted()).active
+        if self._settings.engine_sleep and not await self._sleeper.bring_awake(engine, active):
+            return
         engine.apply_label(await engine.weights_label())
         engine.active_lane = engine.base_lane
-        active = (await self._wanted()).active
         is_right = engine.loaded_version is not None and (active is None or serves(engine, active))
         if not is_right or await engine.is_paused():
             async with self.lease.held() as is_driver:

@@ -43,6 +43,16 @@ class Offer:
     probe: Probe | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SleepWish:
+    """A trainer's request that engines give up their memory."""
+
+    url: str
+    """Address of the trainer's weights."""
+    level: int
+    """1 or 2, as in vLLM."""
+
+
 class Transfers:
     """Asks trainers for versions, and engines to receive them."""
 
@@ -64,6 +74,18 @@ class Transfers:
             if found is not None:
                 return Offer(policy.version, url, probe_from(found.get("probe")))
         return None
+
+    async def wanted_sleep(self) -> SleepWish | None:
+        """Return a trainer's request that engines sleep; None where no trainer that answers has one."""
+        for url in await self._urls():
+            found = await self._ask(url, "GET", "/engines", {}, CONNECT_SECONDS)
+            if found is not None and found.get("sleep_level"):
+                return SleepWish(url, int(found["sleep_level"]))
+        return None
+
+    async def confirm_sleep(self, wish: SleepWish) -> None:
+        """Tell the trainer that engines sleep."""
+        await self._ask(wish.url, "POST", "/engines", {"sleeping": True}, CONNECT_SECONDS)
 
     async def send(self, offer: Offer, engine: Engine) -> bool:
         """Let an engine receive a version; return whether all of it arrived. What the engine serves does not change."""

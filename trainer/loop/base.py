@@ -7,9 +7,10 @@ crash at any point is a resume from the last committed `State`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -187,9 +188,22 @@ class RLWorkflow(abc.ABC):
         """Hand weights to engines from memory, and tell the proxy where."""
         if self.weights is not None:
             return
-        if self.config.weight_transfer and self.config.kind is PolicyKind.FULL:
+        sends = self.config.weight_transfer and self.config.kind is PolicyKind.FULL
+        if sends or self.config.engine_sleep_level:
             self.weights = WeightServer(self.config)
         self.env.announce_weights(None if self.weights is None else self.weights.url)
+
+    @contextlib.contextmanager
+    def _engines_asleep(self) -> Iterator[None]:
+        """Let engines on the same GPU sleep for the block, in which the trainer computes."""
+        with contextlib.nullcontext() if self.weights is None else self.weights.engines_asleep():
+            if self.config.engine_sleep_level:
+                self.agent.world.share(None)  # the other processes wait for the first one
+            try:
+                yield
+            finally:
+                if self.config.engine_sleep_level and torch.cuda.is_available():
+                    torch.cuda.empty_cache()
 
     def _hold(self, state: State, version: int, probe: Json | None) -> None:
         """Keep a version's weights in memory for engines; in all processes, which gather sharded weights together."""

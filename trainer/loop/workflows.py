@@ -125,8 +125,9 @@ class OnPolicyWorkflow(RLWorkflow):
         )
         too_large: dict[GroupKey, str] = {}
         try:
-            stale = self.gap_check.compare(batch)
-            num_steps, gauges = self._update(state, batch, _num_minibatches(claimed, batch, self.config), too_large)
+            with self._engines_asleep():
+                stale = self.gap_check.compare(batch)
+                num_steps, gauges = self._update(state, batch, _num_minibatches(claimed, batch, self.config), too_large)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
             reasons = {group.key: f"refused: {error}" for group in claimed.claim.groups}

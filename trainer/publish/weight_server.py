@@ -6,15 +6,16 @@ key and stands in the ledger, so who can read the ledger can ask for weights. Tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
 import threading
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -50,6 +51,12 @@ class WeightRule(Settings):
     """Versions that stay in memory; engines get older ones from their directories."""
     weight_seconds: float = Field(default=60.0, gt=0)
     """Longest silence within one transfer."""
+
+    engine_sleep_level: Literal[0, 1, 2] = 0
+    """Let engines on the same GPU sleep while the trainer computes, by vLLM's sleep mode: 1 moves their weights to host
+    memory, 2 drops them and loads the served version again; 0 never. The proxy needs `engine_sleep = true`."""
+    engine_sleep_seconds: float = Field(default=60.0, gt=0)
+    """How long the trainer waits for the engines to sleep before it computes all the same."""
 
     @property
     def sends_deltas(self) -> bool:
@@ -100,6 +107,9 @@ class WeightServer:
         self._rule = rule
         self.held = HeldVersions(rule.weight_versions)
         self._transfers: dict[str, Transfer] = {}
+        self._sleep_level = 0
+        """The level that engines should sleep at now; 0 while they should be awake."""
+        self._sleeping = threading.Event()
         self._key = secrets.token_urlsafe(16)
         self._http = ThreadingHTTPServer((rule.weight_host, 0), _handler_of(self))
         self._http.daemon_threads = True
@@ -107,6 +117,25 @@ class WeightServer:
         self._thread.start()
         host = f"[{rule.weight_host}]" if ":" in rule.weight_host else rule.weight_host
         self.url = f"http://{host}:{self._http.server_address[1]}/{self._key}"
+
+    @contextlib.contextmanager
+    def engines_asleep(self) -> Iterator[None]:
+        """Let the proxy bring engines to sleep for the block, and wait until they sleep."""
+        if not self._rule.engine_sleep_level:
+            yield
+            return
+        self._sleeping.clear()
+        self._sleep_level = int(self._rule.engine_sleep_level)
+        try:
+            if not self._sleeping.wait(self._rule.engine_sleep_seconds):
+                log.warning(
+                    "no engine was brought to sleep within %g s (engine_sleep_seconds): is engine_sleep=true set in "
+                    "[proxy], and does the proxy run?",
+                    self._rule.engine_sleep_seconds,
+                )
+            yield
+        finally:
+            self._sleep_level = 0
 
     def close(self) -> None:
         """Stop answering; running transfers end with the process."""
@@ -122,6 +151,12 @@ class WeightServer:
         match (method, *words):
             case ("GET", "versions", str(version)) if version.isdigit():
                 return self._describe(int(version))
+            case ("GET", "engines"):
+                return HTTPStatus.OK, {"sleep_level": self._sleep_level}
+            case ("POST", "engines"):
+                if body.get("sleeping") and self._sleep_level:
+                    self._sleeping.set()
+                return HTTPStatus.OK, {}
             case ("POST", "transfers"):
                 return self._start(body)
             case ("GET", "transfers", str(transfer_id)) if transfer_id in self._transfers:

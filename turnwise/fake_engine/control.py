@@ -158,6 +158,28 @@ async def resume(state: EngineState, _request: Request) -> Response:
     return reply_json({"status": "resumed"})
 
 
+async def sleep(state: EngineState, request: Request) -> Response:
+    """Give up memory; calls wait."""
+    level = int(request.query_params.get("level", "1"))
+    state.running.clear()
+    state.asleep = {"weights", "kv_cache"}
+    state.sleep_levels.append(level)
+    return reply_json({"status": "sleeping", "level": level})
+
+
+async def wake_up(state: EngineState, request: Request) -> Response:
+    """Take back memory, all or some of it; sampling goes on once all is back."""
+    state.asleep -= set(request.query_params.getlist("tags") or state.asleep)
+    if not state.asleep:
+        state.running.set()
+    return reply_json({"status": "sleeping" if state.asleep else "awake"})
+
+
+async def is_sleeping(state: EngineState, _request: Request) -> Response:
+    """Return whether memory was given up."""
+    return reply_json({"is_sleeping": bool(state.asleep)})
+
+
 async def is_paused(state: EngineState, _request: Request) -> Response:
     """Return whether sampling is paused."""
     return reply_json({"is_paused": not state.running.is_set()})
@@ -282,6 +304,9 @@ def control_routes(state: EngineState) -> list[Route]:
         ("POST", "/pause", pause),
         ("POST", "/resume", resume),
         ("GET", "/is_paused", is_paused),
+        ("POST", "/sleep", sleep),
+        ("POST", "/wake_up", wake_up),
+        ("GET", "/is_sleeping", is_sleeping),
         ("POST", "/collective_rpc", collective_rpc),
         ("POST", "/update_weight_version", update_weight_version),
         ("GET", "/weight_info", weight_info),

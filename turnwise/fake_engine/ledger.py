@@ -53,6 +53,10 @@ class EngineState:
         """The tensors of the version that was loaded from a trainer's memory last, by name."""
         self.adapters: dict[str, str] = {}
         """LoRA adapters by name, with the directories they came from."""
+        self.asleep: set[str] = set()
+        """What it gave up to sleep, of `weights` and `kv_cache`."""
+        self.sleep_levels: list[int] = []
+        """The levels that it was brought to sleep at."""
         self.running = asyncio.Event()
         """Set while sampling is not paused."""
         self.running.set()

@@ -1,0 +1,120 @@
+"""Engines give up their memory while a trainer computes, keep their calls, and wake when it ends or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+
+import pytest
+import pytest_asyncio
+from support.reload_stage import Process, Stage
+
+from trainer.publish.weight_server import WeightRule, WeightServer
+from turnwise.fake_engine import Script, running_fake_engine
+from turnwise.store import weight_servers
+from turnwise.store.database import Database
+
+
+@pytest.fixture
+def stage(tmp_path) -> Iterator[Stage]:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    database = Database(url)
+    database.upgrade()
+    with running_fake_engine(Script()) as engine:
+        yield Stage(database, url, [engine], tmp_path)
+    database.close()
+
+
+@pytest_asyncio.fixture
+async def process(stage: Stage) -> AsyncIterator[Process]:
+    """A process whose engine serves version 1."""
+    async with stage.process(engine_sleep=True) as process:
+        stage.publish(1)
+        await process.follow()
+        assert process.versions == [1]
+        yield process
+
+
+class Trainer:
+    """A trainer that computes until it is told to end."""
+
+    def __init__(self, stage: Stage, level: int) -> None:
+        self.server = WeightServer(WeightRule(engine_sleep_level=level, engine_sleep_seconds=30))
+        with stage.database.write() as connection:
+            weight_servers.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
+        self.computes, self._may_end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._compute, daemon=True)
+        self._thread.start()
+
+    def _compute(self) -> None:
+        with self.server.engines_asleep():
+            self.computes.set()
+            self._may_end.wait(60)
+
+    def end(self) -> None:
+        self._may_end.set()
+        self._thread.join(60)
+
+
+async def follow_until_computing(process: Process, trainer: Trainer) -> None:
+    async with asyncio.timeout(20):
+        while not trainer.computes.is_set():
+            await process.follow()
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("level", "reloads"), [(1, ["v1"]), (2, ["v1", "v1"])])
+async def test_an_engine_sleeps_while_the_trainer_computes_and_wakes_with_the_served_version(
+    stage: Stage, process: Process, level, reloads
+):
+    """At level 2 its weights are lost, and loaded before sampling goes on. A call in between waits and is answered."""
+    engine = stage.engines[0]
+    trainer = Trainer(stage, level)
+    await follow_until_computing(process, trainer)
+    assert (engine.state.asleep, engine.state.sleep_levels) == ({"weights", "kv_cache"}, [level])
+    body = {"model": engine.state.script.model, "messages": [{"role": "user", "content": "hello"}]}
+    call = asyncio.create_task(process.pool.engines[0].ask("POST", "/v1/chat/completions", body, seconds=30))
+    stage.publish(2)
+    await process.follow()  # no version is loaded into an engine that sleeps
+    await process.look()
+    assert process.versions == [process.pool.engines[0].version]  # and it is not taken for one that was restarted
+    assert [path.rpartition("/")[2] for path in engine.state.reloads] == ["v1"]
+    assert not call.done()
+    trainer.end()
+    with stage.database.write() as connection:
+        connection.exec_driver_sql("UPDATE policies SET status = 'failed' WHERE version = 2")
+    await process.follow()
+    assert engine.state.asleep == set()
+    assert [path.rpartition("/")[2] for path in engine.state.reloads] == reloads
+    assert process.pool.engines[0].loaded_version == 1
+    assert (await call)["choices"][0]["message"]["content"]
+    trainer.server.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_wakes_when_the_trainer_dies(stage: Stage, process: Process, level):
+    trainer = Trainer(stage, level)
+    await follow_until_computing(process, trainer)
+    trainer.server.close()  # what is left of a killed trainer: an address without an answer
+    await process.follow()
+    assert stage.engines[0].state.asleep == set()
+    assert stage.engines[0].state.weight_version == "1"
+    trainer.end()
+
+
+async def test_a_proxy_that_finds_an_engine_asleep_wakes_it_once_no_trainer_needs_its_memory(
+    stage: Stage, process: Process
+):
+    """The process before it was killed while the engine slept at level 2."""
+    trainer = Trainer(stage, 2)
+    await follow_until_computing(process, trainer)
+    async with stage.process(engine_sleep=True) as restarted:
+        assert restarted.versions == [None]
+        assert stage.engines[0].state.asleep
+        trainer.end()
+        await restarted.look()
+        assert restarted.versions == [1]
+    assert stage.engines[0].state.asleep == set()
+    trainer.server.close()
