@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proxy.continuation.conversation import call_has_media, tool_call_ids
-from proxy.continuation.encoded_ids import encoded, ids_as_text, num_ids
+from proxy.continuation.encoded_ids import count_ids, encoded, ids_as_text
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
@@ -169,7 +169,7 @@ def _echoed_prompt(echo: bytes, plan: Plan) -> _Prompt:
     sent = _sent_prompt(plan)
     if sent is not None and plan.prompt is not None and echo == plan.prompt.json()[1:-1]:
         return sent
-    return _Prompt(num_ids(echo), NO_IDS, echo, sent is None, None)
+    return _Prompt(count_ids(echo), NO_IDS, echo, sent is None, None)
 
 
 def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
         system_digest=system_digest(turn.messages) if is_root else b"",
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
-        tokens=encoded(b",".join(filter(None, own)), before),
+        tokens=encoded(b",".join(filter(None, own)), turn.prompt_length + len(turn.token_ids), before),
     )
 
 

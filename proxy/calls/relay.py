@@ -312,6 +312,7 @@ class Relay:
             aborted=aborted,
             echoes_prompt=running.echoes_prompt,
         )
+        running.num_prompt_tokens = sampled[0].turn.prompt_length
         self._faults.point("before_commit")
         endings = await self._writer.append(sampled)
         self._faults.point("after_commit_before_reply")

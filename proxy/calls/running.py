@@ -8,7 +8,6 @@ import time
 
 from proxy.calls.capture import Timing
 from proxy.calls.replays import RequestIdentity
-from proxy.continuation.encoded_ids import num_ids
 from proxy.continuation.live import Placement
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call, Captured
@@ -37,6 +36,8 @@ class Running:
     started: float = dataclasses.field(default_factory=time.perf_counter)
     has_cut_echo: bool = False
     """Whether echoed prompt ids were cut out of the reply."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens that the engine has echoed; counted when the turns are built, because a long prompt takes time."""
     first_token_at: float | None = None
     version_first: int = 0
     version_last: int = 0
@@ -55,14 +56,6 @@ class Running:
     def num_tokens(self) -> int:
         """Prompt and sampled tokens so far."""
         return self.num_prompt_tokens + sum(len(choice.token_ids) for choice in self.captured.choices.values())
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens that the engine has echoed."""
-        prompt = self.plan.prompt
-        if self.echoes_prompt and prompt is not None:
-            return prompt.num_ids
-        return num_ids(self.captured.prompt_ids)
 
     @property
     def echoes_prompt(self) -> bool:

@@ -50,14 +50,13 @@ class EncodedIds:
 
 def encode_ids(ids: TokenIds, before: EncodedIds | None = None) -> EncodedIds:
     """Return the list of one or more ids, after the ids `before`."""
-    return encoded(ids_as_text(ids), before)
+    return encoded(ids_as_text(ids), len(ids) + (0 if before is None else before.num_ids), before)
 
 
-def encoded(piece: bytes, before: EncodedIds | None = None) -> EncodedIds:
-    """Return the list of the ids of a text, at least one, after the ids `before`."""
-    num_before, bytes_before = (0, 0) if before is None else (before.num_ids, before.num_bytes)
-    last_id = int(piece[piece.rfind(b",") + 1 :])
-    return EncodedIds(before, piece, num_before + num_ids(piece), bytes_before + len(piece) + PIECE_BYTES, last_id)
+def encoded(piece: bytes, num_ids: int, before: EncodedIds | None = None) -> EncodedIds:
+    """Return the list of the ids of a text, at least one, after the ids `before`: `num_ids` in all."""
+    num_bytes = len(piece) + PIECE_BYTES + (0 if before is None else before.num_bytes)
+    return EncodedIds(before, piece, num_ids, num_bytes, int(piece[piece.rfind(b",") + 1 :]))
 
 
 def ids_as_text(ids: TokenIds) -> bytes:
@@ -65,6 +64,6 @@ def ids_as_text(ids: TokenIds) -> bytes:
     return orjson.dumps(np.ascontiguousarray(ids, np.int32), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
-def num_ids(text: bytes) -> int:
+def count_ids(text: bytes) -> int:
     """Return the number of ids in a text."""
     return text.count(b",") + 1 if text else 0
