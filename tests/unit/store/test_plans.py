@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
@@ -155,3 +156,68 @@ def test_a_query_of_a_tenant_neither_reads_other_tenants_rows_nor_sorts(
 def test_no_write_scans_a_table_that_grows(ledger_of_a_tenant: Database, name: str) -> None:
     with ledger_of_a_tenant.write() as conn:
         assert [line for line in plans(conn, CHANGES[name]) if A_SCAN.match(line)] == []
+
+
+class Sent:
+    """The statements that a block sends to PostgreSQL, with their parameters."""
+
+    def __init__(self, conn: sa.Connection) -> None:
+        self.statements: list[tuple[Any, Any]] = []
+        self.driver = conn.connection.driver_connection
+        assert isinstance(self.driver, psycopg.Connection)
+        record = self.statements.append
+
+        class Recording(psycopg.Cursor):
+            def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
+                record((query, params))
+                return super().execute(query, params, **options)
+
+        class RecordingServer(psycopg.ServerCursor):
+            def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
+                record((query, params))
+                return super().execute(query, params, **options)
+
+        self._factories = self.driver.cursor_factory, self.driver.server_cursor_factory
+        self.driver.cursor_factory, self.driver.server_cursor_factory = Recording, RecordingServer
+
+    def plans(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each node of the statements' plans, with its statement."""
+        self.driver.cursor_factory, self.driver.server_cursor_factory = self._factories
+        for query, params in self.statements:
+            text = query if isinstance(query, str) else query.decode()
+            if re.match(r"(?i)\s*(select|with|insert|update|delete)\b", text):
+                (found,) = self.driver.execute(f"EXPLAIN (FORMAT JSON) {text}", params).fetchone()
+                yield from ((text, node) for node in _nodes(found[0]["Plan"]))
+
+
+def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield node
+    for child in node.get("Plans", ()):
+        yield from _nodes(child)
+
+
+def postgres_scans(database: Database, ask: Ask) -> list[str]:
+    """Return the scans of whole growing tables that PostgreSQL makes although it avoids them where an index helps."""
+    with database.write() as conn:
+        conn.exec_driver_sql("SET LOCAL enable_seqscan = off")
+        sent = Sent(conn)
+        ask(conn)
+        return [
+            f"{node['Relation Name']} in {statement}"
+            for statement, node in sent.plans()
+            if node["Node Type"] == "Seq Scan" and re.fullmatch(GROWING, node["Relation Name"])
+        ]
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("dialect", ["postgresql"])
+@pytest.mark.parametrize("name", [*ASKS, *CHANGES])
+def test_postgresql_scans_no_table_that_grows(ledger_of_a_tenant: Database, name: str) -> None:
+    assert postgres_scans(ledger_of_a_tenant, {**ASKS, **CHANGES}[name]) == []
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("dialect", ["postgresql"])
+def test_a_scan_of_a_growing_table_on_postgresql_is_found(ledger_of_a_tenant: Database) -> None:
+    by_model = sa.text("SELECT turn_id FROM turns WHERE model = 'm'")
+    assert postgres_scans(ledger_of_a_tenant, lambda conn: conn.execute(by_model)) != []
