@@ -88,3 +88,21 @@ def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, cha
         assert weight_servers.weight_urls(connection) == []
     workflow.close()
     db.close()
+
+
+def test_a_trainer_whose_engines_do_not_sleep_computes_all_the_same(tmp_path, caplog):
+    """Also an adapter's trainer has an address then; without a proxy nobody answers its wish."""
+    model = make_model(tmp_path / "model")
+    db = new_ledger(tmp_path / "ledger.db")
+    Rollouts(db, load_model(model)).play("a", num_groups=3)
+    settings = settings_for(
+        tmp_path, model, kind="lora", total_batches=1, engine_sleep_level=1, engine_sleep_seconds=0.05
+    )
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.learn(workflow.setup(0))
+    with db.read() as connection:
+        assert weight_servers.weight_urls(connection) == [workflow.weights.url]
+    workflow.close()
+    db.close()
+    assert state.progress.policy_version == 1
+    assert "no engine was brought to sleep within 0.05 s" in caplog.text
