@@ -45,7 +45,7 @@ RECIPES = {
     ),
     "cispo": Recipe(settings=CALM | {"algorithm": "cispo", "clip_low": 1.0, "clip_high": 0.5}),
     "dr_grpo": Recipe(settings={"estimator": "dr_grpo", "session_tokens": 32}),
-    "sapo": Recipe(settings=CALM | {"algorithm": "sapo"}),
+    "sapo": Recipe(settings=CALM | {"algorithm": "sapo", "sapo_temperatures": [5.0, 10.0]}),
     "topr": Recipe(settings=CALM | {"algorithm": "topr"}),
     "decoupled": Recipe(settings={"proximal": True, "tis_cap": 2.0}),
     "replay": Recipe(
