@@ -1,5 +1,5 @@
 // Curves over updates or time, versions with their reloads, and two versions side by side.
-import {card, link, make, number, optional, request, seconds, select, status, table, time} from "./page.js";
+import {card, facts, link, make, number, optional, request, samples, seconds, select, status, table, time} from "./page.js";
 import {chart} from "./chart.js";
 import {readiness} from "./overview.js";
 
@@ -104,9 +104,16 @@ const AXES = ["update", "version", "time"];
 // Only one trainer's updates are drawn: curves of two runs on one store are compared by choosing the other.
 let chosenTrainer = null;
 
+// Calls of each arm and results of canaries, since the proxy started.
+function canaries(found) {
+  const of = (name, label) => found.filter((sample) => sample.name === name && sample.value).map((sample) => [`${label} ${Object.values(sample.labels)[0]}`, number(sample.value)]);
+  const rows = [...of("turnwise_canary_calls_total", "calls of the arm"), ...of("turnwise_canaries_total", "canaries"), ...of("turnwise_reloads_total", "reloads")];
+  return rows.length ? card("Canaries and reloads since the proxy started", facts(rows)) : null;
+}
+
 export async function runs(from, to) {
   await readiness();
-  const data = await learningData(), {versions, updates} = data;
+  const [{versions, updates}, exposition] = await Promise.all([learningData(), request("metrics")]);
   const trainers = [...new Set(updates.map((each) => each.trainer_id))];
   if (!trainers.includes(chosenTrainer)) chosenTrainer = trainers.at(-1) ?? null;
   const charts = make("div", {}), draw = () => charts.replaceChildren(
@@ -120,7 +127,7 @@ export async function runs(from, to) {
   const find = (version) => versions.find((each) => each.version === version);
   return {
     content: [make("h2", {}, `Over ${number(updates.length)} updates and ${number(trained.length)} policy versions`), axis, charts,
-      make("h2", {}, "Versions and reloads"), versionTable(versions.slice(0, 20)),
+      make("h2", {}, "Versions and reloads"), versionTable(versions.slice(0, 20)), canaries(samples(exposition)),
       make("h2", {}, "Two versions compared"), chooser(versions, first, second),
       find(first) && find(second) ? comparison(find(first), find(second)) : make("p", {className: "quiet"}, "No such version."),
       make("p", {}, link("", "Overview"))],
