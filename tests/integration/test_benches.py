@@ -42,6 +42,14 @@ def test_merged_sessions_train_faster_than_one_row_a_turn_here_and_in_trl():
     assert printed.count("TRL, row a") == 2
 
 
+@pytest.mark.slow
+def test_bad_versions_are_rolled_back_under_calls_and_fail_none_of_them():
+    """Five poisons: the bench itself fails if one stays served, or a call fails."""
+    printed = run("poisoned.py")
+    assert len(re.findall(r"\| check before the load \| [0-9.]+ s \| 0 of ", printed)) == 2
+    assert printed.count("| canary |") == 2
+
+
 def test_simulated_agents_get_an_answer_to_every_call():
     """Small prompts and short pauses; the bench itself fails on calls that failed or timed out."""
     small = ["--turns", "40", "--seconds", "120", "--scale", "0.01", "--pace", "0.02"]
