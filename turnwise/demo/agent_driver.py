@@ -42,8 +42,8 @@ class AgentDemoSettings(DemoSettings):
     """Format of the agent's tasks and of the model's conversations: shell commands, or calls of a typed tool."""
     trainer_config: Path = Path("examples/mini_swe_agent/train.toml")
     out: Path = Path("runs/demo-agent")
-    groups_per_batch: int = Field(default=24, ge=1)
-    target_reward: float = Field(default=0.8, gt=0, le=1)
+    groups_per_batch: int = Field(default=16, ge=1)
+    target_reward: float = Field(default=0.85, gt=0, le=1)
     """Mean reward of a batch of training tasks that starts a held-out evaluation.
 
     It is below `enough_reward` because training tasks are sampled at temperature 1 and held-out tasks greedily."""
