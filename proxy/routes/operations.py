@@ -91,12 +91,14 @@ class UpdateSummaries(Page):
     """Some updates in a few numbers."""
 
     data: list[UpdateSummary]
+    has_more: bool
 
 
 class DoctorAnswer(Page):
     """The findings about this installation."""
 
     data: list[doctor.Finding]
+    has_more: bool
 
 
 class ReadyAnswer(Answer):
