@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.migrated import migrated, migrated_file
 from support.private_postgres import PrivatePostgres, binary
 
 from turnwise.store.database import Database
@@ -26,13 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 DIALECTS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 
 
-def migrated(url: str) -> str:
-    database = Database(url)
-    database.upgrade()
-    database.close()
-    return url
-
-
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PrivatePostgres]:
     if binary("initdb") is None or binary("postgres") is None:
@@ -46,10 +39,8 @@ def postgres_server() -> Iterator[PrivatePostgres]:
 
 
 @pytest.fixture(scope="session")
-def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sqlite") / "template.db"
-    migrated(f"sqlite:///{path}")
-    return path
+def sqlite_template() -> Path:
+    return migrated_file()
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +71,7 @@ def empty_database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: P
 def database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database with this release's tables, without rows."""
     if dialect == "sqlite":
-        path = tmp_path / "turnwise.db"
-        shutil.copy(request.getfixturevalue("sqlite_template"), path)
-        yield f"sqlite:///{path}"
+        yield migrated(f"sqlite:///{tmp_path}/turnwise.db")
         return
     template = request.getfixturevalue("postgres_template")
     server: PrivatePostgres = request.getfixturevalue("postgres_server")

@@ -1,22 +1,27 @@
-"""Real proxies for tests: each in its own process, started as an operator starts it, over the test's database.
+"""Real proxies for tests: each in its own process, over the test's database.
 
-The fixtures cover the common case; `running_proxy` is for modules that share a proxy or kill it.
+They are forks of a process that has imported the proxy; `cold=True` starts a new interpreter, as an operator does. The
+fixtures cover the common case; `running_proxy` is for modules that share a proxy or kill it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from support.migrated import migrated
+from support.warm_commands import WarmCommands, WarmProcess
 
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.processes.stack import command, free_port
@@ -44,7 +49,7 @@ class RunningProxy:
     """Its base URL, without `/v1`."""
     database_url: str
     log: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | WarmProcess
 
     @property
     def v1(self) -> str:
@@ -116,6 +121,7 @@ def running_proxy(
     port: int | None = None,
     environment: Mapping[str, str] | None = None,
     release: Path | None = None,
+    cold: bool = False,
 ) -> Iterator[RunningProxy]:
     """Bring the database up to date and run a proxy over it until the block ends.
 
@@ -126,31 +132,45 @@ def running_proxy(
         flags: further flags of `turnwise proxy`.
         port: where to listen; by default a free port.
         environment: variables besides the test's own.
-        release: directory of another release's code; the database stays as it is.
+        release: directory of another release's code; the database stays as it is. It starts cold.
+        cold: start a new interpreter, as an operator does.
     """
-    environment = {**(environment or {}), **({"PYTHONPATH": str(release)} if release else {})}
+    environment = {**os.environ, **(environment or {}), **({"PYTHONPATH": str(release)} if release else {})}
     if release is None:
-        database = Database(database_url)
-        database.upgrade()
-        database.close()
+        migrated(database_url)
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / f"proxy-{port}.log"
-    argv = command("proxy", "--engine", engine_url, "--database", database_url, "--port", str(port), *flags)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            argv,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=directory,
-            env={**os.environ, **environment},
-        )
+    arguments = ("proxy", "--engine", engine_url, "--database", database_url, "--port", str(port), *flags)
+    start = _started_cold if cold or release else warm_commands().start
+    process = start(arguments, log=log, cwd=directory, environment=environment)
     try:
         _wait_ready(url, process, log)
         yield RunningProxy(url, database_url, log, process)
     finally:
         _end_group(process)
+
+
+@functools.cache
+def warm_commands() -> WarmCommands:
+    """The program that starts this process's proxies."""
+    commands = WarmCommands()
+    atexit.register(commands.close)
+    return commands
+
+
+def _started_cold(
+    arguments: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command(*arguments),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=cwd,
+            env=environment,
+        )
 
 
 @pytest.fixture
@@ -234,7 +254,7 @@ def _call_id(completion_id: str) -> str:
     return re.split("[-_]", completion_id, maxsplit=1)[1]
 
 
-def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_ready(url: str, process: subprocess.Popen[bytes] | WarmProcess, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not is_ready(f"{url}/readyz"):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -242,7 +262,7 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.05)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: subprocess.Popen[bytes] | WarmProcess) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,0 +1,224 @@
+"""Starts `turnwise` commands as forks of one process that has imported their modules already.
+
+    python warm_commands.py
+
+It reads a line of JSON for each start and writes a line for each start and each end. A proxy needs two seconds of CPU
+for its imports, and the tests start hundreds of proxies. Everything else is as after `python -m turnwise`: a process of
+its own, in its own process group, with its own environment, directory and log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+IMPORTED = (
+    "proxy.main",
+    "turnwise.commands.cli",
+    "turnwise.commands.preflight",
+    "turnwise.commands.operate",
+    "turnwise.processes.ports",
+    "alembic.command",
+    "alembic.autogenerate",
+    "sqlalchemy.dialects.sqlite.pysqlite",
+    "sqlalchemy.dialects.postgresql.psycopg",
+    "httpx2",
+    "jinja2.meta",
+    "transformers.models.auto.tokenization_auto",
+    "uvicorn.lifespan.on",
+    "uvloop",
+)
+"""What a proxy imports until it is ready."""
+
+
+class WarmProcess:
+    """A started command, with those attributes of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, parent: WarmCommands, pid: int, args: Sequence[str]) -> None:
+        self._parent = parent
+        self.pid = pid
+        self.args = args
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or the negative number of the signal that ended it; None as far as is known."""
+        return self._parent.statuses.get(self.pid)
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs."""
+        self._parent.receive(0.0, until=lambda: self.returncode is not None)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        self._parent.receive(timeout, until=lambda: self.returncode is not None)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmCommands:
+    """The program, as a child of the test process. It ends, and all its commands with it, when its stdin closes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._unread = b""
+        self._started: list[int] = []
+        self.statuses: dict[int, int] = {}
+        """Exit statuses of ended commands by process id."""
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def start(self, arguments: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> WarmProcess:
+        """Start `turnwise` with these arguments; its output is appended to the log."""
+        order = {"arguments": list(arguments), "log": str(log), "cwd": str(cwd), "environment": dict(environment)}
+        with self._lock:
+            _pipe(self._process.stdin).write(json.dumps(order).encode() + b"\n")
+            _pipe(self._process.stdin).flush()
+            self.receive(None, until=lambda: bool(self._started))
+            pid = self._started.pop()
+            self.statuses.pop(pid, None)  # of an earlier process with this id
+            return WarmProcess(self, pid, arguments)
+
+    def receive(self, seconds: float | None, *, until: Callable[[], bool]) -> None:
+        """Read reports until a condition holds, the time is over, or the program has ended."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while not until():
+            with self._lock:
+                if until():
+                    return
+                left = 0.05 if end is None else min(0.05, max(0.0, end - time.monotonic()))
+                if select.select([_pipe(self._process.stdout)], [], [], left)[0]:
+                    self._read()
+                elif end is not None and time.monotonic() >= end:
+                    return
+
+    def close(self) -> None:
+        """End the program."""
+        _pipe(self._process.stdin).close()
+        self._process.wait()
+        _pipe(self._process.stdout).close()
+
+    def _read(self) -> None:
+        received = os.read(_pipe(self._process.stdout).fileno(), 65536)
+        assert received, "the program that starts commands has ended"
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for line in lines:
+            report = json.loads(line)
+            if "status" in report:
+                self.statuses[report["pid"]] = report["status"]
+            else:
+                self._started.append(report["pid"])
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def become(order: dict[str, Any]) -> None:
+    """Run a command in this process, a fork, and end."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.closerange(3, 64)
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    sys.argv = ["turnwise", *order["arguments"]]
+    import_module("turnwise.commands.cli").main()
+
+
+class Starter:
+    """Forks this process for each order, and reports the ends of its children."""
+
+    def __init__(self) -> None:
+        self._woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._running: set[int] = set()
+        self._unread = b""
+
+    def run(self) -> None:
+        """Work until stdin ends; kill what runs then."""
+        is_open = True
+        while is_open:
+            readable = select.select([0, self._woken], [], [])[0]
+            if self._woken in readable:
+                os.read(self._woken, 4096)
+                self._report_ends()
+            if 0 in readable:
+                is_open = self._start_ordered()
+        for pid in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _report_ends(self) -> None:
+        for pid in list(self._running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._running.remove(pid)
+                print(json.dumps({"pid": pid, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+
+    def _start_ordered(self) -> bool:
+        """Start what stdin asks for; return whether stdin is still open."""
+        received = os.read(0, 65536)
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for line in lines:
+            pid = os.fork()
+            if pid == 0:
+                become(json.loads(line))
+            self._running.add(pid)
+            print(json.dumps({"pid": pid}), flush=True)
+        return bool(received)
+
+
+def main() -> None:
+    """Import what commands need, then start commands until stdin ends."""
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as `proxy.main` does
+    for name in IMPORTED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+    Starter().run()
+
+
+if __name__ == "__main__":
+    main()
