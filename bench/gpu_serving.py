@@ -101,8 +101,8 @@ def measure_proxy(directory: Path, *, is_small: bool, engine: str) -> dict[str, 
         ).encode()
         for _ in range(2):
             for name, url in (("engine", engine_url), ("proxy", proxy_url)):
-                found = uvloop.run(load(f"{url}/v1/chat/completions", body, num_sessions, seconds))
-                best[name] = max(best[name], found["requests_per_second"])
+                found = uvloop.run(load(f"{url}/v1/chat/completions", num_sessions, seconds, body=body))
+                best[name] = max(best[name], found["calls"] / found["seconds"])
     return {
         "engine": kind,
         "num_sessions": num_sessions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -21,18 +22,22 @@ REPLY = " word" * 100
 
 def requests(host: str, path: str, *, stream: bool, marked: bool) -> Iterator[bytes]:
     """Yield the requests of one connection: sessions of eight turns, each with the whole conversation so far."""
-    fields = (
-        f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nauthorization: Bearer bench\r\n"
-    )
     while True:
         session_id = f"bench-{random.getrandbits(64):016x}"
         named = f"x-session-id: {session_id}\r\n" if marked else ""
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Task {session_id}: {TASK}"}]
         for turn in range(2, NUM_TURNS + 2):
             wanted = {"model": "canned", "messages": messages, "temperature": 1.0, "stream": stream}
-            body = json.dumps(wanted, separators=(",", ":"))
-            yield f"{fields}{named}content-length: {len(body)}\r\n\r\n{body}".encode()
+            yield _request(host, path, json.dumps(wanted, separators=(",", ":")).encode(), named)
             messages += [{"role": "assistant", "content": REPLY}, {"role": "user", "content": f"Now do step {turn}."}]
+
+
+def _request(host: str, path: str, body: bytes, fields: str = "") -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nauthorization: Bearer bench\r\n"
+        f"{fields}content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 class Connection(asyncio.Protocol):
@@ -87,14 +92,22 @@ class Connection(asyncio.Protocol):
             self.done.set_exception(exc or ConnectionError("the server closed the connection"))
 
 
-async def load(url: str, connections: int, seconds: float, *, stream: bool, marked: bool) -> dict[str, float]:
-    """Return the number of calls, the time they took, and their median latency."""
+async def load(
+    url: str, connections: int, seconds: float, *, stream: bool = False, marked: bool = True, body: bytes | None = None
+) -> dict[str, float]:
+    """Return the number of calls, the time they took, and their median latency.
+
+    Each connection plays sessions that grow, or sends the same body again and again if there is one.
+    """
     parts = urlsplit(url)
     until = time.perf_counter() + seconds
     latencies: list[float] = []
     waiting = []
     for _ in range(connections):
-        sent = requests(parts.netloc, parts.path, stream=stream, marked=marked)
+        if body is None:
+            sent = requests(parts.netloc, parts.path, stream=stream, marked=marked)
+        else:
+            sent = itertools.repeat(_request(parts.netloc, parts.path, body))
         _, connection = await asyncio.get_running_loop().create_connection(
             lambda sent=sent: Connection(sent, until, latencies),  # type: ignore[misc]
             parts.hostname,
