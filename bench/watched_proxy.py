@@ -15,7 +15,7 @@ import time
 import orjson
 
 from proxy import main as proxy_main
-from proxy.asgi import Receive, Scope, Send, send_whole
+from proxy.http.asgi import Receive, Scope, Send, send_whole
 from proxy.routes.edge import Edge
 from turnwise.commands.cli import main
 

@@ -15,9 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 import turnwise
-from proxy import problems
 from proxy.dialects.registry import dialect_of_path
-from proxy.peers import Peers
+from proxy.http import problems
 from proxy.routes import (
     dashboard,
     events,
@@ -34,6 +33,7 @@ from proxy.routes import (
 from proxy.routes.data_plane import Endpoints
 from proxy.services import running_services, services_of
 from proxy.settings import ProxySettings
+from proxy.workers.peers import Peers
 from turnwise.errors import TurnwiseError
 
 HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_error", "method_not_allowed")}

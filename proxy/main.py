@@ -13,12 +13,12 @@ from types import FrameType
 import uvicorn
 
 from proxy.app import create_app
-from proxy.connections import limited_http
-from proxy.peers import Peers, receive_setup
+from proxy.http.connections import limited_http
 from proxy.routes.data_plane import DataPlane
 from proxy.routes.edge import Edge
 from proxy.settings import ProxySettings
-from proxy.workers import listening_sockets
+from proxy.workers.parent import listening_sockets
+from proxy.workers.peers import Peers, receive_setup
 from proxy.writer.process import GC_ALLOCATIONS
 from turnwise.errors import TurnwiseError
 from turnwise.telemetry import configure_logging

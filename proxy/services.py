@@ -21,6 +21,7 @@ from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.calls.shadows import Shadows
 from proxy.continuation.sessions import Sessions
+from proxy.dialects.helper import Helper
 from proxy.dialects.known_requests import KnownRequests
 from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
@@ -29,13 +30,12 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora, load_unchecked_template
 from proxy.events import Events
 from proxy.fault import FaultPoints
-from proxy.helper import Helper
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
 from proxy.metrics import Metrics
-from proxy.peers import Change, KeysChanged, Peers, SessionChanged
 from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
+from proxy.workers.peers import Change, KeysChanged, Peers, SessionChanged
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
 from turnwise.store import idempotency, keys, ledger, retention

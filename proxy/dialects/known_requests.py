@@ -3,7 +3,7 @@
 An agent repeats its whole conversation with every call. The part up to the end of the last message is recognised by a
 hash of its bytes. Then only the bytes after it are decoded, and what was derived from the earlier messages is used
 again. The same pass over the bytes gives the digest of the whole request. A request with many megabytes that are new is
-decoded in another process (see `proxy.helper`), which also digests its messages.
+decoded in another process (see `proxy.dialects.helper`), which also digests its messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from proxy.asgi import check_nesting, decode_object, parse_object
-from proxy.helper import Helper
+from proxy.dialects.helper import Helper
+from proxy.http.asgi import check_nesting, decode_object, parse_object
 from turnwise.json_scan import scan
 from turnwise.types import Json
 

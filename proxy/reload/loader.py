@@ -3,7 +3,8 @@
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
 after a crash loads a version again. Adapters need no pause: each has a name of its own. Whole weights come from the
-trainer's memory if the engine can receive them, before the pause; otherwise the engine reads the version's directory.
+trainer's memory if the engine can receive them, while it serves calls as before; otherwise the engine reads the
+version's directory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
 from proxy.reload.probe_check import mismatch
-from proxy.reload.transfer import Transfers
+from proxy.reload.transfer import Offer, Transfers
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, ReloadFailed
 from turnwise.types import PolicyKind, PolicyVersion
@@ -60,18 +61,38 @@ class Loader:
         Raises:
             EngineError: the target is not served. An engine that cannot restore the last good version is taken out.
         """
+        received = await self.receive(engine, target)
         with engine.status.reloading():
             try:
-                return await self.load(engine, target)
+                return await self.load(engine, target, received)
             except EngineError as error:
                 await self._restore_last_good(engine, last_good, error)
                 raise
 
-    async def load(self, engine: Engine, policy: PolicyVersion) -> float:
-        """Make the engine serve a version; return the length of the pause, seconds.
+    async def receive(self, engine: Engine, policy: PolicyVersion) -> Offer | None:
+        """Let an engine receive a version from a trainer's memory while it serves calls as before.
+
+        Returns:
+            What arrived; None if the version has to be loaded from its directory, which is checked then.
 
         Raises:
-            BadCheckpoint: there is no directory to load it from; nothing has changed.
+            BadCheckpoint: there is no directory to load it from.
+        """
+        if policy.kind is PolicyKind.LORA or is_own_model(policy, engine) or has_loaded(engine, policy):
+            return None
+        offer = await self._transfers.offer(policy, engine)
+        if offer is None:
+            return None
+        if await self._transfers.send(offer, engine):
+            self._faults.point("weights_received")
+            return offer
+        await self._check_directory(policy, engine)  # the check of a version that is in memory is its transfer's
+        return None
+
+    async def load(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
+        """Make the engine serve a version, which it has received or reads; return the length of the pause, seconds.
+
+        Raises:
             EngineError: it is not known what the engine serves now.
         """
         seconds = self._settings.reload_timeout_seconds
@@ -81,7 +102,7 @@ class Loader:
                     paused = await self._load_base(engine)
                     engine.active_lane = await self._load_adapter(engine, policy)
                     return paused
-                return await self._load_weights(engine, policy)
+                return await self._load_weights(engine, policy, received)
         except TimeoutError as error:
             raise ReloadFailed(
                 f"the engine at {engine.url} did not load version {policy.version} within {seconds:g} s "
@@ -97,23 +118,18 @@ class Loader:
         await self._load_base(engine)
         return await self._load_adapter(engine, policy)
 
-    async def _load_weights(self, engine: Engine, policy: PolicyVersion) -> float:
+    async def _load_weights(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
         if has_loaded(engine, policy):
             engine.active_lane = engine.base_lane
             return 0.0
-        seconds = self._settings.reload_timeout_seconds
-        offer = None if is_own_model(policy, engine) else await self._transfers.offer(policy, engine)
-        if offer is not None and await self._transfers.send(offer, engine):
-            self._faults.point("weights_received")
+        if received is None:
+            paused = await self._read_weights(engine, policy)
+        else:
+            seconds = self._settings.reload_timeout_seconds
             paused = await self._replace_weights(
                 engine, lambda: engine.load_received(policy.version, seconds=seconds), policy.version
             )
-        else:
-            if offer is not None:  # its directory is not checked yet
-                await self._check_directory(policy, engine)
-            paused = await self._read_weights(engine, policy)
-        probe = offer.probe if offer is not None else await self.probe(policy, engine)
-        await self._verify(engine.base_lane, probe)
+        await self._verify(engine.base_lane, received.probe if received else await self.probe(policy, engine))
         return paused
 
     async def _read_weights(self, engine: Engine, policy: PolicyVersion) -> float:
@@ -170,7 +186,7 @@ class Loader:
         try:
             if isinstance(cause, EngineUnavailable):
                 await engine.ask("GET", "/health", seconds=5.0)
-            await self.load(engine, last_good)
+            await self.load(engine, last_good, await self.receive(engine, last_good))
             await engine.resume()
         except (BadCheckpoint, EngineError) as error:
             self.take_out(engine, error)

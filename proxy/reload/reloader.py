@@ -317,7 +317,7 @@ class Reloader:
     async def _restore(self, engine: Engine, active: PolicyVersion) -> None:
         """Load the active version whatever the engine has loaded, and resume sampling: the driver may have died."""
         await self._loader.check(active, engine)
-        await self._loader.load(engine, active)
+        await self._loader.load(engine, active, await self._loader.receive(engine, active))
         await engine.resume()
 
 

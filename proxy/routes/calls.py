@@ -14,17 +14,17 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
-from proxy.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.auth import Principal
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.replays import RequestIdentity, identify_request, rebuilt_answer
 from proxy.calls.running import Running
-from proxy.connections import LEFT
 from proxy.continuation.digests import message_digest
 from proxy.continuation.identities import name_session
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.dialects.known_requests import MIN_BYTES, MessageDigest
+from proxy.http.asgi import Receive, Scope, Send, parse_object, read_body
+from proxy.http.connections import LEFT
 from proxy.limits.calls import Admission
 from proxy.routes.reply import Reply
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError

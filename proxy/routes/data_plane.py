@@ -10,10 +10,10 @@ import orjson
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.routing import Route, compile_path
 
-from proxy.asgi import App, Receive, Scope, Send, parse_object, read_body
 from proxy.auth import Principal
 from proxy.dialects import registry
 from proxy.dialects.base import Action, Dialect, WireRoute, template_arguments
+from proxy.http.asgi import App, Receive, Scope, Send, parse_object, read_body
 from proxy.routes import upstream
 from proxy.routes.calls import Sample, identify, query_of
 from proxy.routes.reply import Reply

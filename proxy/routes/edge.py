@@ -13,8 +13,8 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from proxy import problems
-from proxy.asgi import App, Message, Receive, Scope, Send, send_whole
+from proxy.http import problems
+from proxy.http.asgi import App, Message, Receive, Scope, Send, send_whole
 from proxy.settings import ProxySettings
 from turnwise.errors import Forbidden, StoreError, TurnwiseError, UnsupportedMediaType
 from turnwise.telemetry import AccessLog, RequestContext, current_request, make_context, timestamp

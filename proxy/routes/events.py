@@ -11,8 +11,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
 
 from proxy.auth import Principal
-from proxy.connections import CLOSING
 from proxy.events import Event
+from proxy.http.connections import CLOSING
 from proxy.routes.limits import LimitedRoute
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of

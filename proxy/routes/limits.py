@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import Field
 
-from proxy.asgi import check_nesting, read_body
+from proxy.http.asgi import check_nesting, read_body
 from proxy.services import services_of
 
 TEXT = r"^[^\x00-\x1f\x7f]*$"

@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from proxy import problems
-from proxy.asgi import Send, send_whole
 from proxy.dialects.base import Dialect, Encoder
 from proxy.dialects.sse import Verbatim
+from proxy.http import problems
+from proxy.http.asgi import Send, send_whole
 from turnwise.errors import TurnwiseError
 
 if TYPE_CHECKING:

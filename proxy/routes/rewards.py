@@ -13,8 +13,8 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from proxy.asgi import Receive, Scope, Send
 from proxy.auth import Principal
+from proxy.http.asgi import Receive, Scope, Send
 from proxy.routes.limits import Count, Id, LabelName, LimitedRoute, Number, Text
 from proxy.routes.models import RewardsAnswer, answer, describe_answer
 from proxy.routes.serialise import caller, experience_json

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.asgi import Receive, Scope, Send, read_body
 from proxy.dialects.chat import ChatCompletions
 from proxy.engines.http_client import Access, Disconnected, HttpClient
+from proxy.http.asgi import Receive, Scope, Send, read_body
 from proxy.routes.calls import query_of
 from proxy.routes.reply import Reply
 from turnwise.errors import EngineUnavailable, NotFound, TurnwiseError

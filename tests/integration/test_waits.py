@@ -14,7 +14,7 @@ import orjson
 import pytest
 from support.proxies import RunningProxy
 
-from proxy.asgi import parse_object
+from proxy.http.asgi import parse_object
 from turnwise.errors import TooLarge
 from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.testclient import TestClient
 
 from proxy.app import create_app
-from proxy.connections import CLOSING, LEFT
+from proxy.http.connections import CLOSING, LEFT
 from proxy.routes.data_plane import DataPlane
 from proxy.settings import ProxySettings
 from turnwise.fake_engine import running_fake_engine

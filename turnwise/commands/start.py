@@ -39,7 +39,7 @@ def show_engine(settings: EngineSettings, extra: tuple[str, ...]) -> dict[str, A
 
 def run_proxy(settings: Any) -> None:
     """Run the proxy until it is told to stop."""
-    main = import_module("proxy.workers" if settings.workers > 1 else "proxy.main")
+    main = import_module("proxy.workers.parent" if settings.workers > 1 else "proxy.main")
     preflight, ports = import_module("turnwise.commands.preflight"), import_module("turnwise.processes.ports")
     operate = import_module("turnwise.commands.operate")
     ports.check_port_is_free("the proxy", settings.host, settings.port)

@@ -11,10 +11,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from proxy.app import create_app
-from proxy.connections import LEFT
 from proxy.dialects import registry
 from proxy.dialects.base import WireRoute
 from proxy.dialects.chat import ChatCompletions
+from proxy.http.connections import LEFT
 from proxy.routes.data_plane import DataPlane
 from proxy.settings import ProxySettings
 from turnwise.fake_engine import running_fake_engine

@@ -12,8 +12,8 @@ import pytest
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.digests import NAME, digest_history, message_digest
 from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.helper import Helper
 from proxy.dialects.known_requests import KnownRequests, MessageDigest
-from proxy.helper import Helper
 from turnwise.errors import InvalidRequest, ProxyUnavailable, TooLarge
 
 CALLER = ("default", "key")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from proxy.continuation.conversation import call_has_media, read_conversation
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.helper import Helper
 from proxy.dialects.known_requests import DIGEST_BYTES, KnownRequests, ReadRequest
-from proxy.helper import Helper
 from turnwise.errors import InvalidRequest
 
 CALLER = ("default", "key")

@@ -16,6 +16,7 @@ from support import dying_weights
 from support.dying_weights import weights
 from support.reload_stage import Stage
 
+from proxy.engines.state import EngineState
 from proxy.reload import transfer
 from trainer.publish.held_versions import HeldVersions
 from trainer.publish.weight_server import WeightRule, WeightServer
@@ -108,6 +109,24 @@ async def test_what_arrives_as_a_delta_equals_the_whole_bit_for_bit(stage: Stage
     assert [(info.base, info.num_words, info.num_bytes) for info in started] == [whole, whole, delta, delta]
     for engine in stage.engines:
         assert all(torch.equal(engine.state.received[name], value) for name, value in new.items())
+
+
+async def test_an_engine_takes_new_calls_while_it_receives_a_version(stage: Stage, trainer: WeightServer, monkeypatch):
+    states = []
+    async with stage.process() as process:
+        send = transfer.Transfers.send
+
+        async def noted(self, offer, engine):
+            is_sent = await send(self, offer, engine)
+            states.append(engine.status.current)
+            return is_sent
+
+        monkeypatch.setattr(transfer.Transfers, "send", noted)
+        trainer.held.hold(1, weights(1), NO_PROBE)
+        publish_unwritten(stage, 1)
+        await process.follow()
+        assert process.versions == [1, 1]
+    assert states == [EngineState.READY] * 2
 
 
 def started_transfers(monkeypatch) -> list[TransferInfo]:

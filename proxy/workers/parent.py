@@ -23,8 +23,8 @@ from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from proxy.peers import WorkerFailed, WorkerReady, WorkerSetup
 from proxy.settings import ProxySettings
+from proxy.workers.peers import WorkerFailed, WorkerReady, WorkerSetup
 from proxy.writer.process import Frames, frame
 from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
 from turnwise.processes.supervisor import describe_exit

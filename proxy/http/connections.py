@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from proxy import problems
+from proxy.http import problems
 from turnwise.telemetry import make_context
 
 if TYPE_CHECKING:

@@ -76,7 +76,7 @@ class Helper:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
-            argv = [sys.executable, "-c", "from proxy.helper import main; main()", str(theirs.fileno())]
+            argv = [sys.executable, "-c", "from proxy.dialects.helper import main; main()", str(theirs.fileno())]
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])  # noqa: S603  a fork of our own
         ours.settimeout(JOB_SECONDS)
         self._link = ours

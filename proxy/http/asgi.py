@@ -24,7 +24,7 @@ SCANNED_HERE_BYTES = 32 * 2**10
 
 
 async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
-    """Return the whole request body. The connection limits the time that it may take (see `proxy.connections`).
+    """Return the whole request body. The connection limits the time that it may take (see `proxy.http.connections`).
 
     Raises:
         TooLarge: it is longer than `max_bytes`.
