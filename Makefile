@@ -9,8 +9,9 @@ export VLLM_NO_USAGE_STATS := 1
 unexport PYTHONDONTWRITEBYTECODE
 # The CPU build of vLLM brings these for another torch; serving text needs none of them, and importing them fails.
 MISMATCHED := torchvision torchaudio torchcodec
-# Two processes run the tests. tests/conftest.py groups them, so one process starts the shared vLLM.
-WORKERS := -n 2
+# Three processes run the tests on two cores, because many tests wait. tests/support/workers.py groups the tests, so one
+# process starts the shared vLLM.
+WORKERS := -n 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning gpu-check docs screenshots compose-check conformance clean

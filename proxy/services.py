@@ -21,7 +21,7 @@ from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.calls.shadows import Shadows
 from proxy.continuation.sessions import Sessions
-from proxy.dialects.helper import Helper
+from proxy.dialects.decoding_process import DecodingProcess
 from proxy.dialects.known_requests import KnownRequests
 from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
@@ -79,7 +79,7 @@ class Services:
     budgets: Budgets
     replays: Replays
     known_requests: KnownRequests
-    helper: Helper
+    decoder: DecodingProcess
     events: Events
     peers: Peers
 
@@ -163,7 +163,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         gone_seconds=settings.engine_gone_seconds,
         access=engine_access(settings),
     )
-    helper = Helper()
+    decoder = DecodingProcess()
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults)
     shadows = Shadows(relay, pool, sessions, writer, settings, metrics)
@@ -193,8 +193,8 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         limits=Limits(settings, metrics),
         budgets=Budgets(settings, database, writer, metrics),
         replays=Replays(settings.replay_bytes),
-        known_requests=KnownRequests(settings.request_cache_bytes, helper),
-        helper=helper,
+        known_requests=KnownRequests(settings.request_cache_bytes, decoder),
+        decoder=decoder,
         events=Events(database, metrics),
         peers=peers,
     )
@@ -206,7 +206,7 @@ async def _close_services(services: Services) -> None:
     with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
         await asyncio.wait_for(services.relay.wait_idle(), services.settings.commit_timeout_seconds)
     services.pool.close()
-    services.helper.close()
+    services.decoder.close()
     services.peers.close()
     await services.budgets.close()
     await services.writer.close()

@@ -3,7 +3,7 @@
 An agent repeats its whole conversation with every call. The part up to the end of the last message is recognised by a
 hash of its bytes. Then only the bytes after it are decoded, and what was derived from the earlier messages is used
 again. The same pass over the bytes gives the digest of the whole request. A request with many megabytes that are new is
-decoded in another process (see `proxy.dialects.helper`), which also digests its messages.
+decoded in another process (see `proxy.dialects.decoding_process`), which also digests its messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from proxy.dialects.helper import Helper
+from proxy.dialects.decoding_process import DecodingProcess
 from proxy.http.asgi import check_nesting, decode_object, parse_object
 from turnwise.json_scan import scan
 from turnwise.types import Json
@@ -103,9 +103,9 @@ class _Rest(NamedTuple):
 class KnownRequests:
     """The last request of each conversation, up to a number of bytes; the least recently used ones are dropped."""
 
-    def __init__(self, max_bytes: int, helper: Helper) -> None:
+    def __init__(self, max_bytes: int, decoder: DecodingProcess) -> None:
         self._max_bytes = max_bytes
-        self._helper = helper
+        self._decoder = decoder
         self._num_bytes = 0
         self.num_bytes_read = 0
         """Bytes of all requests so far."""
@@ -139,7 +139,7 @@ class KnownRequests:
             known = dataclasses.replace(earlier, num_bytes=end)
         elif len(raw) > DECODED_HERE_BYTES:
             limits = {"max_depth": max_depth, "max_containers": max_containers}
-            body, known = await self._helper.do(_decode, raw, digest=digest, **limits)
+            body, known = await self._decoder.do(_decode, raw, digest=digest, **limits)
         else:
             body = await parse_object(raw, max_depth=max_depth, max_containers=max_containers)
             known = _locate_messages(raw)

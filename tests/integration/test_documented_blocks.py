@@ -73,6 +73,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                 "TURNWISE_PROXY_DATABASE": url,
                 "TURNWISE_PROXY_ENGINE": json.dumps([engine.url]),
                 "PROXY": proxy.url,
+                "LANGFUSE_KEYS": "public:secret",
             },
             {
                 "http://127.0.0.1:8100": proxy.url,

@@ -50,8 +50,12 @@ def test_a_stopped_writing_process_fails_its_calls_at_their_deadline_and_is_repl
 
 def test_readiness_asks_the_writing_process(fake_engine: RunningFakeEngine, start_proxy):
     proxy = start_proxy(fake_engine.url)
-    os.kill(proxy.writing_process(), signal.SIGSTOP)
-    answer = httpx2.get(f"{proxy.url}/readyz", timeout=PATIENCE_SECONDS)
+    stopped = proxy.writing_process()
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        answer = httpx2.get(f"{proxy.url}/readyz", timeout=PATIENCE_SECONDS)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
     assert answer.status_code == 503
     assert "writing process has not answered" in answer.json()["store"]
 

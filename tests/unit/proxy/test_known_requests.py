@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from proxy.continuation.conversation import call_has_media, read_conversation
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.helper import Helper
+from proxy.dialects.decoding_process import DecodingProcess
 from proxy.dialects.known_requests import DIGEST_BYTES, KnownRequests, ReadRequest
 from turnwise.errors import InvalidRequest
 
@@ -36,7 +36,7 @@ def read(requests: KnownRequests, raw: bytes, caller: tuple[str, str] = CALLER) 
 
 def test_only_what_follows_the_known_messages_is_decoded():
     """The messages of the earlier request are the same objects."""
-    requests = KnownRequests(10**6, Helper())
+    requests = KnownRequests(10**6, DecodingProcess())
     first = read(requests, orjson.dumps({"model": "m", "messages": [USER], "tools": [1]}))
     second = read(requests, orjson.dumps({"model": "m", "messages": [USER, REPLY, NEXT], "tools": [2]}))
     assert second.body == {"model": "m", "messages": [USER, REPLY, NEXT], "tools": [2]}
@@ -56,7 +56,7 @@ def test_only_what_follows_the_known_messages_is_decoded():
     ids=["an edited message", "another field before", "another order"],
 )
 def test_a_request_with_other_bytes_before_is_decoded_whole(later: dict[str, Any]):
-    requests = KnownRequests(10**6, Helper())
+    requests = KnownRequests(10**6, DecodingProcess())
     first = read(requests, orjson.dumps({"model": "m", "messages": [USER]}))
     found = read(requests, orjson.dumps(later))
     assert found.body == later
@@ -65,7 +65,7 @@ def test_a_request_with_other_bytes_before_is_decoded_whole(later: dict[str, Any
 
 def test_the_engine_gets_the_bytes_that_the_client_sent():
     """The messages are not encoded again."""
-    requests = KnownRequests(10**6, Helper())
+    requests = KnownRequests(10**6, DecodingProcess())
     for messages in ([USER], [USER, REPLY, NEXT]):
         raw = json.dumps({"messages": messages}, ensure_ascii=False, separators=(" ,", ":  ")).encode()
         found = read(requests, raw)
@@ -74,7 +74,7 @@ def test_the_engine_gets_the_bytes_that_the_client_sent():
 
 
 def test_the_requests_of_another_caller_are_not_used():
-    requests = KnownRequests(10**6, Helper())
+    requests = KnownRequests(10**6, DecodingProcess())
     first = read(requests, orjson.dumps({"messages": [USER]}))
     other = read(requests, orjson.dumps({"messages": [USER, REPLY]}), ("default", "other"))
     assert other.body["messages"][0] is not first.body["messages"][0]
@@ -82,7 +82,7 @@ def test_the_requests_of_another_caller_are_not_used():
 
 def test_requests_above_the_limit_are_dropped_and_the_least_recent_first():
     raw = [orjson.dumps({"messages": [{"role": "user", "content": str(number) * 100}]}) for number in range(3)]
-    requests = KnownRequests(2 * len(raw[0]), Helper())
+    requests = KnownRequests(2 * len(raw[0]), DecodingProcess())
     found = [read(requests, each).body["messages"][0] for each in raw]
     again = [read(requests, each).body["messages"][0] for each in reversed(raw)]
     assert [new is old for new, old in zip(again, reversed(found), strict=True)] == [True, True, False]
@@ -104,7 +104,7 @@ def test_requests_above_the_limit_are_dropped_and_the_least_recent_first():
 def test_what_is_wrong_after_the_known_messages_is_answered_as_in_a_whole_request(tail: bytes):
     """An error, or the last of two fields of one name."""
     raw = orjson.dumps({"model": "m", "messages": [USER]})
-    requests = KnownRequests(10**6, Helper())
+    requests = KnownRequests(10**6, DecodingProcess())
     read(requests, raw)
     later = raw[:-2] + tail
     try:
@@ -144,7 +144,7 @@ def test_random_conversations_are_read_as_they_are_decoded_whole(edits, head, ta
 
     The body, the digest, the history, whether there is media, and the engine's request agree.
     """
-    requests, messages = KnownRequests(10**6, Helper()), []
+    requests, messages = KnownRequests(10**6, DecodingProcess()), []
     for (kept, added), tail, has_spaces in zip(edits, tails, spaced, strict=False):
         messages = [*messages[: len(messages) if kept > 3 else kept], *added]
         body = {**head, "messages": messages, **{field: value for field, value in tail.items() if field not in head}}

@@ -29,7 +29,7 @@ _LENGTHS = struct.Struct("<QQ")
 """Lengths of a job's pickle and of its data; of a result's pickle and zero."""
 
 
-class Helper:
+class DecodingProcess:
     """The process, and the jobs for it."""
 
     def __init__(self) -> None:
@@ -76,7 +76,12 @@ class Helper:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
-            argv = [sys.executable, "-c", "from proxy.dialects.helper import main; main()", str(theirs.fileno())]
+            argv = [
+                sys.executable,
+                "-c",
+                "from proxy.dialects.decoding_process import main; main()",
+                str(theirs.fileno()),
+            ]
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])  # noqa: S603  a fork of our own
         ours.settimeout(JOB_SECONDS)
         self._link = ours

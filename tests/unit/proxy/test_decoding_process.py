@@ -12,7 +12,7 @@ import pytest
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.digests import NAME, digest_history, message_digest
 from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.helper import Helper
+from proxy.dialects.decoding_process import DecodingProcess
 from proxy.dialects.known_requests import KnownRequests, MessageDigest
 from turnwise.errors import InvalidRequest, ProxyUnavailable, TooLarge
 
@@ -25,10 +25,10 @@ BODY = {"model": "m", "messages": [{"role": "user", "name": "kim", "content": TE
 
 
 @pytest.fixture
-def helper() -> Iterator[Helper]:
-    helper = Helper()
-    yield helper
-    helper.close()
+def decoder() -> Iterator[DecodingProcess]:
+    decoder = DecodingProcess()
+    yield decoder
+    decoder.close()
 
 
 async def longest_hold(stop: asyncio.Event) -> float:
@@ -41,9 +41,9 @@ async def longest_hold(stop: asyncio.Event) -> float:
     return longest
 
 
-async def test_decoding_sixteen_mebibytes_holds_the_loop_for_a_fraction_of_its_time(helper):
+async def test_decoding_sixteen_mebibytes_holds_the_loop_for_a_fraction_of_its_time(decoder):
     """The same work in the loop's thread is the measure: it decodes the request and digests its messages."""
-    raw, requests = orjson.dumps(BODY), KnownRequests(10**9, helper)
+    raw, requests = orjson.dumps(BODY), KnownRequests(10**9, decoder)
     started = time.thread_time()
     messages = orjson.loads(raw)["messages"]
     message_digest(messages[0], FIELDS)
@@ -61,17 +61,17 @@ async def test_decoding_sixteen_mebibytes_holds_the_loop_for_a_fraction_of_its_t
     assert history.full == digest_history(messages, b"", FIELDS).full
 
 
-async def test_digests_for_another_template_are_not_used(helper):
+async def test_digests_for_another_template_are_not_used(decoder):
     """The template may change between the decoding and the use of the digests."""
-    requests = KnownRequests(10**9, helper)
+    requests = KnownRequests(10**9, decoder)
     read = await requests.read(CALLER, orjson.dumps(BODY), **LIMITS, digest=MessageDigest(message_digest, FIELDS))
     call = ChatCompletions().parse(read.body, max_choices=1, max_messages=10)
     call.known, call.messages_json = read.known, read.messages_json
     assert read_conversation(call).history.full == digest_history(BODY["messages"], b"").full
 
 
-async def test_a_long_request_is_refused_as_a_short_one_is(helper):
-    requests = KnownRequests(10**9, helper)
+async def test_a_long_request_is_refused_as_a_short_one_is(decoder):
+    requests = KnownRequests(10**9, decoder)
     with pytest.raises(InvalidRequest, match="not JSON"):
         await requests.read(CALLER, orjson.dumps(TEXT)[:-1], **LIMITS)
     with pytest.raises(InvalidRequest, match="must be a JSON object"):
@@ -80,19 +80,19 @@ async def test_a_long_request_is_refused_as_a_short_one_is(helper):
         await requests.read(CALLER, b'{"messages":' + b"[" * 2**21 + b"]" * 2**21 + b"}", **LIMITS)
 
 
-async def test_a_killed_process_fails_one_request_and_is_replaced(helper):
-    raw, requests = orjson.dumps(BODY), KnownRequests(10**9, helper)
+async def test_a_killed_process_fails_one_request_and_is_replaced(decoder):
+    raw, requests = orjson.dumps(BODY), KnownRequests(10**9, decoder)
     await requests.read(CALLER, raw, **LIMITS)
-    helper._process.kill()
-    helper._process.wait()
+    decoder._process.kill()
+    decoder._process.wait()
     with pytest.raises(ProxyUnavailable, match="nothing was sampled"):
         await requests.read(("default", "other"), raw, **LIMITS)
     assert (await requests.read(("default", "other"), raw, **LIMITS)).body == BODY
 
 
-def test_the_process_ends_with_the_proxy(helper):
+def test_the_process_ends_with_the_proxy(decoder):
     """It sees its link closed, also where the proxy was killed."""
-    link = helper._start()
-    process = helper._process
+    link = decoder._start()
+    process = decoder._process
     link.close()
     assert process.wait(60) == 0
