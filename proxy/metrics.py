@@ -102,12 +102,6 @@ class Metrics:
         self.queued_calls = Gauge(
             "turnwise_queued_calls", "Calls that wait in the queue of a limit", registry=r, multiprocess_mode=LIVE_SUM
         )
-        self.event_listeners = Gauge(
-            "turnwise_event_listeners", "Clients of `GET /v1/events`", registry=r, multiprocess_mode=LIVE_SUM
-        )
-        self.lost_events = Counter(
-            "turnwise_lost_events", "Times that a slow client of `GET /v1/events` lost events", registry=r
-        )
         self.limited = Counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"], registry=r)
         self.refused = Counter(
             "turnwise_refused", "Requests that the proxy answered with its own error", ["code"], registry=r
@@ -218,6 +212,12 @@ class Metrics:
 
     def _add_process(self, r: CollectorRegistry) -> None:
         """Add the metrics of the proxy's own process."""
+        self.event_listeners = Gauge(
+            "turnwise_event_listeners", "Clients of `GET /v1/events`", registry=r, multiprocess_mode=LIVE_SUM
+        )
+        self.lost_events = Counter(
+            "turnwise_lost_events", "Times that a slow client of `GET /v1/events` lost events", registry=r
+        )
         self.background_errors = Counter(
             "turnwise_background_errors", "Failures of background tasks, which clients do not see", ["task"], registry=r
         )

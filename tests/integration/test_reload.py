@@ -38,7 +38,7 @@ pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-3
 """Nats between the engine and `transformers`; both compute in float32."""
-NUM_TOKENS = 96
+NUM_TOKENS = 128
 SIZES = [pytest.param(5, 8), pytest.param(60, 32, marks=pytest.mark.slow)]
 
 
@@ -164,7 +164,7 @@ def test_no_stream_fails_during_reloads_and_every_token_has_the_version_that_its
     assert watched.failures == []
     assert len(turns) == watched.num_calls
     assert max(gaps) < TOLERANCE
-    assert counts["spanning"] >= min(num_reloads, 3)
+    assert counts["spanning"] > 0, "no stream ran during a reload, so nothing was tested"
 
 
 def report(
