@@ -17,6 +17,7 @@ from chaos import invariants
 from chaos.world import World
 from support.waiting import wait_until
 
+KILL_A_PROXY = "kill a proxy"
 RECOVERY_SECONDS = 60.0
 FINISH_SECONDS = 180.0
 HOLD_SECONDS = (0.2, 2.5)
@@ -82,7 +83,8 @@ class Storm:
         self.report.faults.append(line)
         self._say(line)
         with contextlib.ExitStack() as broken:
-            for name in names:
+            # The last one that ends is the killed proxy: its start needs the database and an engine.
+            for name in sorted(names, key=lambda name: name != KILL_A_PROXY):
                 broken.enter_context(self._faults()[name]())
             time.sleep(hold)  # how long a fault lasts is part of the seed
         self._world.revive()
@@ -97,7 +99,7 @@ class Storm:
         world, number = self._world, self._rng.randrange(2)
         proxy, trainer = world.proxies[number], world.trainers[number]
         faults: dict[str, Callable[[], Fault]] = {
-            "kill a proxy": self._killed_proxy,
+            KILL_A_PROXY: self._killed_proxy,
             "stop a proxy": proxy.stopped,
             "kill a writer": lambda: _at_once(proxy.kill_writer),
             "stop a writer": lambda: proxy.stopped(writer=True),
@@ -125,10 +127,6 @@ class Storm:
         proxy = self._world.proxies[1]
         proxy.kill()
         yield
-        # Its start needs the database and an engine, which may be cut off: restore them first.
-        for relay in (*self._world.engine_relays, self._world.database_relay):
-            if relay is not None:
-                relay.restore()
         proxy.restart()
 
     def _wait_for_progress(self) -> None:
