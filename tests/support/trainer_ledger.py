@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from trainer.loop.off_policy import OffPolicyWorkflow
+from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.settings import TrainerSettings
 from turnwise.store import ledger
 from turnwise.store.database import Database
@@ -145,3 +147,12 @@ def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSetting
         "progress": False,
     }
     return TrainerSettings(**(values | changes))
+
+
+def train(settings: TrainerSettings) -> Any:
+    """Run a trainer in this process until its last batch; return its state."""
+    kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
+    workflow = kind.build_from_config(settings, enable_jit=False)
+    state = workflow.learn(workflow.setup(settings.seed))
+    workflow.close()
+    return state

@@ -7,16 +7,12 @@ trained, and not counted as a sampled turn: its outcome is `untrainable` with th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from hashlib import blake2b
 
 import sqlalchemy as sa
 
-from turnwise.chains import lineage
-from turnwise.errors import NotFound
 from turnwise.store import ledger, queries
-from turnwise.store.lineage import with_ancestors
-from turnwise.store.tables import sessions, turns
+from turnwise.store.session_records import turn_path
 from turnwise.types import FORKED, Outcome, Session, Turn
 
 
@@ -39,7 +35,7 @@ def fork_session(
         NotFound: no such turn.
         Conflict: the session's group takes no more sessions.
     """
-    path = _path(conn, session.tenant, turn_id)[: -1 if before else None]
+    path = turn_path(conn, session.tenant, turn_id)[: -1 if before else None]
     stored, _ = ledger.create_session(conn, session)
     names = {turn.turn_id: _copy_id(session, turn.turn_id) for turn in path}
     sampled_here = turn_id if is_sampled_here else None
@@ -64,19 +60,6 @@ def fork_session(
         return stored, []
     placed = ledger.append_turns(conn, copies)
     return queries.session(conn, session.tenant, session.session_id), placed
-
-
-def _path(conn: sa.Connection, tenant: str, turn_id: str) -> Sequence[Turn]:
-    """Return the turns from the root to this one."""
-    session_pk = conn.execute(
-        sa.select(turns.c.session_pk)
-        .join_from(turns, sessions)
-        .where(turns.c.turn_id == turn_id, sessions.c.tenant == tenant)
-    ).scalar_one_or_none()
-    if session_pk is None:
-        raise NotFound(f"there is no turn {turn_id!r}", param="turn_id")
-    found = {turn.turn_id: turn for turn in with_ancestors(conn, session_pk, turns.c.turn_id == turn_id)}
-    return lineage(found[turn_id], found)
 
 
 def _copy_id(session: Session, turn_id: str) -> str:

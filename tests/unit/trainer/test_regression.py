@@ -8,12 +8,10 @@ from safetensors.torch import load_file
 from support import trainer_ledger
 from support.experience_factory import experience
 from support.ledger_samples import add_session
-from support.trainer_ledger import Rollouts, load_model
+from support.trainer_ledger import Rollouts, load_model, train
 
 from trainer.learning.batch import build
 from trainer.learning.regression import GateRule, Shift, judge, shifts_of
-from trainer.loop.off_policy import OffPolicyWorkflow
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
 from turnwise.store import ledger as ledger_of
 from turnwise.store import policies, regression, session_changes
@@ -82,14 +80,6 @@ def test_training_goes_back_to_the_version_before_the_first_failed_one():
 
 POISON = {"learning_rate": 0.3, "gate_sessions": 64, "gate_good_reward": 1.2, "gate_bad_reward": 0.8}
 """A learning rate 100 times that of the other tests."""
-
-
-def train(settings):
-    kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
-    workflow = kind.build_from_config(settings, enable_jit=False)
-    state = workflow.learn(workflow.setup(settings.seed))
-    workflow.close()
-    return state
 
 
 def play(ledger, model):

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, dying
-from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, train
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from trainer.learning.losses import loss_of
-from trainer.loop.off_policy import OffPolicyWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
 from trainer.policy import agent
@@ -42,14 +41,6 @@ def one_thread():
 def settings_for(tmp_path, model, **changes):
     defaults = {"num_minibatches": 2, "total_batches": 2, "max_staleness": 10, "row_tokens": 64}
     return trainer_ledger.settings_for(tmp_path, model, **(defaults | changes))
-
-
-def train(settings):
-    kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
-    workflow = kind.build_from_config(settings, enable_jit=False)
-    state = workflow.learn(workflow.setup(settings.seed))
-    workflow.close()
-    return state
 
 
 def weights(tmp_path, version):
