@@ -23,6 +23,7 @@ from proxy.calls.shadows import Shadows
 from proxy.continuation.sessions import Sessions
 from proxy.dialects.decoding_process import DecodingProcess
 from proxy.dialects.known_requests import KnownRequests
+from proxy.engines.activity import ActivityRecorder
 from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
@@ -124,6 +125,7 @@ async def running_services(
     background = [
         services.reloader.run(),
         services.shadows.run(),
+        ActivityRecorder(services.pool, services.writer, services.metrics).run(),
         _sweep(services),
         _refresh_gauges(services.metrics),
         _return_memory(services.known_requests),

@@ -328,6 +328,9 @@ class PolicyVersion:
     activated_at: datetime.datetime | None = None
     weights_digest: str | None = None
     """Digest of its weights files, in hexadecimal; None for versions published by hand."""
+    arms: Json | None = None
+    """Sessions of its canary, as last compared: `canary` and `control`, each with `version`, `num_sessions`,
+    `num_turns`, `broken_share` and `mean_reward`; None without a canary."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

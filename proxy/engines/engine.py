@@ -69,6 +69,8 @@ class Engine:
         """What calls sample with, unless a canary takes them."""
         self.adapters: dict[int, Lane] = {}
         """Its LoRA adapters by policy version, in the order of loading."""
+        self.num_started = 0
+        """Calls of this process that it was given since the process began."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
         self.lacks_transfers = False

@@ -158,6 +158,7 @@ class EnginePool:
             self._in_flight -= 1
             raise
         lane.num_calls += 1
+        lane.engine.num_started += 1
         if self.trial is not None:
             arm = "canary" if lane.version == self.trial.version else "control"
             self._metrics.canary_calls.labels(arm).inc()

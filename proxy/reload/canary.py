@@ -30,7 +30,7 @@ from turnwise.errors import BadCheckpoint, EngineError
 from turnwise.store import policies
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyVersion, Session
+from turnwise.types import Json, PolicyKind, PolicyVersion, Session
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,8 @@ class Canary:
         self._settings = settings
         self._metrics = metrics
         self._judged_at = 0.0
+        self._recorded: Json | None = None
+        """The arms that this process has stored last."""
 
     def set_trial(self, policy: PolicyVersion | None) -> None:
         """Set the pool's trial to the canary that the store names."""
@@ -202,6 +204,7 @@ class Canary:
             await self._withdraw(policy, active, str(error))
             return False
         arms = await asyncio.to_thread(self._arms, policy, active)
+        await self._record(arms, policy, active)
         verdict = judge(*arms, self._settings)
         if verdict is None:
             return False
@@ -221,6 +224,14 @@ class Canary:
     def _arms(self, policy: PolicyVersion, active: PolicyVersion) -> tuple[Arm, Arm]:
         with self._database.read() as connection:
             return arms_since(connection, self._trial(policy).since, (policy.version, active.version))
+
+    async def _record(self, arms: tuple[Arm, Arm], policy: PolicyVersion, active: PolicyVersion) -> None:
+        """Store what the version is judged by, if it has changed."""
+        canary, control = arms
+        compared = {"canary": canary.summary(policy.version), "control": control.summary(active.version)}
+        if compared != self._recorded:
+            await self._lease.write(policies.record_arms, policy.version, compared)
+            self._recorded = compared
 
     async def _place(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """Load the version where it is missing: an adapter on each engine, whole weights on one."""

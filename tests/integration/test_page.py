@@ -67,9 +67,13 @@ def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) 
     page = window.open("#runs/1/8")
     titles = page.locator(".charts h2").all_inner_texts()
     expected = ["Reward", "Staleness", "Entropy", "KL and clipped share", "Gradient norm", "Loss"]
-    expected += ["Trained tokens per second", "Idle share of the trainer", "Groups"]
+    expected += ["Trained tokens per second", "Idle share of trainer and engines", "Groups"]
     expected += ["Trainer and engine logprobs apart", "Reward by task", "Reward by name", "Dropped groups by reason"]
+    expected += ["Canary arms: mean reward", "Canary arms: share of broken turns"]
     assert titles == [*expected, "Pause of the engines, seconds"]
+    # In the minute of update 8 the engine ran calls for 20 + 4 * 8 of 60 seconds: 8 / 60 are idle.
+    idle = page.locator("section:has(h2:text-is('Idle share of trainer and engines')) .u-wrap")
+    assert "engines 0.1333 at update 8" in idle.get_attribute("aria-label")
     by_name = page.locator("section:has(h2:text-is('Reward by name')) .u-wrap").get_attribute("aria-label")
     assert by_name == "Reward by name: polite 0.125 at update 8, solved 0.8333 at update 8"
     assert "eval/reward_mean 0.1875 0.8 0.6125" in " ".join(main_text(page).split())

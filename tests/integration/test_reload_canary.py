@@ -140,6 +140,11 @@ def test_a_poisoned_update_is_rolled_back_automatically_and_a_good_one_is_promot
     assert agents.failures == []
     assert failed["error"].startswith("rolled back as a canary: ")
     assert words in failed["error"]
+    canary, control = failed["arms"]["canary"], failed["arms"]["control"]
+    assert (canary["version"], control["version"]) == (bad, good)
+    assert min(canary["num_sessions"], control["num_sessions"]) >= 8
+    assert control["mean_reward"] == 1.0
+    assert canary["mean_reward"] < 1.0 or canary["broken_share"] > 0.0
     by_session = versions_of_sessions(proxy)
     saw = [versions for versions in by_session.values() if bad in versions]
     turns = [version for versions in by_session.values() for version in versions[::2]]

@@ -6,6 +6,7 @@ all sessions have 0.25 for being polite. The trainer's metrics are made up, ever
 
 from __future__ import annotations
 
+import datetime
 import math
 from typing import Any
 
@@ -16,9 +17,9 @@ from support.proxies import RunningProxy
 
 from turnwise.fake_engine import RunningFakeEngine
 from turnwise.fake_engine.script import Reply, Rule
-from turnwise.store import claims, policies, queries, tables
+from turnwise.store import claims, engine_activity, policies, queries, tables
 from turnwise.store.database import Database
-from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord
+from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord, utc_now
 
 TASKS = {
     "refund-17": ("I want my money back for order 17.", "Order 17 is 12 days old, so I have started the refund."),
@@ -26,6 +27,8 @@ TASKS = {
     "invoice-88": ("Where is the invoice of order 88?", "I have sent the invoice of order 88 to you again."),
 }
 GROUP_SIZE = 4
+STARTED_AT = utc_now().replace(second=0, microsecond=0) - datetime.timedelta(hours=1)
+"""When the first update began; each took a minute."""
 SYSTEM = {"role": "system", "content": "You are the help desk of a shop. Look the order up before you answer."}
 
 
@@ -98,6 +101,7 @@ def _train(database: Database, number: int, num_updates: int) -> None:
         num_sessions=GROUP_SIZE * (len(TASKS) - 1),
         num_tokens=metrics["tokens"],
         metrics=metrics,
+        created_at=STARTED_AT + datetime.timedelta(minutes=number),
     )
     evaluation = {"eval": {"reward_mean": 0.1 + 0.7 * progress}}
     version = PolicyVersion(
@@ -108,8 +112,12 @@ def _train(database: Database, number: int, num_updates: int) -> None:
         update_id=number,
         metrics=metrics | evaluation,
         reload_seconds=0.4 + 0.1 * math.sin(number),
+        arms=_arms(number, progress),
     )
     with database.write() as connection:
+        minute = int(STARTED_AT.timestamp()) // 60 + number - 1
+        busy = (1 << (20 + 4 * number)) - 1
+        engine_activity.add_activity(connection, {(minute, "made-up"): engine_activity.Activity((1 << 60) - 1, busy)})
         policies.publish_policy(connection, version)
         # Nobody makes the files of these versions, so engines stay on version 0.
         policies.publish_policy(connection, PolicyVersion(version=0, path="fake"))
@@ -125,6 +133,16 @@ def _train(database: Database, number: int, num_updates: int) -> None:
                 turns, _ = queries.turns(connection, "default", f"{group_id}-{run}")
                 trained["default", f"{group_id}-{run}"] = {each.turn.turn_id: 0.5 - 0.25 * run for each in turns}
         claims.ack(connection, held, update, refused=refused, trained=trained)
+
+
+def _arms(number: int, progress: float) -> dict[str, Any]:
+    """Return the arms of a version's canary: version 3 is worse than the one before it."""
+    before, canary = 0.1 + 0.7 * progress, -0.1 if number == 3 else 0.1 + 0.7 * progress
+    of_turns = {"num_sessions": 12, "num_turns": 24, "broken_share": 0.0}
+    return {
+        "canary": {"version": number, **of_turns, "mean_reward": canary},
+        "control": {"version": number - 1, **of_turns, "num_sessions": 36, "mean_reward": before},
+    }
 
 
 def _play_branch(http: httpx2.Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import statistics
 
 import sqlalchemy as sa
 
@@ -12,7 +13,7 @@ from turnwise.store import lineage
 from turnwise.store.database import to_micros
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import sessions, turns
-from turnwise.types import FORKED, SHADOW, Credit, Outcome, SessionStatus
+from turnwise.types import FORKED, SHADOW, Credit, Json, Outcome, SessionStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +26,16 @@ class Arm:
     num_turns: int = 0
     num_broken: int = 0
     """Turns that failed, are untrainable, or were cut by length."""
+
+    def summary(self, version: int) -> Json:
+        """Return the arm in a few numbers; the mean reward is None without a rewarded session."""
+        return {
+            "version": version,
+            "num_sessions": self.num_sessions,
+            "num_turns": self.num_turns,
+            "broken_share": self.num_broken / self.num_turns if self.num_turns else 0.0,
+            "mean_reward": statistics.fmean(self.rewards) if self.rewards else None,
+        }
 
 
 def arms_since(conn: sa.Connection, since: datetime.datetime, versions: tuple[int, int]) -> tuple[Arm, Arm]:

@@ -102,8 +102,14 @@ def try_policy(conn: sa.Connection, version: int, now: datetime.datetime | None 
         NotFound: no such version.
     """
     change = sa.update(table).where(table.c.version == version)
-    conn.execute(change.values(status=PolicyStatus.CANARY.value, error=None, activated_at=to_micros(now or utc_now())))
+    begin = {"activated_at": to_micros(now or utc_now()), "arms": None}
+    conn.execute(change.values(status=PolicyStatus.CANARY.value, error=None, **begin))
     return get_policy(conn, version)
+
+
+def record_arms(conn: sa.Connection, version: int, arms: Json) -> None:
+    """Store the compared sessions of a version's canary in place of those of the last comparison."""
+    conn.execute(sa.update(table).where(table.c.version == version).values(**rows.POLICIES.values({"arms": arms})))
 
 
 def reconsider_policy(conn: sa.Connection, version: int) -> PolicyVersion:

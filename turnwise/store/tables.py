@@ -241,6 +241,16 @@ weight_servers = sa.Table(
 )
 """Where each trainer hands out the weights that it holds in memory. The URL holds a key."""
 
+engine_minutes = sa.Table(
+    "engine_minutes",
+    metadata,
+    sa.Column("minute", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("engine", sa.Text, primary_key=True),
+    sa.Column("served", sa.BigInteger, nullable=False),
+    sa.Column("busy", sa.BigInteger, nullable=False),
+)
+"""The seconds of each minute since 1970 in which an engine served and ran calls, as bits; kept for 30 days."""
+
 api_keys = sa.Table(
     "api_keys",
     metadata,

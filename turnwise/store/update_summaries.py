@@ -14,8 +14,9 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.store import lineage, queries
+from turnwise.store.engine_activity import Period, idle_shares
 from turnwise.store.tables import groups, sessions
-from turnwise.types import Credit, GroupStatus, Json
+from turnwise.types import Credit, GroupStatus, Json, UpdateRecord
 
 MAX_TASKS = 50
 """Tasks of one answer: those with the most sessions."""
@@ -47,6 +48,9 @@ class UpdateSummary:
     by_task: Mapping[str, Mean]
     by_name: Mapping[str, Mean]
     """By the name of the reward; each is a part of the session's reward."""
+    engine_idle_share: float | None
+    """Share of the engines' serving seconds, since the trainer's update before, in which no call ran; None for the
+    first update of the list, and where no proxy has recorded it."""
 
 
 def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> list[UpdateSummary]:
@@ -61,6 +65,7 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
     task_sizes.pop("", None)
     tasks = frozenset(sorted(task_sizes, key=lambda task: (-task_sizes[task], task))[:MAX_TASKS])
     dropped = _dropped(conn, tenant, list(scores))
+    idle = dict(zip(scores, idle_shares(conn, _periods(newest)), strict=True))
     return [
         UpdateSummary(
             update_id=update.update_id,
@@ -73,9 +78,19 @@ def summarise_updates(conn: sa.Connection, tenant: str, *, limit: int = 100) -> 
             reward=scores[update.update_id].mean(),
             by_task=scores[update.update_id].by_task(tasks),
             by_name=scores[update.update_id].by_name(),
+            engine_idle_share=idle[update.update_id],
         )
         for update in reversed(newest)
     ]
+
+
+def _periods(newest: Sequence[UpdateRecord]) -> list[Period | None]:
+    """Return for each update, newest first, the time since the update of the same trainer before it."""
+    periods: list[Period | None] = []
+    for at, update in enumerate(newest):
+        before = next((each for each in newest[at + 1 :] if each.trainer_id == update.trainer_id), None)
+        periods.append(None if before is None else (before.created_at, update.created_at))
+    return periods
 
 
 def _dropped(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, dict[str, int]]:

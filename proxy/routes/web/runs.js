@@ -14,7 +14,7 @@ const CHARTS = [
   ["Gradient norm", false, [["norm", (m) => m.grad_norm]]],
   ["Loss", false, [["loss", (m) => m.loss]]],
   ["Trained tokens per second", false, [["while training", (m) => m.tokens / m.seconds], ["with waiting", (m) => m.tokens / (m.seconds + (m.waited_seconds ?? 0) + (m.held_seconds ?? 0))]]],
-  ["Idle share of the trainer", false, [["waits for groups", (m) => share(m.waited_seconds, m.waited_seconds, m.held_seconds, m.seconds)], ["holds back", (m) => share(m.held_seconds, m.waited_seconds, m.held_seconds, m.seconds)]]],
+  ["Idle share of trainer and engines", false, [["engines", (m, each) => each.engine_idle_share], ["trainer waits for groups", (m) => share(m.waited_seconds, m.waited_seconds, m.held_seconds, m.seconds)], ["trainer holds back", (m) => share(m.held_seconds, m.waited_seconds, m.held_seconds, m.seconds)]]],
   ["Groups", false, [["claimed", (m) => m.num_groups], ["refused", (m) => m.num_refused_groups], ["equal rewards", (m) => m.num_uniform_groups], ["stale", (m) => m.num_stale_groups]]],
   ["Trainer and engine logprobs apart", false, [["mean", (m) => m.logprob_gap], ["most", (m) => m.logprob_gap_max]]],
 ];
@@ -39,7 +39,7 @@ export function learningCharts({versions, updates}, {isWhole = true, x = "update
   const shown = [add("Reward", [["train", line((each) => each.reward?.mean ?? each.metrics?.reward_mean)],
     ["held out", held.map((each) => [position(each), finite(heldOut(byVersion.get(each.policy_version)) ?? NaN)])]])];
   for (const [title, isBrief, series] of CHARTS) {
-    if (isWhole || isBrief) shown.push(add(title, series.map(([name, value]) => [name, line((each) => value(each.metrics ?? {}))])));
+    if (isWhole || isBrief) shown.push(add(title, series.map(([name, value]) => [name, line((each) => value(each.metrics ?? {}, each))])));
   }
   if (isWhole) shown.push(...detailCharts(points, line, add, byVersion));
   return make("div", {className: "charts"}, ...shown);
@@ -56,6 +56,11 @@ function detailCharts(points, line, add, byVersion) {
   if (repeated.length) shown.push(add("Reward by task", repeated.slice(0, TASKS).map((task) => [task, line((each) => each.by_task[task]?.mean)])));
   if (names.length > 1) shown.push(add("Reward by name", names.slice(0, TASKS).map((name) => [name, line((each) => each.by_name[name]?.mean)])));
   if (reasons.length) shown.push(add("Dropped groups by reason", reasons.map((reason) => [reason, line((each) => each.dropped[reason] ?? 0)])));
+  if (points.some((each) => byVersion.get(each.policy_version)?.arms)) {
+    const arm = (name, field) => [name, line((each) => byVersion.get(each.policy_version)?.arms?.[name][field])];
+    shown.push(add("Canary arms: mean reward", [arm("canary", "mean_reward"), arm("control", "mean_reward")]),
+      add("Canary arms: share of broken turns", [arm("canary", "broken_share"), arm("control", "broken_share")]));
+  }
   shown.push(add("Pause of the engines, seconds", [["reload", line((each) => byVersion.get(each.policy_version)?.reload_seconds)]]));
   return shown;
 }

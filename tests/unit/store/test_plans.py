@@ -16,6 +16,7 @@ from turnwise.store import (
     arms,
     changes,
     claims,
+    engine_activity,
     evaluations,
     experiences,
     groups,
@@ -35,7 +36,7 @@ from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
 from turnwise.types import Label, Outcome, Reward, Session, SessionStatus, Split, Turn, utc_now
 
-GROWING = "sessions|turns|rewards|groups|idempotency|trained_sessions|session_labels"
+GROWING = "sessions|turns|rewards|groups|idempotency|trained_sessions|session_labels|engine_minutes"
 A_SCAN = re.compile(rf"^SCAN ({GROWING})\b")
 NOW = utc_now()
 WEEK = datetime.timedelta(days=7)
@@ -73,6 +74,7 @@ ASKS: dict[str, Ask] = {
     "versions of an evaluation": lambda c: evaluations.versions_sampled(c, [("t", "s")]),
     "the newest eval sessions": lambda c: queries.sessions(c, SessionFilter(split=Split.EVAL), limit=10),
     "policies": policies.list_policies,
+    "idle shares of engines": lambda c: engine_activity.idle_shares(c, [(NOW - WEEK, NOW)]),
 }
 CHANGES: dict[str, Ask] = {
     "a new session": lambda c: ledger.create_session(c, Session(session_id="n", tenant="t", group_id="g2")),

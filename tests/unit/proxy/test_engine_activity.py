@@ -1,0 +1,53 @@
+"""The seconds in which engines run calls: sampled once a second, stored with the next write that succeeds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from proxy.engines.activity import ActivityRecorder
+from proxy.engines.pool import EnginePool
+from proxy.engines.state import EngineState
+from proxy.metrics import Metrics
+from turnwise.errors import StoreError
+from turnwise.store.engine_activity import Activity
+from turnwise.types import Session
+
+MINUTE = 29_000_000
+
+
+class FailingOnce:
+    """A writer whose first write fails."""
+
+    def __init__(self) -> None:
+        self.num_writes = 0
+        self.stored: dict[tuple[int, str], Activity] = {}
+
+    async def do(self, change: Any, seen: dict[tuple[int, str], Activity]) -> None:
+        self.num_writes += 1
+        if self.num_writes == 1:
+            raise StoreError("the store does not answer")
+        self.stored |= seen
+
+
+def test_a_second_is_busy_if_a_call_ran_in_it_however_short():
+    async def run() -> None:
+        writer = FailingOnce()
+        pool = EnginePool(["http://a", "http://b"], Metrics(), timeout_seconds=1, max_concurrent_calls=9)
+        recorder = ActivityRecorder(pool, writer, Metrics())  # type: ignore[arg-type]
+        pool.engines[0].status.change(EngineState.READY)
+        recorder.sample(60 * MINUTE)  # second 0: no call
+        pool.release(await pool.admit(Session(session_id="s")))  # it ends before the sample of second 1
+        recorder.sample(60 * MINUTE + 1.9)
+        lane = await pool.admit(Session(session_id="s"))
+        recorder.sample(60 * MINUTE + 2)
+        await recorder.store()
+        recorder.sample(60 * MINUTE + 3)  # it still runs
+        pool.release(lane)
+        recorder.sample(60 * MINUTE + 4)
+        await recorder.store()
+        # Seconds 0 to 4 were served and 1 to 3 busy; what the first write did not store came with the second.
+        assert writer.stored == {(MINUTE, "http://a"): Activity(served=0b11111, busy=0b01110)}
+        pool.close()
+
+    asyncio.run(run())
