@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from trainer.learning.optimizer import make_optimizer
 from trainer.policy.agent import PolicyAgent
+from trainer.policy.critic import Critic
 from trainer.policy.model import Policy
 from trainer.settings import TrainerSettings
 from turnwise.types import PolicyKind
@@ -33,7 +34,11 @@ def as_settings(config: TrainerSettings | Mapping[str, Any]) -> TrainerSettings:
 def make_agent(settings: TrainerSettings) -> PolicyAgent:
     """Return the policy with its loss; nothing is loaded yet."""
     needs_reference = settings.needs_reference and settings.kind is PolicyKind.FULL
-    return PolicyAgent(Policy(settings), settings, Policy(settings) if needs_reference else None)
+    policy, reference = Policy(settings), Policy(settings) if needs_reference else None
+    if settings.estimator != "gae":
+        return PolicyAgent(policy, settings, reference)
+    second = Policy(settings) if settings.critic == "model" else None
+    return PolicyAgent(policy, settings, reference, Critic(policy, second))
 
 
 def optimizer_factory(settings: TrainerSettings) -> OptimizerLike:

@@ -19,6 +19,7 @@ from trainer.learning.optimizer import check_optimizer
 from trainer.loop.base import RLWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World, leave_world
+from trainer.policy.agent import NO_SHARDED_CRITIC
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
@@ -71,6 +72,8 @@ def check_startable(settings: TrainerSettings) -> None:
             f"optimizer_state={settings.optimizer_state!r} with weights_dtype={settings.weights_dtype!r}: set them to "
             "'device' and 'float32'"
         )
+    if settings.multi_devices and settings.estimator == "gae":
+        raise SettingsError(NO_SHARDED_CRITIC)
     check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
     for package, setting in RECORDERS.items():
         if getattr(settings, setting) is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import safetensors
 from pydantic import Field, SecretStr, model_validator
@@ -85,6 +85,15 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
         elif values.get("algorithm") in ("gspo", "topr"):
             defaults["aggregation"] = "session_mean"
         return defaults | values
+
+    @model_validator(mode="after")
+    def _gae_fits(self) -> Self:
+        if self.estimator == "gae" and (self.algorithm in ("sft", "dpo") or self.custom_advantage is not None):
+            raise ValueError(
+                f"estimator='gae' gives advantages to a policy gradient, which algorithm={self.algorithm!r} with "
+                f"custom_advantage={self.custom_advantage!r} does not take from it: remove one of them"
+            )
+        return self
 
     log_path: Path | None = None
     """JSON Lines, one line a batch and one an optimizer step; None: `trainer.jsonl` in `policies_dir`."""

@@ -48,6 +48,21 @@ RECIPES = {
     "sapo": Recipe(settings=CALM | {"algorithm": "sapo", "sapo_temperatures": [5.0, 10.0]}),
     "topr": Recipe(settings=CALM | {"algorithm": "topr"}),
     "decoupled": Recipe(settings={"proximal": True, "tis_cap": 2.0}),
+    "gae_head": Recipe(settings=CALM | {"estimator": "gae", "critic": "head", "critic_learning_rate": 1e-3}),
+    "gae_model": Recipe(settings=CALM | {"estimator": "gae", "critic": "model", "critic_learning_rate": 1e-3}),
+    "reinforce": Recipe(settings=CALM | {"algorithm": "reinforce"}),
+    "rf_pp_baseline": Recipe(settings=CALM | {"estimator": "reinforce_plus_plus_baseline"}),
+    "gdpo": Recipe(settings={"estimator": "gdpo"}),
+    "masked_is": Recipe(settings=CALM | {"algorithm": "masked_is", "clip_low": 0.5, "clip_high": 4.0}),
+    "dppo": Recipe(settings={"algorithm": "dppo", "clip_low": 0.2, "clip_high": 0.2}),
+    "mis": Recipe(settings={"proximal": True, "mis_cap": 2.0}),
+    "sequence_tis": Recipe(settings={"proximal": True, "tis_cap": 2.0, "importance_level": "sequence"}),
+    "off_policy_mask": Recipe(settings={"off_policy_mask": 0.05}),
+    "kl_loss": Recipe(settings={"kl_coef": 0.003}),
+    "kl_reward": Recipe(settings={"kl_coef": 0.003, "kl_in": "reward"}),
+    "overlong": Recipe(settings={"overlong_tokens": 80, "overlong_buffer": 40, "overlong_mask": True}),
+    "sft": Recipe(settings={"algorithm": "sft"}),
+    "dpo": Recipe(settings={"algorithm": "dpo", "learning_rate": 1e-4}),
     "replay": Recipe(
         settings=CALM
         | {

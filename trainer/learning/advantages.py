@@ -21,10 +21,13 @@ from turnwise.types import Credit, Experience, GroupKey, SessionKey
 Floats = npt.NDArray[np.float64]
 
 Estimator = Literal[
-    "reinforce", "rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
+    "reinforce", "rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "gae"
 ]
 GroupBy = Literal["auto", "session", "step"]
 Singleton = Literal["zero", "raw"]
+
+BY_TOKEN = ("gae",)
+"""Estimators that need a model: their advantages are computed token by token once the batch is built."""
 
 UNIFORM_TOLERANCE = 1e-12
 """Relative spread up to which values count as equal, so that a division does not amplify their rounding."""
@@ -114,8 +117,11 @@ def assign(experiences: Sequence[Experience], rule: AdvantageRule) -> list[Float
     """Return the advantage of every turn of every experience, one array [K] an experience.
 
     A session is one member of its group however many chains it has; all its turns share its advantage. By step, a
-    turn is a member of its own bucket, which is how step rewards reach the loss token by token.
+    turn is a member of its own bucket, which is how step rewards reach the loss token by token. Zeros where the
+    advantages are computed later, token by token.
     """
+    if rule.estimator in BY_TOKEN:
+        return [np.zeros(len(experience.turn_ids)) for experience in experiences]
     if rule.estimator == "gdpo":
         return gdpo(experiences, rule)
     values: list[float] = []

@@ -43,6 +43,10 @@ class TokenTable:
     """At which it was sampled: behaviour logprobs are those of the scaled distribution. [M]"""
     on_policy: npt.NDArray[np.bool_]
     """True where the version that is trained now sampled it: there, engine and trainer should agree. [M]"""
+    values: Reals | None = None
+    """The critic's value of the state before the token, at the start of the batch; None without a critic. [M]"""
+    returns: Reals | None = None
+    """What the critic learns: advantage plus value, before advantages are normalised. [M]"""
 
     def __len__(self) -> int:
         return len(self.target)

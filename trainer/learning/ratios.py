@@ -34,6 +34,12 @@ class TrainedTokens:
     """Under the weights at the start of the batch; None where ratios are taken to `behaviour`. [M]"""
     reference: Tensor | None = None
     """Under the reference policy; None where no term needs it. [M]"""
+    values: Tensor | None = None
+    """The critic's values under its present weights; carry the gradient. None without a critic. [M]"""
+    old_values: Tensor | None = None
+    """The values at the start of the batch. [M]"""
+    returns: Tensor | None = None
+    """What the critic learns. [M]"""
     pair: Tensor | None = None
     """For DPO: index of the pair of the chain, 0 … P − 1. [S]"""
     chosen: Tensor | None = None

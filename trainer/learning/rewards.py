@@ -90,8 +90,9 @@ def _combination(rule: RewardRule) -> Callable[[dict[str, float], Experience], f
 def _with_reward(experience: Experience, reward: float, penalty: float) -> Experience:
     """Return the experience under another session reward; step by step, the penalty falls on its last turn."""
     if experience.info.get("credit") == Credit.STEP_WISE:
-        returns = experience.turn_returns.copy()
+        returns, rewards = experience.turn_returns.copy(), experience.turn_rewards.copy()
         returns[-1] -= penalty
-        return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns)
+        rewards[-1] -= penalty
+        return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns, turn_rewards=rewards)
     returns = np.full(len(experience.turn_ids), reward - penalty)
     return dataclasses.replace(experience, reward=reward - penalty, turn_returns=returns, turn_rewards=returns)

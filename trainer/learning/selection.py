@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from trainer.learning.advantages import AdvantageRule, Floats, assign, uniform_groups
+from trainer.learning.advantages import BY_TOKEN, AdvantageRule, Floats, assign, uniform_groups
 from trainer.learning.losses import Algorithm
 from trainer.learning.rewards import is_truncated, shape_rewards
 from trainer.learning.sampling import why_untrainable
@@ -79,7 +79,7 @@ def select(
         return _pairs(fit, keys, refused, rule)
     # Turns that are left out still count in their group's baseline.
     advantages = assign(experiences, rule)
-    uniform = uniform_groups(experiences, advantages)
+    uniform = set() if rule.estimator in BY_TOKEN else uniform_groups(experiences, advantages)
     kept = [
         (experience, turns)
         for experience, turns, reason in zip(experiences, advantages, reasons, strict=True)

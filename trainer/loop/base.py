@@ -23,6 +23,7 @@ from trainer.loop.evaluator import Evaluator
 from trainer.loop.gap_check import GapCheck
 from trainer.loop.resume import check_resumable, log_changes, saved_settings
 from trainer.loop.state import TENSORS, Progress, State
+from trainer.loop.token_credit import TokenCredit
 from trainer.pacing import Rewind
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
@@ -59,6 +60,7 @@ class RLWorkflow(abc.ABC):
         self.recorder = ChainRecorder([])
         self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
         self.commits = Commits(env, self.checkpoints, self.config.checkpoint_every)
+        self.token_credit = TokenCredit(agent)
         self.gap_check = GapCheck(agent, self.checkpoints, self.config)
         self.weights: WeightServer | None = None
         """Hands weights to engines; None where they read directories. In the first process alone."""
@@ -217,11 +219,16 @@ class RLWorkflow(abc.ABC):
         """Return the state of a new run: the base model, unless a saved state replaces it, and a fresh optimizer."""
         self.agent.load(seed, with_weights=with_weights)
         optimizer = self._new_optimizer(self.agent.policy.parameters())
+        critic = self.agent.critic
+        if critic is not None:
+            rate = self.config.critic_learning_rate or 10 * self.config.learning_rate
+            critic.bind(self._new_optimizer(critic.parameters()), rate)
         return State(
             progress=Progress(seed=seed),
             policy=self.agent.policy,
             optimizer=optimizer,
             scheduler=make_scheduler(optimizer, self.config),
+            critic=critic,
         )
 
     def _state_of(self, version: int, seed: int, *, reports_changes: bool = False) -> State:

@@ -7,6 +7,7 @@ same numbers, whatever was drawn before it.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,8 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from trainer.learning.optimizer import set_position
+from trainer.policy.critic import Critic
 from trainer.policy.model import Policy
 from turnwise.types import Json
+
+log = logging.getLogger(__name__)
 
 TENSORS = ("model", "optimizer")
 """The parts of a state that hold tensors; in the file of values only where an earlier release wrote it."""
@@ -78,6 +82,8 @@ class State:
     """Gauges of the latest batch."""
     buffer: Json = dataclasses.field(default_factory=dict)
     """The replay buffer's index; empty on policy."""
+    critic: Critic | None = None
+    """The critic of GAE, updated in place like the policy."""
 
     def with_progress(self, **changes: Any) -> State:
         """Return this state with other counts."""
@@ -91,11 +97,18 @@ class State:
 
     def values(self) -> dict[str, Any]:
         """Return the plain values that a resume needs."""
-        return {"progress": dataclasses.asdict(self.progress), "metrics": self.metrics, "buffer": self.buffer}
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "metrics": self.metrics,
+            "buffer": self.buffer,
+            "critic": None if self.critic is None else self.critic.kind,
+        }
 
     def tensors(self) -> dict[str, Any]:
         """Return the tensors that a resume needs, of which this process holds all or its shards; not copied."""
-        return {"model": self.policy.shards(), "optimizer": get_optimizer_state_dict(self.policy.model, self.optimizer)}
+        own = {} if self.critic is None else self.critic.tensors()
+        optimizer = get_optimizer_state_dict(self.policy.model, self.optimizer)
+        return {"model": self.policy.shards(), "optimizer": optimizer, **own}
 
     def restored(self, saved: dict[str, Any], fill: Callable[[dict[str, Any]], None]) -> State:
         """Return this state with the saved weights, optimizer moments and counts.
@@ -110,15 +123,25 @@ class State:
         if "model" in saved:
             self._load_whole(saved)
         else:
-            tensors = self.tensors()
-            fill(tensors)
-            self.policy.load_shards(tensors["model"])
-            set_optimizer_state_dict(self.policy.model, self.optimizer, tensors["optimizer"])
+            self._load_tensors(saved.get("critic"), fill)
         for group, kept in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(kept)
         progress = _progress_from(saved["progress"] | {"seed": self.progress.seed})
         set_position(self.scheduler, progress.num_optimizer_steps)
         return dataclasses.replace(self, progress=progress, metrics=saved["metrics"], buffer=saved["buffer"])
+
+    def _load_tensors(self, saved_critic: str | None, fill: Callable[[dict[str, Any]], None]) -> None:
+        """Load weights and moments; a critic only where one of its kind was saved."""
+        tensors = self.tensors()
+        has_critic = self.critic is not None and saved_critic == self.critic.kind
+        if self.critic is not None and not has_critic:
+            log.warning("the checkpoint has no critic of kind %r: a new one is trained", self.critic.kind)
+            tensors = {name: tensors[name] for name in TENSORS}
+        fill(tensors)
+        self.policy.load_shards(tensors["model"])
+        set_optimizer_state_dict(self.policy.model, self.optimizer, tensors["optimizer"])
+        if self.critic is not None and has_critic:
+            self.critic.load_tensors(tensors)
 
     def _load_whole(self, saved: dict[str, Any]) -> None:
         """Load the tensors of a state in one file, as earlier releases wrote it; the first process sends them."""

@@ -20,7 +20,9 @@ from trainer.learning.batch import Batch, build, minibatches
 from trainer.learning.gauges import Gauges, finite
 from trainer.learning.regression import GateResult, judge, shifts_of
 from trainer.learning.selection import UNIFORM, Selection, select, without_groups
+from trainer.learning.values import turn_advantages
 from trainer.loop.base import RLWorkflow
+from trainer.loop.claimed import claim_gauges, group_keys, num_minibatches
 from trainer.loop.evaluator import LedgerEvaluator
 from trainer.loop.resume import saved_settings
 from trainer.loop.state import MOST_RECENT_VERSIONS, State
@@ -113,7 +115,7 @@ class OnPolicyWorkflow(RLWorkflow):
     def _train(self, state: State, claimed: ClaimedBatch, started: float) -> tuple[Json, State]:
         """Train on a batch's experiences and finish its claim."""
         chosen = self._select(claimed)
-        metrics = _claim_gauges(claimed, chosen, state)
+        metrics = claim_gauges(claimed, chosen, state)
         if not chosen.experiences:
             return self._finish_untrained(state, claimed, metrics, chosen.refused)
         batch = build(
@@ -127,7 +129,8 @@ class OnPolicyWorkflow(RLWorkflow):
         try:
             with self._engines_asleep():
                 stale = self.gap_check.compare(batch)
-                num_steps, gauges = self._update(state, batch, _num_minibatches(claimed, batch, self.config), too_large)
+                batch, chosen, credit_gauges = self._with_token_credit(batch, chosen, too_large)
+                num_steps, gauges = self._update(state, batch, num_minibatches(claimed, batch, self.config), too_large)
         except BatchRefused as error:
             log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
             reasons = {group.key: f"refused: {error}" for group in claimed.claim.groups}
@@ -138,9 +141,22 @@ class OnPolicyWorkflow(RLWorkflow):
         if not num_steps:
             return self._finish_untrained(state, claimed, metrics, chosen.refused)
         gauges = self.gap_check.report(stale, gauges)
-        metrics |= gauges | {"num_updates": num_steps, "seconds": time.monotonic() - started}
+        metrics |= gauges | credit_gauges | {"num_updates": num_steps, "seconds": time.monotonic() - started}
         gate = self._check_regression(state)
         return self._commit(state, claimed, chosen, metrics | gate.gauges, num_steps, gate.reason)
+
+    def _with_token_credit(
+        self, batch: Batch, chosen: Selection, too_large: dict[GroupKey, str]
+    ) -> tuple[Batch, Selection, Json]:
+        """Return batch and selection with the advantages that need a model, and their gauges."""
+        if not self.token_credit.is_needed:
+            return batch, chosen, {}
+        members = range(len(batch.experiences))
+        found = self._fitting(batch, members, too_large, lambda fit: self.token_credit.assign(batch, fit))
+        if found is None:
+            return batch, chosen, {}
+        batch, gauges = found
+        return batch, dataclasses.replace(chosen, advantages=turn_advantages(batch)), gauges
 
     def _check_regression(self, state: State) -> GateResult:
         """Compare the updated weights with held-out sessions, before they are published."""
@@ -165,7 +181,7 @@ class OnPolicyWorkflow(RLWorkflow):
     def _select(self, claimed: ClaimedBatch) -> Selection:
         return select(
             claimed.experiences,
-            sorted({experience.group_key for experience in claimed.experiences} | _group_keys(claimed)),
+            sorted({experience.group_key for experience in claimed.experiences} | group_keys(claimed)),
             self.config.algorithm,
             self.config,
         )
@@ -329,7 +345,7 @@ class OnPolicyWorkflow(RLWorkflow):
 
     def _refusals(self, claimed: ClaimedBatch, reasons: dict[GroupKey, str]) -> dict[GroupKey, str]:
         """Return which of the claimed groups are dropped, and why."""
-        return {group: reason for group, reason in reasons.items() if group in _group_keys(claimed)}
+        return {group: reason for group, reason in reasons.items() if group in group_keys(claimed)}
 
     def _record_of(self, after: State, claimed: ClaimedBatch, chosen: Selection | None) -> UpdateRecord:
         """Return the ledger's line for a batch; its id is the count of batches."""
@@ -343,44 +359,3 @@ class OnPolicyWorkflow(RLWorkflow):
             num_tokens=after.metrics["tokens"] if learnt else 0,
             metrics=after.metrics,
         )
-
-
-def _group_keys(claimed: ClaimedBatch) -> set[GroupKey]:
-    return {group.key for group in claimed.claim.groups}
-
-
-def _num_minibatches(claimed: ClaimedBatch, batch: Batch, config: TrainerSettings) -> int:
-    """Return the optimizer steps of a pass: fewer for a batch of fewer groups, and never more than groups are trained.
-
-    So an update sees as many groups in a small batch as in a whole one, as far as there are any.
-    """
-    num_read = len({experience.group_key for experience in claimed.experiences})
-    share = -(-num_read * config.num_minibatches // config.groups_per_batch)
-    num_trained = len({experience.group_key for experience in batch.experiences})
-    return max(1, min(config.num_minibatches, share, num_trained))
-
-
-def _claim_gauges(claimed: ClaimedBatch, chosen: Selection, state: State) -> Json:
-    """Return what is known of a batch before it is trained on."""
-    sessions = {experience.session_key: experience.reward for experience in claimed.experiences}
-    rewards = np.array(list(sessions.values()) or [0.0])
-    staleness = [
-        state.progress.staleness_of(one.policy_version_first)
-        for one in claimed.experiences
-        if one.policy_version_first >= 0
-    ] or [0]
-    uniform = sum(reason == "uniform_rewards" for reason in chosen.refused.values())
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "staleness_mean": float(np.mean(staleness)),
-        "staleness_max": int(max(staleness)),
-        "num_groups": len(claimed.claim.groups),
-        "num_stale_groups": claimed.claim.num_stale,
-        "num_uniform_groups": uniform,
-        "num_refill_groups": claimed.num_refills,
-        "num_refused_groups": len(chosen.refused),
-        "num_sessions": len({experience.session_key for experience in chosen.experiences}),
-        "waited_seconds": claimed.waited_seconds,
-        "held_seconds": claimed.held_seconds,
-    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ from trainer.learning.batch import Aggregation, Batch, Packing, Reals, Row, pack
 from trainer.learning.forest import Forest
 from trainer.learning.gauges import Gauges
 from trainer.learning.imports import import_function
-from trainer.learning.losses import LossRule, loss_of
+from trainer.learning.losses import LossRule, loss_of, needed
 from trainer.learning.ratios import TrainedTokens
+from trainer.learning.values import ValueRule, value_loss
 from trainer.parallel import World
+from trainer.policy.critic import Critic
 from trainer.policy.model import Policy
 from turnwise.errors import BatchRefused, SettingsError
 from turnwise.types import PolicyKind
@@ -30,11 +32,14 @@ from turnwise.types import PolicyKind
 log = logging.getLogger(__name__)
 
 
+NO_SHARDED_CRITIC = (
+    "estimator='gae' trains its critic in one process: set multi_devices=false, or another estimator, such as 'grpo'"
+)
 SHORTEST_ROW = 16
 """Tokens of the shortest row that is tried at the start."""
 
 
-class AgentRule(LossRule):
+class AgentRule(LossRule, ValueRule):
     """How a policy is trained on a batch: the loss, and how it is computed over the batch."""
 
     proximal: bool = False
@@ -79,9 +84,13 @@ class OutOfMemory(Exception):
 class PolicyAgent:
     """A policy and how it learns."""
 
-    def __init__(self, policy: Policy, rule: AgentRule, reference: Policy | None = None) -> None:
+    def __init__(
+        self, policy: Policy, rule: AgentRule, reference: Policy | None = None, critic: Critic | None = None
+    ) -> None:
         self.policy = policy
         self.rule = rule
+        self.critic = critic
+        """Values states for GAE; None for other estimators."""
         self._reference = reference
         self.world = World()
         self._custom_loss = None if rule.custom_loss is None else import_function(rule.custom_loss, "custom_loss")
@@ -145,18 +154,26 @@ class PolicyAgent:
         return True
 
     def shard(self, axis: str) -> None:
-        """Shard the policy and the reference over a device mesh whose dimension has this name; before `load`."""
+        """Shard the policy and the reference over a device mesh whose dimension has this name; before `load`.
+
+        Raises:
+            SettingsError: There is a critic, which one process trains.
+        """
+        if self.critic is not None:
+            raise SettingsError(NO_SHARDED_CRITIC)
         self.policy.mesh_axis = axis
         if self._reference is not None:
             self._reference.mesh_axis = axis
 
     def load(self, seed: int, *, with_weights: bool = True) -> None:
-        """Load the policy afresh, unless a saved state replaces its weights, and the reference if a loss needs one."""
+        """Load the policy afresh, unless a saved state replaces its weights; reference and critic where needed."""
         self.world = World()
         self.policy.load(seed, with_weights=with_weights)
         if self._reference is not None:
             self._reference.load(seed)
             self._reference.model.requires_grad_(requires_grad=False)
+        if self.critic is not None:
+            self.critic.load(seed)
 
     def proximal_logprobs(self, batch: Batch, members: Sequence[int]) -> Reals | None:
         """Return the logprobs of the trained tokens under the present weights; None where no ratio needs them. [M].
@@ -174,11 +191,16 @@ class PolicyAgent:
         Raises:
             OutOfMemory: A single chain, or pair, does not fit into memory.
         """
-        while True:
-            try:
-                return self._without_gradient(self.policy, batch, members)
-            except OutOfMemory as error:
-                self._shorten_rows(error)
+        return self._without_gradient(lambda row: self._forward(self.policy, batch, row)[0], batch, members)
+
+    def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the critic's values of the members' trained tokens, 0 for the other tokens. [M].
+
+        Raises:
+            OutOfMemory: A single chain does not fit into memory.
+        """
+        assert self.critic is not None, "the estimator needs a critic and none was built"
+        return self._without_gradient(self.critic.values, batch, members)
 
     def optimizer_step(
         self,
@@ -199,16 +221,28 @@ class PolicyAgent:
         """
         gauges = self._gradient_in_memory(optimizer, batch, members, proximal, is_first=is_first)
         if gauges.logprob_gap is not None and not gauges.logprob_gap <= self.rule.max_logprob_gap:
-            optimizer.zero_grad(set_to_none=True)
+            self._clear_gradients(optimizer)
             raise BatchRefused(
                 f"trainer and engine differ by {gauges.logprob_gap:.4g} nats a token on tokens that this very version "
                 f"sampled, over max_logprob_gap={self.rule.max_logprob_gap}: check that the engine serves the weights "
                 "it says, in the same precision, with --logprobs-mode processed_logprobs"
             )
-        norm = _full(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.rule.max_grad_norm)).item()
-        if np.isfinite(norm):
+        norm = self._clip(self.policy.parameters())
+        own_norm = 0.0 if self.critic is None else self._clip(self.critic.parameters())
+        if np.isfinite(norm) and np.isfinite(own_norm):
             optimizer.step()
+            if self.critic is not None:
+                self.critic.optimizer.step()
         return gauges, norm
+
+    def _clip(self, parameters: list[torch.nn.Parameter]) -> float:
+        """Clip a gradient; return its norm before that."""
+        return float(_full(torch.nn.utils.clip_grad_norm_(parameters, self.rule.max_grad_norm)).item())
+
+    def _clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.optimizer.zero_grad(set_to_none=True)
 
     def _gradient_in_memory(
         self,
@@ -221,11 +255,11 @@ class PolicyAgent:
     ) -> Gauges:
         """Accumulate the gradient anew, in shorter rows each time that a row does not fit into memory."""
         while True:
-            optimizer.zero_grad(set_to_none=True)
+            self._clear_gradients(optimizer)
             try:
                 return self.accumulate_gradient(batch, members, proximal=proximal, is_first=is_first)
             except OutOfMemory as error:
-                optimizer.zero_grad(set_to_none=True)
+                self._clear_gradients(optimizer)
                 self._shorten_rows(error)
 
     def _shorten_rows(self, error: OutOfMemory) -> None:
@@ -268,7 +302,7 @@ class PolicyAgent:
                 tokens = self._tokens(batch, row, weights if counts else np.zeros_like(weights), proximal)
                 loss = loss_of(tokens, self.rule, self._custom_loss)
                 # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
-                (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
+                ((loss + self._critic_loss(tokens)) * self.world.size).backward()  # type: ignore[no-untyped-call]
             if counts:
                 on_policy = torch.from_numpy(batch.table.on_policy[row.token]).to(self.policy.device)
                 gauges.observe(tokens, loss, on_policy if is_first else torch.zeros_like(on_policy), self.rule)
@@ -278,7 +312,7 @@ class PolicyAgent:
     def _tokens(self, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> TrainedTokens:
         """Run the row forward and gather what the loss needs of it."""
         table, device = batch.table, self.policy.device
-        logprobs, entropy = self._forward(self.policy, batch, row)
+        logprobs, entropy, values = self._outputs(batch, row)
         members, sequence = np.unique(table.experience[row.token], return_inverse=True)
         _, pair = np.unique(np.array(batch.unit_of)[members], return_inverse=True)
 
@@ -294,9 +328,30 @@ class PolicyAgent:
             sequence=torch.from_numpy(sequence).to(device),
             proximal=None if proximal is None else column(proximal),
             reference=self._reference_logprobs(batch, row) if self.rule.needs_reference else None,
+            values=values,
+            old_values=None if values is None else column(table.values),
+            returns=None if values is None else column(table.returns),
             pair=torch.from_numpy(pair).to(device),
             chosen=torch.from_numpy(np.array(batch.chosen)[members]).to(device),
         )
+
+    def _outputs(self, batch: Batch, row: Row) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return logprobs and entropy of the row's trained tokens, and their values where a critic learns. [m] each."""
+        if self.critic is None or batch.table.values is None:
+            return *self._forward(self.policy, batch, row), None
+        if not self.critic.shares_policy:
+            return *self._forward(self.policy, batch, row), self.critic.values(row)
+        temperature = torch.from_numpy(batch.table.temperature[row.token])
+        target = torch.from_numpy(batch.table.target[row.token])
+        logprobs, entropy, hidden = self.policy.logprobs_and_hidden(row, temperature, target)
+        return logprobs, entropy, self.critic.values_of(hidden)
+
+    def _critic_loss(self, tokens: TrainedTokens) -> Tensor | float:
+        if tokens.values is None:
+            return 0.0
+        old, returns = needed(tokens.old_values), needed(tokens.returns)
+        loss_M = value_loss(tokens.values, old, returns, self.rule.value_clip)
+        return self.rule.value_coef * (tokens.weights * loss_M).sum()
 
     def _reference_logprobs(self, batch: Batch, row: Row) -> Tensor:
         if self.policy.spec.kind is PolicyKind.LORA:
@@ -306,15 +361,23 @@ class PolicyAgent:
         with torch.no_grad():
             return self._forward(self._reference, batch, row)[0]
 
-    def _without_gradient(self, policy: Policy, batch: Batch, members: Sequence[int]) -> Reals:
-        gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=policy.device)
+    def _without_gradient(self, compute: Callable[[Row], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
+        """Return what is computed for each trained token of the members, in rows that fit into memory. [M]."""
+        while True:
+            try:
+                return self._computed(compute, batch, members)
+            except OutOfMemory as error:
+                self._shorten_rows(error)
+
+    def _computed(self, compute: Callable[[Row], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
+        gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
         rows = pack(batch, members, self.row_tokens, self.packing)
         with torch.no_grad():
             for row, counts in self.world.own(rows, self.policy.operations):
                 with self._reporting_memory(batch, row):
-                    logprobs, _ = self._forward(policy, batch, row)
+                    found = compute(row)
                 if counts:
-                    gathered[torch.from_numpy(row.token).to(policy.device)] = logprobs
+                    gathered[torch.from_numpy(row.token).to(self.policy.device)] = found
         result: Reals = self.world.sum(gathered).cpu().numpy()
         return result
 

@@ -194,18 +194,53 @@ class Policy:
             temperature: Of each trained token. [m]
             target: The sampled tokens. [m]
         """
-        predictor = torch.from_numpy(row.predictor)
-        # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
-        pairs = torch.stack([predictor.double(), temperature.double()])
-        distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
-        keep = distinct[0].long().to(self.device)
-        places = which.to(self.device), target.long().to(self.device), distinct[1].float().to(self.device)
+        keep, places = self._places(row, temperature, target)
         if self._head is None:
             return selected_logprobs(self._output(row, keep), *places)
-        with self._head.left_out():
-            hidden_UH = self._output(row, keep)
+        return self._from_hidden(self._head, self._hidden_states(self._head, row, keep), places)
+
+    def logprobs_and_hidden(self, row: Row, temperature: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `logprobs` returns, and the hidden state before each trained token, [m, H]."""
+        assert self._head is not None, "checked by check_gives_hidden_states"
+        keep, places = self._places(row, temperature, target)
+        hidden_UH = self._hidden_states(self._head, row, keep)
+        return *self._from_hidden(self._head, hidden_UH, places), hidden_UH[places[0]]
+
+    def hidden(self, row: Row) -> Tensor:
+        """Return the hidden state before each trained token of the row. [m, H]."""
+        assert self._head is not None, "checked by check_gives_hidden_states"
+        keep, which = torch.unique(torch.from_numpy(row.predictor), return_inverse=True)
+        return self._hidden_states(self._head, row, keep.to(self.device))[which.to(self.device)]
+
+    def check_gives_hidden_states(self) -> None:
+        """Check that the hidden states before the output layer can be read.
+
+        Raises:
+            SettingsError: They cannot.
+        """
+        if self._head is None:
+            raise SettingsError(
+                f"estimator='gae' needs hidden states, and {self.spec.model!r} is sharded or changes its logits after "
+                "the output layer: train in one process, use another model, or another estimator"
+            )
+
+    def _places(self, row: Row, temperature: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the distinct predictors [U], and what `linear_logprobs` takes beside hidden states and weights."""
+        # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
+        pairs = torch.stack([torch.from_numpy(row.predictor).double(), temperature.double()])
+        distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
+        keep = distinct[0].long().to(self.device)
+        return keep, (which.to(self.device), target.long().to(self.device), distinct[1].float().to(self.device))
+
+    def _hidden_states(self, head: OutputLayer, row: Row, keep: Tensor) -> Tensor:
+        with head.left_out():
+            return self._output(row, keep)
+
+    def _from_hidden(
+        self, head: OutputLayer, hidden_UH: Tensor, places: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.float32 if self.spec.float32_head else self.compute_dtype
-        return linear_logprobs(hidden_UH.to(dtype), self._head.weight.to(dtype), *places)
+        return linear_logprobs(hidden_UH.to(dtype), head.weight.to(dtype), *places)
 
     def _output(self, row: Row, keep: Tensor) -> Tensor:
         """Return what the model gives at the kept places: logits, or hidden states while the head is left out."""

@@ -1,0 +1,151 @@
+"""The critic: GAE and its value loss by hand, and a run with a critic that resumes bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.experience_factory import experience
+from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for, train
+from torch import tensor
+
+from trainer.learning import values
+from trainer.learning.batch import build
+from trainer.learning.values import ValueRule
+from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.main import check_startable
+from turnwise.errors import SettingsError
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6, rtol=0)
+
+
+def test_gae_by_hand():
+    """γ = 0.5, λ = 0.5, V = 1, 2, 4, rewards 0, 0, 8.
+
+    δ = 0 + 1 - 1 = 0, 0 + 2 - 2 = 0, 8 - 4 = 4; A = 4 / 16 = 0.25, 4 / 4 = 1, 4.
+    """
+    rewards, states = np.array([0.0, 0.0, 8.0]), np.array([1.0, 2.0, 4.0])
+    close(values.gae(rewards, states, 0.5, 0.5), [0.25, 1.0, 4.0])
+    close(values.gae(rewards, states, 1.0, 1.0), [7.0, 6.0, 4.0])  # return minus value
+    close(values.gae(rewards, states, 1.0, 0.0), [1.0, 2.0, 4.0])  # one step ahead alone
+
+
+def test_the_value_loss_is_clipped_around_the_old_value_by_hand():
+    """V_old = 1, R = 2, clip 0.5.
+
+    V = 1.2: 0.8² / 2 = 0.32. V = 2: clipped to 1.5, max(0, 0.5²) / 2 = 0.125, without gradient.
+    V = 0: max(4, 1.5²) / 2 = 2.
+    """
+    predicted = tensor([1.2, 2.0, 0.0], requires_grad=True)
+    loss = values.value_loss(predicted, tensor([1.0] * 3), tensor([2.0] * 3), 0.5)
+    close(loss.detach(), [0.32, 0.125, 2.0])
+    loss.sum().backward()
+    close(predicted.grad, [-0.8, 0.0, -2.0])
+    close(values.value_loss(predicted.detach(), tensor([1.0] * 3), tensor([2.0] * 3), None), [0.32, 0.0, 2.0])
+
+
+def test_rewards_follow_the_chain_or_each_step_by_hand():
+    """Two turns of two tokens: the session's reward after all four, or 0.25 and 0.5 after the second and the fourth."""
+    whole = experience(turns=2, reward=3.0)
+    places = np.flatnonzero(whole.loss_mask)
+    close(values.token_rewards(whole, places), [0, 0, 0, 3.0])
+    stepwise = experience(turns=2, reward=0.75, credit="step_wise")
+    stepwise.turn_rewards[:] = [0.25, 0.5]
+    close(values.token_rewards(stepwise, places), [0, 0.25, 0, 0.5])
+    close(values.token_rewards(stepwise, places[:2]), [0, 0.75])  # the second turn is not trained
+
+
+def test_at_a_fork_each_chain_goes_on_with_its_own_next_token_by_hand():
+    """Two chains share the prompt 1 and the sampled tokens 2, 3; the first trains them, the second only its own token.
+
+    Values 0.1, 0.2, 0.3 for the first chain, 0.9 for the second; rewards 1 and 0; γ = λ = 1.
+    Advantages before normalisation: 0.9, 0.8, 0.7 and -0.9, so returns are 1, 1, 1 and 0.
+    """
+    first = experience(session_id="a", reward=1.0, tokens=[1, 2, 3, 4], loss_mask=[False, True, True, True])
+    second = experience(session_id="b", reward=0.0, tokens=[1, 2, 3, 5], loss_mask=[False, False, False, True])
+    batch = build([first, second], [np.zeros(1)] * 2, policy_version=0)
+    scored, gauges = values.with_values(batch, np.array([0.1, 0.2, 0.3, 0.9], np.float32), ValueRule())
+    close(scored.table.returns, [1.0, 1.0, 1.0, 0.0])
+    raw = np.array([0.9, 0.8, 0.7, -0.9])
+    close(scored.table.advantages, (raw - raw.mean()) / (raw.std() + 1e-6))
+    close(gauges["value_explained_variance"], 1 - raw.var() / np.var([1, 1, 1, 0]))
+    close(values.turn_advantages(scored)[0], scored.table.advantages[:3].mean())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+CRITICS = [
+    {"critic": "head"},
+    {"critic": "model", "kind": "lora", "lora_rank": 4},
+]
+
+
+def play(tmp_path, model, **changes):
+    tmp_path.mkdir(exist_ok=True)
+    db = new_ledger(tmp_path / "ledger.db")
+    Rollouts(db, load_model(model)).play("a", num_groups=3, group_size=2)
+    db.close()
+    return settings_for(tmp_path, model, **({"estimator": "gae", "row_tokens": 64, "max_staleness": 10} | changes))
+
+
+def flat(tensors):
+    if isinstance(tensors, dict):
+        return {f"{name}/{key}": value for name, part in tensors.items() for key, value in flat(part).items()}
+    return {"": tensors}
+
+
+@pytest.mark.parametrize("critic", CRITICS, ids=lambda critic: "-".join(map(str, critic.values())))
+def test_a_run_with_a_critic_resumes_bit_for_bit(tmp_path, model, critic):
+    """Three batches at once, or two and then one after a restart: weights, critic and moments are the same."""
+    whole = train(play(tmp_path / "whole", model, groups_per_batch=1, total_batches=3, **critic))
+    settings = play(tmp_path / "parts", model, groups_per_batch=1, total_batches=2, **critic)
+    train(settings)
+    resumed = train(settings.model_copy(update={"total_batches": 3}))
+    expected, found = flat(whole.tensors()), flat(resumed.tensors())
+    assert expected.keys() == found.keys()
+    assert any(name.startswith("critic_optimizer/state") for name in expected)
+    assert all(
+        torch.equal(value, found[name]) if isinstance(value, torch.Tensor) else value == found[name]
+        for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("critic", ["head", "model"])
+def test_the_critic_learns_to_predict_the_rewards(tmp_path, model, critic):
+    """The same 3 groups in 15 passes: the value loss falls to less than half."""
+    settings = play(tmp_path, model, groups_per_batch=3, total_batches=1, critic=critic, critic_learning_rate=0.02)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.setup(0)
+    claimed, state = workflow._next_batch(state)
+    chosen = workflow._select(claimed)
+    batch = build(chosen.experiences, chosen.advantages, policy_version=0)
+    members = range(len(batch.experiences))
+    losses = []
+    for _ in range(15):
+        scored, gauges = workflow.token_credit.assign(batch, members)
+        losses.append(gauges["value_loss"])
+        workflow.agent.optimizer_step(state.optimizer, scored, members, proximal=None, is_first=False)
+    workflow.close()
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_critic_that_was_not_saved_starts_anew(tmp_path, model, caplog):
+    """A run goes on under GAE after another estimator, and the log says that the critic is new."""
+    settings = play(tmp_path, model, groups_per_batch=1, total_batches=1, estimator="rloo")
+    train(settings)
+    train(settings.model_copy(update={"total_batches": 2, "estimator": "gae"}))
+    assert "the checkpoint has no critic of kind 'head'" in caplog.text
+
+
+def test_a_critic_is_refused_with_several_processes(tmp_path, model):
+    settings = settings_for(tmp_path, model, estimator="gae", multi_devices=True)
+    with pytest.raises(SettingsError, match="set multi_devices=false"):
+        check_startable(settings)
+    with pytest.raises(SettingsError, match="set multi_devices=false"):
+        OnPolicyWorkflow.build_from_config(settings, enable_jit=False).enable_shmap("data")

@@ -1,0 +1,136 @@
+"""Values of states: advantages by GAE, and the loss that trains the critic.
+
+The value of a token is that of the state before it was sampled. Each chain is one trajectory: what follows a trained
+token is the next trained token of its own chain, also where several chains share the token's prefix. Prompt tokens
+between two turns belong to the environment and are no states. Legend: M trained tokens of a batch, T of a chain,
+K turns of an experience.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trainer.learning.advantages import Floats, whiten
+from trainer.learning.batch import Batch, Reals
+from trainer.learning.forest import Indices
+from turnwise.settings import Settings
+from turnwise.types import Credit, Experience, Json
+
+
+class ValueRule(Settings):
+    """The critic of `estimator = "gae"`, and its loss."""
+
+    critic: Literal["head", "model"] = "head"
+    """`head`: a linear layer on the hidden states of the trained model, whose weights learn from both losses. `model`:
+    a second model of the same base with such a layer, which takes as much memory again."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """GAE's λ a token: 1 compares the whole return with the value, smaller ones trust the critic more."""
+    gae_gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of a token in the return."""
+    value_coef: float = Field(default=0.5, gt=0)
+    """Weight of the value loss."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """How far a value may move from that at the start of the batch before its gradient is cut off; None: any way."""
+    critic_learning_rate: float | None = Field(default=None, gt=0)
+    """Learning rate of the critic's own weights, constant over the run. None: ten times `learning_rate`."""
+
+
+def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> Floats:
+    """Return A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ V_{t+1} − V_t; nothing follows the last state. [T].
+
+    Schulman et al. 2016 (arXiv:1506.02438), eq. 11 and 16.
+    """
+    advantages = np.zeros_like(values)
+    following, later = 0.0, 0.0
+    for t in reversed(range(len(values))):
+        later = rewards[t] + gamma * following - values[t] + gamma * lam * later
+        advantages[t], following = later, values[t]
+    return advantages
+
+
+def token_rewards(experience: Experience, places: Indices) -> Floats:
+    """Return the reward after each trained token of a chain. [T].
+
+    Step by step, a step's reward follows its last turn; else the session's reward follows the chain. The reward of a
+    turn that is not trained follows the trained token before it.
+
+    Args:
+        experience: The chain.
+        places: Positions of its trained tokens. [T]
+    """
+    rewards = np.zeros(len(places))
+    if not len(places):
+        return rewards
+    if experience.info.get("credit") != Credit.STEP_WISE:
+        rewards[-1] = experience.reward
+        return rewards
+    turns = experience.turn_index[places]
+    last_of_step = {step: turn for turn, step in enumerate(experience.turn_steps)}
+    for turn in last_of_step.values():
+        until = int(np.searchsorted(turns, turn, side="right"))
+        if until:
+            rewards[until - 1] += experience.turn_rewards[turn]
+    return rewards
+
+
+def with_values(batch: Batch, values: Reals, rule: ValueRule) -> tuple[Batch, Json]:
+    """Return the batch with GAE's advantages, normalised over its tokens, with returns and values; and gauges.
+
+    Args:
+        batch: The batch.
+        values: Of each trained token. [M]
+        rule: λ and γ.
+    """
+    raw = np.zeros(len(values))
+    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
+        rewards = token_rewards(experience, batch.table.place[tokens])
+        raw[tokens] = gae(rewards, values[tokens].astype(np.float64), rule.gae_gamma, rule.gae_lambda)
+    returns = raw + values
+    table = dataclasses.replace(
+        batch.table,
+        advantages=whiten(raw, ddof=0).astype(np.float32),
+        values=values,
+        returns=returns.astype(np.float32),
+    )
+    gauges = {
+        "value_mean": float(np.mean(values)),
+        "value_loss": float(np.mean((returns - values) ** 2) / 2),
+        "value_explained_variance": explained_variance(values, returns),
+    }
+    return dataclasses.replace(batch, table=table), gauges
+
+
+def explained_variance(values: npt.NDArray[np.floating], returns: Floats) -> float | None:
+    """Return 1 − Var(R − V) / Var(R); None where all returns are equal."""
+    spread = float(np.var(returns))
+    return None if spread == 0 else 1 - float(np.var(returns - values)) / spread
+
+
+def turn_advantages(batch: Batch) -> list[Floats]:
+    """Return the mean advantage of each turn's tokens, 0 for turns that are not trained; [K] an experience."""
+    found = []
+    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
+        turns = experience.turn_index[batch.table.place[tokens]]
+        size = len(experience.turn_ids)
+        sums = np.bincount(turns, weights=batch.table.advantages[tokens], minlength=size)
+        found.append(sums / np.maximum(np.bincount(turns, minlength=size), 1))
+    return found
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Return max((V − R)², (clip(V, V_old ± ε) − R)²) / 2 a token, (V − R)² / 2 without a clip. [M].
+
+    The clip is that of PPO's implementations (Huang et al. 2022, "The 37 implementation details of PPO", detail 9).
+    """
+    loss = (values - returns).square()
+    if clip is not None:
+        bounded = old + (values - old).clamp(-clip, clip)
+        loss = torch.maximum(loss, (bounded - returns).square())
+    return loss / 2

@@ -1,0 +1,108 @@
+"""The critic: the value of each state, from hidden states of the trained model or of a second one.
+
+Its values come from the same packed rows as the policy's logprobs. It has an optimizer of its own, and engines never
+see it. Legend: m trained tokens of a row, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from trainer.learning.batch import Row
+from trainer.policy.loading import base_of
+from trainer.policy.model import Policy
+
+_TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
+_PARTIAL = StateDictOptions(strict=False)
+
+
+class Critic:
+    """A value head on the policy, or on a second model with the policy's base."""
+
+    def __init__(self, policy: Policy, second: Policy | None) -> None:
+        self._policy = policy
+        self._second = second
+        self.module: nn.Module
+        """The critic's own weights."""
+        self.optimizer: torch.optim.Optimizer
+        """Of the critic's own weights."""
+
+    @property
+    def shares_policy(self) -> bool:
+        """Whether values are computed from the policy's hidden states."""
+        return self._second is None
+
+    @property
+    def kind(self) -> str:
+        """`head` or `model`, as in the settings."""
+        return "head" if self.shares_policy else "model"
+
+    def load(self, seed: int) -> None:
+        """Build the critic after the policy was loaded; a new one values each state 0."""
+        trunk = self._policy if self._second is None else self._second
+        if self._second is not None:
+            self._second.load(seed)
+            _freeze_output_layer(self._second)
+        trunk.check_gives_hidden_states()
+        self._head = nn.Linear(trunk.config.hidden_size, 1, device=trunk.device, dtype=torch.float32)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        parts = {"head": self._head} if self._second is None else {"head": self._head, "model": self._second.model}
+        self.module = nn.ModuleDict(parts)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what the critic's optimizer updates."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def bind(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+        """Take an optimizer of `parameters`."""
+        self.optimizer = optimizer
+        self.set_learning_rate(learning_rate)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of now."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def values(self, row: Row) -> Tensor:
+        """Return the value of the state before each trained token of a row. [m]."""
+        trunk = self._policy if self._second is None else self._second
+        return self.values_of(trunk.hidden(row))
+
+    def values_of(self, hidden: Tensor) -> Tensor:
+        """Return the values of hidden states. [m, H] to [m]."""
+        values: Tensor = self._head(hidden.float())[:, 0]
+        return values
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors that a resume needs; not copied."""
+        return {
+            "critic": get_model_state_dict(self.module, options=_TRAINED_ONLY),
+            "critic_optimizer": get_optimizer_state_dict(self.module, self.optimizer),
+        }
+
+    def load_tensors(self, tensors: dict[str, Any]) -> None:
+        """Load what `tensors` returned; the learning rate stays as it is now."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        set_model_state_dict(self.module, tensors["critic"], options=_PARTIAL)
+        set_optimizer_state_dict(self.module, self.optimizer, tensors["critic_optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _freeze_output_layer(policy: Policy) -> None:
+    """Leave the output layer of a critic out of training, unless it is the embedding as well: no value needs it."""
+    base = base_of(policy.model)
+    output = base.get_output_embeddings()
+    if output.weight is not base.get_input_embeddings().weight:
+        output.weight.requires_grad_(requires_grad=False)
