@@ -7,8 +7,9 @@ a new chain. If its conversation contains replies, the plan names the reason.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from proxy.continuation.encoded_ids import EncodedIds
 from proxy.continuation.reply import Reply
 from proxy.dialects.base import Call
 from turnwise.types import Json, Role, TokenIds
+
+RENDERED_HERE = 4 * 2**10
+"""Characters that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -174,7 +178,7 @@ class Plan:
         return messages if self.parent is None else messages[self.parent.num_messages :]
 
 
-def plan_call(
+async def plan_call(
     call: Call,
     conversation: Conversation,
     forest: Forest,
@@ -191,27 +195,79 @@ def plan_call(
     reason = _reason_not_to_extend(call, template)
     if reason is not None or template is None:
         return new_chain(conversation, reason)
-    last_token = parent_tokens.last_id
     try:
-        between = template.continuation(
-            with_thinking(call.messages, forest, parent),
-            parent.num_messages - 1,
-            Reply(last_token=last_token, ended=last_token in template.end_tokens, reasoning=parent.reasoning),
-            call.tools,
-            call.template_arguments,
-            keep_thinking=keep_thinking,
-            outlines=None if call.known is None else call.known.outlines,
+        between, prompt = await _extended_prompt(
+            call, forest, template, parent, parent_tokens, keep_thinking=keep_thinking
         )
     except Unsafe as unsafe:
         return new_chain(conversation, unsafe.reason)
     return Plan(
         history=history,
         parent=parent,
-        prompt=parent_tokens.extended(between),
+        prompt=prompt,
         parent_tokens=parent_tokens,
         between=between,
         reason=break_reason(conversation, forest, parent),
     )
+
+
+async def _extended_prompt(
+    call: Call,
+    forest: Forest,
+    template: ChatTemplate,
+    parent: KnownTurn,
+    parent_tokens: EncodedIds,
+    *,
+    keep_thinking: bool,
+) -> tuple[TokenIds, EncodedIds]:
+    """Return the ids after the parent's, and the whole prompt; a long text is rendered and tokenised in a thread.
+
+    Raises:
+        Unsafe: the template cannot continue the parent.
+    """
+    messages, replied = with_thinking(call.messages, forest, parent), parent.num_messages - 1
+    # A copy: another call that begins with the same messages may complete the list at the same time.
+    outlines = [] if call.known is None else call.known.outlines[:]
+    last_token = parent_tokens.last_id
+    reply = Reply(last_token=last_token, ended=last_token in template.end_tokens, reasoning=parent.reasoning)
+
+    def extend() -> tuple[TokenIds, EncodedIds]:
+        between = template.continuation(
+            messages,
+            replied,
+            reply,
+            call.tools,
+            call.template_arguments,
+            keep_thinking=keep_thinking,
+            outlines=outlines,
+        )
+        return between, parent_tokens.extended(between)
+
+    num_outlined = min(len(outlines), replied) if template.shortens else 0
+    is_long = has_more_text(messages[num_outlined:], RENDERED_HERE)
+    extended = await asyncio.to_thread(extend) if is_long else extend()
+    if call.known is not None:
+        call.known.outlines = outlines
+    return extended
+
+
+def has_more_text(messages: Sequence[Json], limit: int) -> bool:
+    """Return whether the content and the tool calls of messages have more characters than `limit`."""
+    total = 0
+    for message in messages:
+        total += _text_length(message.get("content")) + _text_length(message.get("tool_calls"))
+        if total > limit:
+            return True
+    return False
+
+
+def _text_length(value: Any) -> int:
+    """Return the characters of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_length, value.values()))
+    return sum(map(_text_length, value)) if isinstance(value, list) else 0
 
 
 def new_chain(conversation: Conversation, reason: str | None) -> Plan:

@@ -213,7 +213,9 @@ class Sessions:
                 self._reserve(placement, parent)
         tokens = None if parent is None else await self._tokens(live, parent)
         keep_thinking = self._settings.thinking == "keep"
-        return plan_call(call, conversation, live.forest, self.template, parent, tokens, keep_thinking=keep_thinking)
+        return await plan_call(
+            call, conversation, live.forest, self.template, parent, tokens, keep_thinking=keep_thinking
+        )
 
     async def continued_length(self, call: Call, principal: Principal) -> int | None:
         """Return the number of prompt tokens of a call that would extend a stored turn; None if it extends none.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import numpy as np
 import pytest
 
@@ -111,7 +114,7 @@ S2 = {"role": "system", "content": "Now hurry."}
     ],
     ids=["grows", "edits the reply", "changes the system message", "drops the reply", "asks again", "branches"],
 )
-def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
+async def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
     """It still extends stored tokens, so it is exact; a new sample or a branch of the same prompt drops nothing."""
     forest = Forest()
     first = stored(forest, "t1", [USER], "A")
@@ -120,7 +123,7 @@ def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
     conversation = read_conversation(wanted)
     parent = forest.deepest(conversation)
     tokens = encode_ids(np.arange(3, dtype=np.int32))
-    plan = plan_call(wanted, conversation, forest, Canned(), parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
+    plan = await plan_call(wanted, conversation, forest, Canned(), parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
     assert (plan.reason, plan.is_retokenised) == (reason, False)
     assert plan.parent is (forest.by_id["t2"] if messages[-2:-1] == [said("B")] and reason is None else first)
 
@@ -139,11 +142,11 @@ def test_a_first_call_with_a_foreign_history_has_no_break_reason():
     assert break_reason(read_conversation(call([USER, said("A"), NEXT])), Forest()) is None
 
 
-def test_the_plan_of_a_call_that_extends_no_turn_has_its_reason():
+async def test_the_plan_of_a_call_that_extends_no_turn_has_its_reason():
     forest = Forest()
     stored(forest, "t1", [USER], "A")
     wanted = call([USER, said("edited"), NEXT])
-    plan = plan_call(wanted, read_conversation(wanted), forest, None, None, None, keep_thinking=False)
+    plan = await plan_call(wanted, read_conversation(wanted), forest, None, None, None, keep_thinking=False)
     assert (plan.parent, plan.reason) == (None, "edited_history")
     assert plan.new_messages(wanted.messages) == wanted.messages
 
@@ -152,6 +155,7 @@ class Canned:
     """A template that puts two tokens after every reply, or refuses."""
 
     end_tokens = frozenset({2})
+    shortens = False
 
     def __init__(self, refuses: Unsafe | None = None) -> None:
         self.refuses = refuses
@@ -164,18 +168,18 @@ class Canned:
         return np.array([8, 9], np.int32)
 
 
-def planned(template: ChatTemplate | Canned | None, messages: list[Json], **fields: object) -> Plan:
+async def planned(template: ChatTemplate | Canned | None, messages: list[Json], **fields: object) -> Plan:
     forest = Forest()
     parent = stored(forest, "t1", [USER], "A", reasoning="hm")
     wanted = call(messages, **fields)
     conversation = read_conversation(wanted)
-    return plan_call(wanted, conversation, forest, template, parent, parent.tokens, keep_thinking=False)  # type: ignore[arg-type]
+    return await plan_call(wanted, conversation, forest, template, parent, parent.tokens, keep_thinking=False)  # type: ignore[arg-type]
 
 
-def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens():
+async def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens():
     """[0, 1, 2] stored, [8, 9] added: the prompt is [0, 1, 2, 8, 9], and the turn stores [8, 9]."""
     template = Canned()
-    plan = planned(template, [USER, said("A"), NEXT])
+    plan = await planned(template, [USER, said("A"), NEXT])
     assert plan.prompt.decoded().tolist() == [0, 1, 2, 8, 9]
     assert plan.between.tolist() == [8, 9]
     assert plan.reason is None
@@ -184,6 +188,34 @@ def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens():
     assert replied == 1
     assert messages[1]["reasoning"] == "hm"
     assert reply == Reply(last_token=2, ended=True, reasoning="hm")
+
+
+class Waiting(Canned):
+    """A template that answers once the event loop has run another callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop_ran = threading.Event()
+
+    def continuation(self, *args, **options):
+        assert self.loop_ran.wait(60)
+        return super().continuation(*args, **options)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "long " * 10_000},
+        {"role": "user", "content": [{"type": "text", "text": "long " * 10_000}]},
+        {"role": "tool", "content": ["long"] * 10_000},
+    ],
+)
+async def test_the_event_loop_runs_while_a_long_message_is_tokenised(message: Json):
+    """A tool result of 20,000 characters takes 8 ms."""
+    template = Waiting()
+    asyncio.get_running_loop().call_soon(template.loop_ran.set)
+    plan = await planned(template, [USER, said("A"), message])
+    assert plan.prompt.decoded().tolist() == [0, 1, 2, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -195,18 +227,18 @@ def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens():
         ({"truncate_prompt_tokens": 10}, "truncated_prompt"),
     ],
 )
-def test_a_call_that_the_engine_must_render_starts_a_chain(fields, reason):
+async def test_a_call_that_the_engine_must_render_starts_a_chain(fields, reason):
     """Prefill and truncation need the messages."""
-    plan = planned(Canned(), [USER, said("A"), NEXT], **fields)
+    plan = await planned(Canned(), [USER, said("A"), NEXT], **fields)
     assert (plan.parent, plan.prompt, plan.reason) == (None, None, reason)
 
 
-def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_reason():
+async def test_media_an_unknown_template_and_a_refusal_start_a_chain_with_their_reason():
     """Each has its own reason."""
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
-    assert planned(Canned(), [USER, said("A"), picture]).reason == "media"
-    assert planned(None, [USER, said("A"), NEXT]).reason == "template_unknown"
-    assert planned(Canned(Unsafe("thinking_stripped")), [USER, said("A"), NEXT]).reason == "thinking_stripped"
+    assert (await planned(Canned(), [USER, said("A"), picture])).reason == "media"
+    assert (await planned(None, [USER, said("A"), NEXT])).reason == "template_unknown"
+    assert (await planned(Canned(Unsafe("thinking_stripped")), [USER, said("A"), NEXT])).reason == "thinking_stripped"
 
 
 def test_thinking_is_restored_in_every_reply_that_had_some():
