@@ -83,9 +83,10 @@ class Loader:
         offer = await self._transfers.offer(policy, engine)
         if offer is None:
             return None
-        if await self._transfers.send(offer, engine):
+        received = await self._transfers.send(offer, engine)
+        if received is not None:
             self._faults.point("weights_received")
-            return offer
+            return received
         await self._check_directory(policy, engine)  # the check of a version that is in memory is its transfer's
         return None
 
@@ -125,12 +126,23 @@ class Loader:
         if received is None:
             paused = await self._read_weights(engine, policy)
         else:
-            seconds = self._settings.reload_timeout_seconds
             paused = await self._replace_weights(
-                engine, lambda: engine.load_received(policy.version, seconds=seconds), policy.version
+                engine, lambda: self._load_received(engine, policy, received), policy.version
             )
         await self._verify(engine.base_lane, received.probe if received else await self.probe(policy, engine))
         return paused
+
+    async def _load_received(self, engine: Engine, policy: PolicyVersion, received: Offer) -> None:
+        """Load what an engine has received or receives now; read the directory where a transfer fails in the pause."""
+        seconds = self._settings.reload_timeout_seconds
+        if received.staged is None:
+            await engine.load_received(policy.version, seconds=seconds)
+        elif not await self._transfers.load_staged(received, engine):
+            try:
+                await self._check_directory(policy, engine)
+            except BadCheckpoint as error:
+                raise ReloadFailed(str(error)) from error
+            await engine.load_weights(policy.path, seconds=seconds)
 
     async def _read_weights(self, engine: Engine, policy: PolicyVersion) -> float:
         """Load a version from its directory."""

@@ -11,11 +11,11 @@ import dataclasses
 import logging
 import time
 
-import orjson
-
 from proxy.engines.engine import Engine
-from proxy.engines.http_client import Disconnected, HttpClient
 from proxy.metrics import Metrics
+from proxy.reload import staged_transfer
+from proxy.reload.staged_transfer import StagedVersion
+from proxy.reload.trainer_http import ANSWER_SECONDS, CONNECT_SECONDS, ask_trainer
 from turnwise.errors import EngineError, EngineRefused, StoreError
 from turnwise.store import weight_servers
 from turnwise.store.database import Database
@@ -24,11 +24,10 @@ from turnwise.version_directory import Probe, probe_from
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 2.0
-ANSWER_SECONDS = 10.0
-"""How long a trainer may take to answer, unless it is asked to wait for a transfer."""
 REFUSED_SECONDS = 60.0
 """How long an engine that refused a transfer gets its versions from directories without being asked again."""
+STAGED_BACKENDS = ("nccl", "ipc")
+"""vLLM's own backends that receive whole versions while the engine is paused."""
 NOT_CONFIGURED = "Weight transfer not configured"
 """What vLLM answers without the plugin."""
 
@@ -41,6 +40,8 @@ class Offer:
     url: str
     """Address of the trainer's weights."""
     probe: Probe | None
+    staged: StagedVersion | None = None
+    """Where it waits for an engine that receives while it is paused; None for engines that receive beforehand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Transfers:
         if policy.kind is not PolicyKind.FULL or self._has_refused(engine):
             return None
         for url in await self._urls():
-            found = await self._ask(url, "GET", f"/versions/{policy.version}", {}, ANSWER_SECONDS)
+            found = await ask_trainer(url, "GET", f"/versions/{policy.version}", {}, ANSWER_SECONDS)
             if found is not None:
                 return Offer(policy.version, url, probe_from(found.get("probe")))
         return None
@@ -78,24 +79,28 @@ class Transfers:
     async def wanted_sleep(self) -> SleepWish | None:
         """Return a trainer's request that engines sleep; None where no trainer that answers has one."""
         for url in await self._urls():
-            found = await self._ask(url, "GET", "/engines", {}, CONNECT_SECONDS)
+            found = await ask_trainer(url, "GET", "/engines", {}, CONNECT_SECONDS)
             if found is not None and found.get("sleep_level"):
                 return SleepWish(url, int(found["sleep_level"]))
         return None
 
     async def confirm_sleep(self, wish: SleepWish) -> None:
         """Tell the trainer that engines sleep."""
-        await self._ask(wish.url, "POST", "/engines", {"sleeping": True}, CONNECT_SECONDS)
+        await ask_trainer(wish.url, "POST", "/engines", {"sleeping": True}, CONNECT_SECONDS)
 
-    async def send(self, offer: Offer, engine: Engine) -> bool:
-        """Let an engine receive a version; return whether all of it arrived. What the engine serves does not change."""
+    async def send(self, offer: Offer, engine: Engine) -> Offer | None:
+        """Let an engine receive a version, or prepare that; what the engine serves does not change.
+
+        Returns:
+            What can be loaded now; None if the version has to be read from its directory.
+        """
         try:
             async with asyncio.timeout(self._seconds):
-                reason = await self._send(offer, engine)
+                found = await self._send(offer, engine)
         except TimeoutError:
-            reason = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
+            found = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
         except EngineError as error:
-            reason = str(error)
+            found = str(error)
             if _lacks_transfers(error):
                 engine.lacks_transfers = True
                 log.warning(
@@ -103,36 +108,58 @@ class Transfers:
                     "directories until it is restarted; start it with `turnwise engine` to send them from memory",
                     engine.url,
                 )
-                return False
+                return None
             self._refused_at[engine.url] = time.monotonic()
-        self._metrics.weight_transfers.labels("sent" if reason is None else "failed").inc()
-        if reason is None:
+        if isinstance(found, str):
+            self._note_failure(offer, engine, found)
+            return None
+        if found.staged is None:
             self._held[engine.url] = offer.version
-            return True
+            self._metrics.weight_transfers.labels("sent").inc()
+        return found
+
+    async def load_staged(self, offer: Offer, engine: Engine) -> bool:
+        """Load a version that was prepared into a paused engine; return whether it has all of it.
+
+        Raises:
+            EngineError: it is not known what the engine has loaded.
+        """
+        assert offer.staged is not None
+        reason = await staged_transfer.load(offer.staged, engine, self._seconds)
+        if reason is not None:
+            self._note_failure(offer, engine, reason)
+            return False
+        self._metrics.weight_transfers.labels("sent").inc()
+        return True
+
+    def _note_failure(self, offer: Offer, engine: Engine, reason: str) -> None:
         self._held.pop(engine.url, None)
+        self._metrics.weight_transfers.labels("failed").inc()
         log.warning(
             "version %d was not sent to the engine at %s, its directory is used: %s", offer.version, engine.url, reason
         )
-        return False
 
-    async def _send(self, offer: Offer, engine: Engine) -> str | None:
-        """Return why the version did not arrive; None if it did.
+    async def _send(self, offer: Offer, engine: Engine) -> Offer | str:
+        """Return what the engine can load now, or why it received nothing.
 
         Raises:
             EngineError: the engine takes no transfers.
         """
         num_workers = await engine.num_workers()
+        if await engine.find_weight_backend(seconds=self._seconds) in STAGED_BACKENDS:
+            staged = await staged_transfer.prepare(offer.url, offer.version, engine, num_workers, self._seconds)
+            return staged if isinstance(staged, str) else dataclasses.replace(offer, staged=staged)
         base = self._held.get(engine.url)
         if base is not None:
             reason = await self._send_once(offer, engine, num_workers, base)
             if reason is None:
-                return None
+                return offer
             log.info("version %d is sent whole to the engine at %s: %s", offer.version, engine.url, reason)
-        return await self._send_once(offer, engine, num_workers, None)
+        return await self._send_once(offer, engine, num_workers, None) or offer
 
     async def _send_once(self, offer: Offer, engine: Engine, num_workers: int, base: int | None) -> str | None:
         request: Json = {"version": offer.version, "base": base, "num_workers": num_workers}
-        started = await self._ask(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
+        started = await ask_trainer(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
         if started is None:
             return "the trainer does not hold it any more, or does not answer"
         try:
@@ -141,7 +168,7 @@ class Transfers:
             if base is None:
                 raise
             return str(error)
-        ended = await self._ask(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, self._seconds)
+        ended = await ask_trainer(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, self._seconds)
         return "the trainer ended" if ended is None else ended["error"]
 
     def _has_refused(self, engine: Engine) -> bool:
@@ -160,22 +187,6 @@ class Transfers:
         except StoreError as error:
             log.warning("the addresses of weights could not be read: %s", error)
             return []
-
-    async def _ask(self, url: str, method: str, path: str, body: Json, seconds: float) -> Json | None:
-        """Return a trainer's answer; None if it has none, or does not answer."""
-        http = HttpClient(url, connect_seconds=CONNECT_SECONDS, silence_seconds=seconds)
-        data = orjson.dumps(body) if body else b""
-        try:
-            async with asyncio.timeout(seconds):
-                with await http.request(method, path, data, {"content-type": "application/json"}) as answer:
-                    raw = await answer.read()
-            found: Json = orjson.loads(raw)
-        except (Disconnected, TimeoutError, orjson.JSONDecodeError) as error:
-            log.info("a trainer that the ledger names does not hand out weights: %s", error)
-            return None
-        finally:
-            http.close()
-        return found if answer.status == 200 else None
 
 
 def _lacks_transfers(error: EngineError) -> bool:

@@ -21,6 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainer.publish.held_versions import HeldVersion, HeldVersions
+from trainer.publish.staged_transfer import StagedTransfers, StagingFailed, own_gpu
 from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed, Transport
 from turnwise.settings import Settings
 from turnwise.types import Json
@@ -107,6 +108,7 @@ class WeightServer:
         self._rule = rule
         self.held = HeldVersions(rule.weight_versions)
         self._transfers: dict[str, Transfer] = {}
+        self._staged = StagedTransfers(rule.weight_seconds, own_gpu())
         self._sleep_level = 0
         """The level that engines should sleep at now; 0 while they should be awake."""
         self._sleeping = threading.Event()
@@ -159,6 +161,11 @@ class WeightServer:
                 return HTTPStatus.OK, {}
             case ("POST", "transfers"):
                 return self._start(body)
+            case ("POST", "transfers", str(transfer_id), "begin"):
+                found = self._staged.begin(transfer_id)
+                return (HTTPStatus.OK, {}) if found else (HTTPStatus.NOT_FOUND, {"error": "no such transfer"})
+            case ("POST", "transfers", str(transfer_id), "end"):
+                return HTTPStatus.OK, {"error": self._staged.end(transfer_id, is_loaded=bool(body.get("is_loaded")))}
             case ("GET", "transfers", str(transfer_id)) if transfer_id in self._transfers:
                 transfer = self._transfers[transfer_id]
                 transfer.wait()
@@ -179,6 +186,12 @@ class WeightServer:
         held = self.held.find(version)
         if held is None:
             return _not_held(version)
+        backend = body.get("backend")
+        if backend in ("nccl", "ipc"):
+            try:
+                return HTTPStatus.OK, self._staged.prepare(held, backend, body)
+            except StagingFailed as error:
+                return HTTPStatus.OK, {"error": str(error)}
         payload, info = self._payload(held, base if isinstance(base, int) else None)
         rendezvous = Rendezvous(self._rule.weight_host, self._rule.weight_seconds)
         transfer_id = secrets.token_hex(8)

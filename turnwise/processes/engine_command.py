@@ -71,6 +71,9 @@ class EngineSettings(Settings):
     weight_transfer: bool | None = None
     """Take new weights from the trainer's memory. By default where Turnwise is installed beside vLLM, which loads its
     plugin then, and no adapters are served. Other engines read each version's directory."""
+    weight_backend: Literal["turnwise", "nccl", "ipc"] = "turnwise"
+    """Backend of the weight transfer. `turnwise` receives beside the running calls, on any device. `nccl` and `ipc` are
+    vLLM's own and receive in the pause, from the trainer's GPU: `nccl` on other GPUs, `ipc` on the same one."""
     kv_cache_bytes: int = Field(default=128 * 2**20, gt=0)
     """Memory for keys and values, on a CPU."""
     num_threads: int = Field(default=1, gt=0)
@@ -130,6 +133,8 @@ def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu:
     if gpu:
         flags += _gpu_flags(settings)
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if takes_transfers(settings) and settings.weight_backend == "ipc":
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles of memory come pickled
     if settings.lora:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if is_directory(settings.model):
@@ -167,9 +172,16 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
     if settings.lora:
         flags += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
         flags += ["--max-loras", str(settings.max_loras)]
-    if settings.weight_transfer if settings.weight_transfer is not None else has_plugin() and not settings.lora:
-        flags += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    if takes_transfers(settings):
+        flags += ["--weight-transfer-config", json.dumps({"backend": settings.weight_backend})]
     return flags + _optional("--reasoning-parser", settings.reasoning_parser)
+
+
+def takes_transfers(settings: EngineSettings) -> bool:
+    """Return whether the engine takes weights from the trainer's memory."""
+    if settings.weight_transfer is not None:
+        return settings.weight_transfer
+    return not settings.lora and (settings.weight_backend != BACKEND or has_plugin())
 
 
 def has_plugin() -> bool:
@@ -215,7 +227,7 @@ def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> Non
         )
     if problem := packages_problem():
         raise EngineError(problem)
-    if settings.weight_transfer and not has_plugin():
+    if settings.weight_transfer and settings.weight_backend == BACKEND and not has_plugin():
         raise SettingsError(
             "weight_transfer=true needs Turnwise's plugin in vLLM's environment, and this one has none; install "
             "Turnwise here with pip, or set weight_transfer=false"
