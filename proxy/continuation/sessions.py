@@ -23,6 +23,7 @@ from proxy.continuation.conversation import Conversation, read_conversation
 from proxy.continuation.digests import NO_FIELDS
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.identities import check_id
+from proxy.continuation.lasting_ids import next_id
 from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.plan import KnownTurn, Plan, break_reason, new_chain, plan_call
 from proxy.continuation.stored_turns import digest_stored, known_turns
@@ -38,8 +39,6 @@ from turnwise.store.database import Database
 from turnwise.types import Session, SessionStatus
 
 log = logging.getLogger(__name__)
-MAX_NAME = 240
-"""Characters of a session id that its continuations keep; a number follows."""
 MAX_CANDIDATES = 16
 """Sessions with the same conversation that are compared, the newest ones."""
 
@@ -112,12 +111,12 @@ class Sessions:
         name = (over.tenant, over.session_id)
         before = over.session_id
         for number in itertools.count(self._generations.get(name, 2)):
-            next_id = f"{over.session_id[:MAX_NAME]}~{number}"
-            live = await self.open(_opened_by_call(next_id, over.tenant, continues=before))
+            session_id = next_id(over.session_id, number)
+            live = await self.open(_opened_by_call(session_id, over.tenant, continues=before))
             if live.session.status is SessionStatus.OPEN:
                 self._generations[name] = number
                 return live
-            before = next_id
+            before = session_id
         raise AssertionError("an endless count has ended")
 
     def _cached(self, key: tuple[str, str]) -> LiveSession | None:

@@ -79,6 +79,8 @@ class Call:
     """Request fields that would steer the engine itself, removed from the request."""
     previous_turn_id: str | None = None
     """The stored turn that the call continues without repeating its messages."""
+    conversation_id: str | None = None
+    """The conversation of the Responses API that the call continues without repeating its messages."""
     known: KnownRequest | None = None
     """The call's own messages, with what was derived from those that an earlier request had too."""
     messages_json: memoryview | None = None
@@ -247,7 +249,7 @@ class Dialect(abc.ABC):
         """
 
     def resume(self, call: Call, earlier: TurnView) -> None:
-        """Put the conversation of the turn that `call.previous_turn_id` names before the call's own messages."""
+        """Put the conversation of an earlier turn before the call's own messages."""
         call.messages = [*earlier.messages, earlier.turn.response, *call.messages]
         call.body["messages"] = call.messages
 

@@ -32,13 +32,15 @@ TRANSLATED = frozenset(
 IGNORED = frozenset(
     {
         *("include", "max_tool_calls", "previous_response_id", "prompt_cache_key", "prompt_cache_options"),
-        *("client_metadata", "context_management", "moderation"),
+        *("client_metadata", "context_management", "conversation", "moderation"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "truncation", "top_logprobs"),
     }
 )
 """Fields that are handled elsewhere or concern only OpenAI's own service."""
-UNSERVED = ("background", "conversation", "prompt")
+UNSERVED = ("background", "prompt")
 """Fields that need server-side state that the proxy does not keep."""
+CONVERSATION = "conversation"
+"""Name of the request field, and of the stored sampling parameter, with the id of a conversation."""
 
 
 class Responses(ChatCompletions):
@@ -67,7 +69,10 @@ class Responses(ChatCompletions):
         call.dropped_tools = tools.dropped
         call.wants_token_ids = False
         call.previous_turn_id = body.get("previous_response_id")
+        call.conversation_id = conversation_id(body)
         call.notes = {"instructions": True} if body.get("instructions") else {}
+        if call.conversation_id is not None:
+            call.notes[CONVERSATION] = call.conversation_id
         call.encoder = ResponseEncoder(self.id_prefix, body, tools)
         return call
 
@@ -201,6 +206,25 @@ class ResponseEncoder(BlockEncoder):
         return named_event(name, {"sequence_number": self._num_events - 1, **data})
 
 
+def conversation_id(body: Json) -> str | None:
+    """Return the id of the conversation that a request continues; None if it names none.
+
+    Raises:
+        InvalidRequest: `conversation` has the wrong shape, or the request also names a previous response.
+    """
+    given = body.get(CONVERSATION)
+    if given is None:
+        return None
+    named = given.get("id") if isinstance(given, dict) else given
+    if not isinstance(named, str) or not named:
+        raise InvalidRequest(
+            f"`conversation` is an id or an object with an `id`, not {given!r:.80}", param=CONVERSATION
+        )
+    if body.get("previous_response_id") is not None:
+        raise InvalidRequest("send `conversation` or `previous_response_id`, not both", param=CONVERSATION)
+    return named
+
+
 def chat_body(body: Json, tools: ToolMap) -> Json:
     """Translate a request to a chat request.
 
@@ -262,7 +286,9 @@ def _head(reply: Json, id_prefix: str, request: Json) -> Json:
         "metadata": {},
         **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user")),
     }
+    named = conversation_id(request)
     return {
+        "conversation": None if named is None else {"id": named},
         "id": own_id(reply["id"], id_prefix),
         "object": "response",
         "created_at": reply["created"],

@@ -20,6 +20,7 @@ from proxy.calls.replays import RequestIdentity, identify_request, rebuilt_answe
 from proxy.calls.running import Running
 from proxy.continuation.digests import message_digest
 from proxy.continuation.identities import name_session
+from proxy.continuation.lasting_ids import newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.dialects.known_requests import MIN_BYTES, MessageDigest
@@ -84,8 +85,7 @@ class Sample:
         reply.encoder = call.encoder
         services.model_names.check(call.model, services.pool.engines)
         self._report_dropped(call, reply)
-        if call.previous_turn_id is not None:
-            await self._resume(call, principal)
+        await self._resume(call, principal)
         if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
             principal.require_session(call.session_id)
         await self._answer(
@@ -174,8 +174,15 @@ class Sample:
         return answer
 
     async def _resume(self, call: Call, principal: Principal) -> None:
-        """Put the previous turn's conversation before the call's messages, and the call into the turn's session."""
-        previous = call.previous_turn_id or ""
+        """Put the conversation that a call continues without repeating it before the call's messages.
+
+        The previous turn that a call names also names its session; a `conversation` is looked up in the call's session.
+        """
+        previous = call.previous_turn_id
+        if call.conversation_id is not None:
+            previous = await self._newest_turn(call.conversation_id, principal.session_id or call.session_id, principal)
+        if previous is None:
+            return
         earlier = (await self._read_turns([previous], principal)).get(previous)
         if earlier is None:
             raise NotFound(
@@ -183,8 +190,24 @@ class Sample:
                 code="previous_response_not_found",
             )
         self._dialect.resume(call, earlier)
-        if call.session_source not in ("path", "x-session-id", "metadata"):
+        if call.conversation_id is None and call.session_source not in ("path", "x-session-id", "metadata"):
             call.session_id, call.session_source = earlier.turn.session_id, "previous_response_id"
+
+    async def _newest_turn(self, conversation_id: str, session_id: str | None, principal: Principal) -> str | None:
+        """Return the newest turn of a conversation in its session; None if the call is the first one of both.
+
+        Raises:
+            InvalidRequest: the session is not known, because `ignored_ids` turns the conversation's id off.
+        """
+        if session_id is None:
+            raise InvalidRequest(
+                "`conversation` is not served, because the setting `ignored_ids` contains it; send the conversation "
+                "as `input`",
+                param="conversation",
+            )
+        return await asyncio.to_thread(
+            newest_turn, self._services.database, principal.tenant, session_id, conversation_id
+        )
 
     async def _read_turns(self, turn_ids: list[str], principal: Principal) -> dict[str, TurnView]:
         """Return those of the turns that the caller may read: of its tenant, and of a session key's own session."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx2
 import openai
 import pydantic
 import pytest
@@ -125,6 +126,31 @@ def test_a_response_continues_a_previous_one_with_a_tool(client: openai.OpenAI, 
     assert second.previous_response_id == first.id
     sent = fake_engine.calls[-1].body["messages"]
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
+
+
+def test_a_conversation_names_its_session_and_continues_from_its_newest_response(
+    client: openai.OpenAI, proxy: RunningProxy, fake_engine: RunningFakeEngine
+) -> None:
+    """Also after its session is over, which the application does not know."""
+    conversation: Any = {"id": "conv_kim"}
+    ask = client.responses.create
+    first = ask(model="fake", input="One", conversation="conv_kim")
+    assert first.conversation is not None
+    assert first.conversation.id == "conv_kim"
+    ask(model="fake", input="Elsewhere", conversation="conv_ann")
+    with client.responses.stream(model="fake", input="Two", conversation=conversation) as stream:
+        stream.until_done()
+    assert [view.turn.outcome for view in proxy.turns("conversation:conv_kim")] == ["exact"] * 2
+    httpx2.post(f"{proxy.v1}/sessions/conversation:conv_kim/end", json={}).raise_for_status()
+    for text in ("Three", "Four"):
+        ask(model="fake", input=text, conversation="conv_kim")
+    sent = [message["content"] for message in fake_engine.calls[-1].body["messages"]]
+    assert sent == ["One", "One", "Two", "Two", "Three", "Three", "Four"]
+    again = [view.turn for view in proxy.turns("conversation:conv_kim~2")]
+    assert [turn.outcome for turn in again] == ["exact"] * 2
+    assert again[1].parent_turn_id == again[0].turn_id
+    with pytest.raises(openai.BadRequestError, match="not both"):
+        ask(model="fake", input="x", conversation="conv_kim", previous_response_id=first.id)
 
 
 def test_errors_have_the_clients_own_classes(client: openai.OpenAI) -> None:

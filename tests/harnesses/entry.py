@@ -63,6 +63,8 @@ class Harness:
     """Its tool that runs a command of a shell."""
     delegate: Tool | None = None
     """Its tool that gives a task to a sub-agent; None if it has none."""
+    delegates_in_background: bool = False
+    """Whether that tool returns before the sub-agent has answered. The engine then calls the shell until it has."""
     ask: Callable[[Sequence[ToolCall]], Reply] = lambda calls: Reply(text="I look.", tool_calls=list(calls))
     """The reply of the engine that calls tools."""
     last: Callable[[str], Reply] = lambda text: Reply(text=text)

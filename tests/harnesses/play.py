@@ -41,6 +41,8 @@ COLUMNS = {
 NONE = "–"
 SLOW = Reply(text="One word after the other. " * 200, pace_seconds=0.02)
 """A reply that takes long enough for the client to go away before its end."""
+SHORT_WAIT, MAX_WAITS = "sleep 1", 30
+"""What an agent does while a sub-agent works in the background, and how often at most."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,7 +71,7 @@ def examine(stage: Stage) -> Verdict:
     """Play an agent and fill the cells of its row."""
     verdict = Verdict()
     name = f"{_slug(stage.harness.name)}-{uuid.uuid4().hex[:8]}"
-    plain = stage.attempt(f"{name}-plain", lambda place: _rules(stage, place, "one"))
+    plain = stage.attempt(f"{name}-plain", lambda place: simple_rules(stage, place, "one"))
     if not verdict.judge("runs", plain, is_good=_used_tool(plain, "one")):
         return verdict
     seen = list(plain.turns)
@@ -87,7 +89,7 @@ def examine(stage: Stage) -> Verdict:
 
 def _play_parallel(stage: Stage, verdict: Verdict) -> list[Json]:
     """Run it without a session in its address, with two tool calls in one reply."""
-    attempt = stage.attempt(None, lambda place: _rules(stage, place, "one", "two"))
+    attempt = stage.attempt(None, lambda place: simple_rules(stage, place, "one", "two"))
     own = own_turns(attempt.turns)
     is_one_session = len({turn["session_id"] for turn in own}) == 1
     is_exact = _used_tool(attempt, "one") and _is_exact(attempt)
@@ -101,7 +103,7 @@ def _play_parallel(stage: Stage, verdict: Verdict) -> list[Json]:
 
 def _play_sub_agent(stage: Stage, verdict: Verdict, session_id: str) -> list[Json]:
     """Have the engine give a task to a sub-agent."""
-    attempt = stage.attempt(session_id, lambda _: _sub_agent_rules(stage))
+    attempt = stage.attempt(session_id, lambda _: sub_agent_rules(stage))
     subs = [turn for turn in attempt.turns if turn["role"] == "sub_agent"]
     is_named = any(SUB_ANSWER in str(turn["response"]) for turn in subs)
     if not (attempt.finished and attempt.has_sent(SUB_ANSWER) and is_named and _is_stored(attempt)):
@@ -138,7 +140,7 @@ def _break(stage: Stage, session_id: str, faults: Sequence[Fault], *, kills: boo
 
     during = kill if kills else None
     return stage.attempt(
-        session_id, lambda place: _rules(stage, place, "one"), faults=faults, during=during, holds=kills
+        session_id, lambda place: simple_rules(stage, place, "one"), faults=faults, during=during, holds=kills
     )
 
 
@@ -176,7 +178,7 @@ def _is_stored(attempt: Attempt) -> bool:
     return is_served_stored(attempt.calls, attempt.turns)
 
 
-def _rules(stage: Stage, place: Place, *labels: str) -> list[Rule]:
+def simple_rules(stage: Stage, place: Place, *labels: str) -> list[Rule]:
     """Return the rules that call the tool once with each label, and end once its output is there."""
     harness = stage.harness
     last = harness.last(ANSWER)
@@ -188,10 +190,13 @@ def _rules(stage: Stage, place: Place, *labels: str) -> list[Rule]:
     ]
 
 
-def _sub_agent_rules(stage: Stage) -> list[Rule]:
+def sub_agent_rules(stage: Stage) -> list[Rule]:
     """Return the rules that give a task to a sub-agent, answer it, and end once its answer is there."""
     harness = stage.harness
     assert harness.delegate is not None
+    waits = [
+        Rule(reply=harness.ask([harness.tool.call(SHORT_WAIT)]), needs_tools=harness.offers_tools, count=MAX_WAITS)
+    ]
     return [
         Rule(contains=SUB_ANSWER, reply=harness.last(ANSWER)),
         Rule(
@@ -201,6 +206,7 @@ def _sub_agent_rules(stage: Stage) -> list[Rule]:
             count=1,
         ),
         Rule(contains=harness.first_sub_text, reply=harness.last(SUB_ANSWER)),
+        *(waits if harness.delegates_in_background else []),
         Rule(reply=harness.last(ANSWER)),
     ]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from support.proxies import RunningProxy, running_proxy
@@ -12,8 +13,9 @@ from support.proxies import RunningProxy, running_proxy
 class ProxyProcess:
     """A proxy over one database; another process takes its place after `kill -9`."""
 
-    def __init__(self, engine_url: str, directory: Path) -> None:
+    def __init__(self, engine_url: str, directory: Path, ignored_ids: Sequence[str] = ()) -> None:
         self._engine_url = engine_url
+        self._environment = {"TURNWISE_PROXY_IGNORED_IDS": json.dumps(list(ignored_ids))}
         self._directory = directory
         self._database = f"sqlite:///{directory}/turnwise.db"
         self._open = contextlib.ExitStack()
@@ -35,13 +37,15 @@ class ProxyProcess:
         self._open.close()
 
     def _start(self, port: int | None) -> RunningProxy:
-        return self._open.enter_context(running_proxy(self._engine_url, self._database, self._directory, port=port))
+        return self._open.enter_context(
+            running_proxy(self._engine_url, self._database, self._directory, port=port, environment=self._environment)
+        )
 
 
 @contextlib.contextmanager
-def running(engine_url: str, directory: Path) -> Iterator[ProxyProcess]:
-    """Run a proxy in front of an engine until the block ends."""
-    process = ProxyProcess(engine_url, directory)
+def running(engine_url: str, directory: Path, *, ignored_ids: Sequence[str] = ()) -> Iterator[ProxyProcess]:
+    """Run a proxy in front of an engine until the block ends; `ignored_ids` is its setting."""
+    process = ProxyProcess(engine_url, directory, ignored_ids)
     try:
         yield process
     finally:

@@ -270,7 +270,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "an unknown item": ("responses", {"input": [{"type": "song"}]}, 400, "song"),
     "in the background": ("responses", {"input": "x", "background": True}, 400, "background"),
     "a tool without a type": ("responses", {"input": "x", "tools": [{"name": "look"}]}, 400, "type"),
-    "a conversation": ("responses", {"input": "x", "conversation": "conv_1"}, 400, "conversation"),
+    "a conversation without an id": ("responses", {"input": "x", "conversation": {}}, 400, "`conversation` is an id"),
+    "a conversation and a response": (
+        "responses",
+        {"input": "x", "conversation": "conv_1", "previous_response_id": "resp_1"},
+        400,
+        "not both",
+    ),
     "an unknown reference": (
         "responses",
         {"input": [{"type": "item_reference", "id": "msg_abc_0"}]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Sequence
 from typing import Literal
 
@@ -16,6 +17,8 @@ _ADDED_COLUMNS = [
     for column in tables.turns.c
 ]
 """A turn's columns, with nothing for the longest ones."""
+_WHOLE = [outcome.value for outcome in Outcome if outcome not in (Outcome.ABORTED, Outcome.ERROR)]
+"""Outcomes of turns with a whole reply."""
 
 
 def unknown_turns(
@@ -94,6 +97,34 @@ def sessions_of_conversation(
         if session_ids:
             return digest, session_ids[-limit:]
     return b"", []
+
+
+def newest_in_conversation(
+    conn: sa.Connection, tenant: str, session_id: str, conversation_id: str
+) -> tuple[bool, str | None]:
+    """Return whether a session exists, and its newest turn with a whole reply in a conversation of the Responses API.
+
+    Args:
+        conn: A transaction.
+        tenant: The session's tenant.
+        session_id: The session.
+        conversation_id: The conversation, which is stored with the sampling parameters of its turns.
+    """
+    session_pk = conn.execute(
+        sa.select(tables.sessions.c.session_pk).where(
+            tables.sessions.c.tenant == tenant, tables.sessions.c.session_id == session_id
+        )
+    ).scalar_one_or_none()
+    if session_pk is None:
+        return False, None
+    newest_first = conn.execute(
+        sa.select(tables.turns.c.turn_id, tables.turns.c.sampling)
+        .where(tables.turns.c.session_pk == session_pk, tables.turns.c.outcome.in_(_WHOLE))
+        .order_by(tables.turns.c.seq.desc())
+    )
+    return True, next(
+        (row.turn_id for row in newest_first if json.loads(row.sampling).get("conversation") == conversation_id), None
+    )
 
 
 def full_tokens(conn: sa.Connection, turn_id: str) -> TokenIds:

@@ -62,6 +62,8 @@ COMMAND_LINE = (
         ),
         agent="codex",
         tool=Tool("exec_command", "cmd", {"yield_time_ms": 60_000}),
+        delegate=Tool("multi_agent_v1__spawn_agent", "message"),
+        delegates_in_background=True,
     ),
     Harness(
         name="Gemini CLI",

@@ -62,6 +62,7 @@ ASKS: dict[str, Ask] = {
     "a turn's tokens": lambda c: history.full_tokens(c, "t-s-t1"),
     "a session's unknown turns": lambda c: history.unknown_turns(c, "t", "s", first=0, known=()),
     "a conversation": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
+    "a conversation of the Responses API": lambda c: history.newest_in_conversation(c, "t", "s", "conv"),
     "a repeated call": lambda c: queries.turn_by_request(c, "t", "s", "key"),
     "counts of a tenant": lambda c: queries.counts(c, "t"),
     "groups for the metrics": queries.unfinished_groups,
