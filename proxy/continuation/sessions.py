@@ -34,7 +34,7 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import history, ledger, queries
+from turnwise.store import history, queries
 from turnwise.store.database import Database
 from turnwise.types import Session, SessionStatus
 
@@ -138,7 +138,7 @@ class Sessions:
         return await asyncio.shield(task)
 
     async def _load(self, session: Session) -> LiveSession:
-        stored, created = await self._writer.do(ledger.create_session, session)
+        stored, created = await self._writer.open(session)
         if created:
             self._faults.point("after_session_open")
             self._metrics.sessions.labels("created").inc()

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from proxy.metrics import Metrics
-from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, Work, answer, frame
+from proxy.writer.process import Ending, Frames, Job, Packed, Report, Sampled, Setup, Work, answer, frame, pack
 from turnwise.errors import StoreUnavailable
 from turnwise.store.database import Connection
 from turnwise.telemetry import LogFormat, current_request
+from turnwise.types import Session
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -120,8 +121,18 @@ class Writer:
             return await self._append(sampled)
 
     async def _append(self, sampled: list[Sampled]) -> list[Ending]:
-        endings: list[Ending] = await self._submit(sampled)
+        endings: list[Ending] = await self._submit(list(map(pack, sampled)))
         return endings
+
+    async def open(self, session: Session) -> tuple[Session, bool]:
+        """Create a session; return the stored one, and whether this call created it.
+
+        Raises:
+            StoreUnavailable: when it could not be committed in time.
+            TurnwiseError: why it cannot be created.
+        """
+        opened: tuple[Session, bool] = await self._submit(session)
+        return opened
 
     async def do(self, function: Callable[Concatenate[Connection, P], T], *arguments: P.args, **options: P.kwargs) -> T:
         """Call a function of the store inside the next transaction, and return its result once that is committed.
@@ -160,7 +171,7 @@ class Writer:
                 f"the writing process has not answered for {ANSWER_SECONDS:g} s; check that the database answers"
             ) from error
 
-    def _submit(self, work: list[Sampled] | Work) -> asyncio.Future[Any]:
+    def _submit(self, work: list[Packed] | Session | Work) -> asyncio.Future[Any]:
         if self._transport is None:
             raise StoreUnavailable("the writing process is being restarted; nothing of this is stored, retry")
         number = next(self._numbers)

@@ -9,7 +9,6 @@ that was killed: by then another proxy may have sampled the same call again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import logging
@@ -24,16 +23,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 
 from proxy.dialects.engine_reply import read_logprobs
 from proxy.fault import FaultPoints
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
-from turnwise.store import ledger
+from turnwise.store import new_turns, opening, rows
 from turnwise.store.database import Connection, Database
+from turnwise.store.new_turns import NewTurn
 from turnwise.telemetry import LogFormat, configure_logging
-from turnwise.types import Outcome, Turn
+from turnwise.types import Outcome, Session, Turn
 
 log = logging.getLogger(__name__)
 MAX_BATCH = 256
@@ -43,6 +42,9 @@ RETRY_SECONDS = 0.05
 READ_BYTES = 1 << 20
 GC_ALLOCATIONS = 50_000
 """Allocations between two garbage collections: decoding one reply makes thousands of objects without cycles."""
+LOGPROB_BYTES = 4
+"""Of a stored logprob, and of a token id."""
+MAX_ID = 2**31 - 1
 _LENGTH = struct.Struct("<Q")
 
 
@@ -69,6 +71,17 @@ class Sampled(NamedTuple):
     """`turn.prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
 
 
+class Packed(NamedTuple):
+    """A `Sampled` as it is sent: its turn as plain values, without the objects that the row does not need."""
+
+    tenant: str
+    session_id: str
+    values: list[Any]
+    """From `rows.TURNS.pack`."""
+    logprobs: list[bytes]
+    prompt_ids: bytes
+
+
 class Work(NamedTuple):
     """A function to call with the open transaction."""
 
@@ -84,7 +97,8 @@ class Job(NamedTuple):
     number: int
     deadline: float
     """On the monotonic clock, which all processes of a machine share; seconds."""
-    work: list[Sampled] | Work
+    work: list[Packed] | Session | Work
+    """Turns to append, a session to open, or anything else."""
 
 
 class Ending(NamedTuple):
@@ -141,15 +155,34 @@ class Frames:
         return found
 
 
-def complete(sampled: Sampled) -> Turn:
+def pack(sampled: Sampled) -> Packed:
+    """Return the form in which a turn is sent."""
+    turn = sampled.turn
+    return Packed(turn.tenant, turn.session_id, rows.TURNS.pack(turn), sampled.logprobs, sampled.prompt_ids)
+
+
+def complete(packed: Packed) -> NewTurn:
     """Decode a turn's prompt and logprobs; a turn without a logprob for each token cannot be trained on."""
-    turn, decoded = sampled.turn, read_logprobs(sampled.logprobs)
-    known: dict[str, Any] = {"logprobs": np.array(decoded, np.float32)}
-    if sampled.prompt_ids:
-        known["prompt_delta"] = np.array(orjson.loads(b"[%b]" % sampled.prompt_ids), np.int32)
-    if turn.outcome in TRAINABLE_OUTCOMES and (len(decoded) != len(turn.token_ids) or None in decoded):
-        known |= {"outcome": Outcome.UNTRAINABLE, "reason": "no_logprobs"}
-    return dataclasses.replace(turn, **known)
+    row, logprobs = rows.TURNS.unpack(packed.values), read_logprobs(packed.logprobs)
+    is_complete = None not in logprobs and len(logprobs) * LOGPROB_BYTES == len(row["token_ids"])
+    row["logprobs"] = np.array(logprobs, np.float32).tobytes()
+    if packed.prompt_ids:
+        row["prompt_delta"] = ids_from_text(packed.prompt_ids)
+    if row["outcome"] in TRAINABLE_OUTCOMES and not is_complete:
+        row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": "no_logprobs"}
+    return NewTurn(packed.tenant, packed.session_id, row)
+
+
+def ids_from_text(text: bytes) -> bytes:
+    """Return the stored form of ids that are decimal numbers, separated by commas.
+
+    Raises:
+        OverflowError: an id is too large for 32 bits.
+    """
+    ids = np.fromstring(text, np.int64, sep=",")  # the fastest way: no object for each id
+    if ids.max(initial=0) > MAX_ID:
+        raise OverflowError(f"token id {ids.max()} is larger than {MAX_ID}")
+    return ids.astype("<i4").tobytes()
 
 
 class Committer:
@@ -208,28 +241,40 @@ class Committer:
 
     def _transact(self, batch: list[Job]) -> dict[int, Any]:
         results: dict[int, Any] = {}
-        turns = [complete(sampled) for job in batch if isinstance(job.work, list) for sampled in job.work]
+        opens = [(job.number, job.work) for job in batch if isinstance(job.work, Session)]
+        appends = [(job.number, [complete(each) for each in job.work]) for job in batch if isinstance(job.work, list)]
         with self._database.write() as connection:
+            if opens:
+                opened = opening.open_sessions(connection, [session for _, session in opens])
+                results |= zip((number for number, _ in opens), opened, strict=True)
             for job in batch:
                 if isinstance(job.work, Work):
                     results[job.number] = _attempt(connection, job.work)
-            endings = [
-                Ending(turn.turn_id, turn.outcome, turn.reason, turn.chain_id)
-                for turn in ledger.append_turns(connection, turns)
-            ]
-            if turns:
+            if appends:
+                results |= _append(connection, appends)
                 self._faults.point("in_transaction")
             self._exit_with_proxy()
-        stored = iter(endings)
-        for job in batch:
-            if isinstance(job.work, list):
-                results[job.number] = list(itertools.islice(stored, len(job.work)))
         return results
 
     def _exit_with_proxy(self) -> None:
         """Exit at once if the proxy has ended: no client has seen a reply to what is still uncommitted."""
         if os.getppid() != self._proxy_pid:
             os._exit(0)
+
+
+def _append(connection: Connection, appends: list[tuple[int, list[NewTurn]]]) -> dict[int, list[Ending]]:
+    """Append the turns of all jobs; return how each is stored, by the jobs' numbers."""
+    turns = [turn for _, job in appends for turn in job]
+    added = iter(new_turns.append(connection, turns))
+    return {number: [_ending(connection, turn, is_new=next(added)) for turn in job] for number, job in appends}
+
+
+def _ending(connection: Connection, new: NewTurn, *, is_new: bool) -> Ending:
+    if is_new:
+        row = new.row
+        return Ending(row["turn_id"], Outcome(row["outcome"]), row["reason"], row["chain_id"])
+    turn = new_turns.stored_turn(connection, new)
+    return Ending(turn.turn_id, turn.outcome, turn.reason, turn.chain_id)
 
 
 def answer(connection: Connection) -> None:

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise.store.statements import fetch_at_once, is_among, members
 from turnwise.store.tables import turns
-from turnwise.types import Turn
 
 
 class ChainIds:
     """Assigns chain ids to a batch of turns."""
 
-    def __init__(self, conn: sa.Connection, batch: Sequence[Turn]) -> None:
+    def __init__(self, conn: sa.Connection, parent_ids: Iterable[str | None]) -> None:
         """Read the chains of the stored parents; their sessions are locked."""
         dialect = conn.dialect.name
-        parents = {turn.parent_turn_id for turn in batch if turn.parent_turn_id is not None}
+        parents = {parent_id for parent_id in parent_ids if parent_id is not None}
         found = fetch_at_once(conn, _select_parents(dialect), {"ids": members(dialect, parents)}) if parents else []
         self._last_of_chain: dict[str, str] = {
             turn_id: chain_id for turn_id, chain_id, children in found if not children
         }
         """Chain ids of turns that no turn extends."""
 
-    def assign(self, turn: Turn) -> Turn:
-        """Return the turn with its chain id: its parent's if it is the first child, else its own turn id."""
-        chain_id = turn.turn_id
-        if turn.parent_turn_id is not None:
-            chain_id = self._last_of_chain.pop(turn.parent_turn_id, turn.turn_id)
-        self._last_of_chain[turn.turn_id] = chain_id
-        return turn if turn.chain_id == chain_id else dataclasses.replace(turn, chain_id=chain_id)
+    def assign(self, turn_id: str, parent_id: str | None) -> str:
+        """Return the chain id of a new turn: its parent's if it is the first child, else its own turn id."""
+        chain_id = turn_id if parent_id is None else self._last_of_chain.pop(parent_id, turn_id)
+        self._last_of_chain[turn_id] = chain_id
+        return chain_id
 
 
 @functools.cache

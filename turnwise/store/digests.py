@@ -8,6 +8,7 @@ digests of updates and weights are shown over HTTP, and a copy of them kept else
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,13 +21,14 @@ TURN_COLUMNS = (
     *("policy_version_first", "policy_version_last", "created_at"),
 )
 """Columns of a turn that never change; its role can be corrected."""
+_turn_values = operator.itemgetter(*TURN_COLUMNS)
 REWARD_COLUMNS = ("turn_id", "step", "name", "source", "written_by", "created_at")
 """Columns of a reward line beside its value, which is stored as a float."""
 
 
 def turn_digest(row: Mapping[str, Any]) -> bytes:
     """Return the digest of a turn's row."""
-    return _digest(b"turn", (row[column] for column in TURN_COLUMNS))
+    return _digest(b"turn", _turn_values(row))
 
 
 def reward_digest(row: Mapping[str, Any]) -> bytes:
@@ -54,17 +56,14 @@ def batch_digest(sessions: Mapping[tuple[str, str], bytes | None]) -> str | None
 
 def _digest(kind: bytes, values: Iterable[Any]) -> bytes:
     """Return the digest of values, each with its type and length, so that neighbours cannot exchange bytes."""
-    digest = hashlib.blake2b(digest_size=SIZE, person=kind)
+    pieces: list[bytes] = []
     for value in values:
-        tag, encoded = _encode(value)
-        digest.update(b"%c%d:" % (tag, len(encoded)))
-        digest.update(encoded)
-    return digest.digest()
-
-
-def _encode(value: Any) -> tuple[bytes, bytes]:
-    if isinstance(value, bytes):
-        return b"b", value
-    if isinstance(value, str):
-        return b"s", value.encode("utf-8", "surrogatepass")
-    return b"n", repr(value).encode()
+        if isinstance(value, str):
+            encoded = value.encode("utf-8", "surrogatepass")
+            pieces += (b"s%d:" % len(encoded), encoded)
+        elif isinstance(value, bytes):
+            pieces += (b"b%d:" % len(value), value)
+        else:
+            encoded = repr(value).encode()
+            pieces += (b"n%d:" % len(encoded), encoded)
+    return hashlib.blake2b(b"".join(pieces), digest_size=SIZE, person=kind).digest()

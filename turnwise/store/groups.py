@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import datetime
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import sqlalchemy as sa
 
@@ -17,9 +17,9 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
 from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import insert_if_new, is_among, members
+from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, members
 from turnwise.store.tables import groups, sessions, turns
-from turnwise.types import IMPORT, GroupStatus, Session, Split, utc_now
+from turnwise.types import IMPORT, GroupStatus, Session, SessionKey, Split, utc_now
 
 ALONE = (
     "It is a group of one, which has no other reward to compare with: the trainer drops it, unless its `singleton` is "
@@ -58,40 +58,52 @@ def close_stalled_groups(
 
 def join(conn: sa.Connection, session: Session) -> int:
     """Count the session in its group, and create the group with its first session; return the group's key."""
-    instant = to_micros(session.created_at)
-    size = session.group_size if session.group_id is not None else 1
-    group_id = session.group_id if session.group_id is not None else session.session_id
-    created_pk = insert_if_new(
-        conn,
-        groups,
-        {
-            "tenant": session.tenant,
-            "group_id": group_id,
-            "group_size": size,
-            "status": GroupStatus.OPEN.value,
-            "num_sessions": 1,
-            "num_finished": 0,
-            "last_active_at": instant,
-            "fencing_token": 0,
-            "imported": 1 if session.opened_by == IMPORT else None,
-        },
-    )
+    new = _new_group(session)
+    created_pk = insert_if_new(conn, groups, new)
     if created_pk is not None:
         return int(created_pk)
     group = conn.execute(
-        sa.select(groups).where(groups.c.tenant == session.tenant, groups.c.group_id == group_id).with_for_update()
+        sa.select(groups)
+        .where(groups.c.tenant == new["tenant"], groups.c.group_id == new["group_id"])
+        .with_for_update()
     ).one()
     _check_joinable(group, session)
     conn.execute(
         sa.update(groups)
         .where(groups.c.group_pk == group.group_pk)
         .values(
-            group_size=sa.func.coalesce(groups.c.group_size, size),
+            group_size=sa.func.coalesce(groups.c.group_size, new["group_size"]),
             num_sessions=groups.c.num_sessions + 1,
-            last_active_at=instant,
+            last_active_at=new["last_active_at"],
         )
     )
     return int(group.group_pk)
+
+
+def create(conn: sa.Connection, alone: Sequence[Session]) -> dict[SessionKey, int]:
+    """Create a group for each of these sessions, which name none.
+
+    Returns:
+        The groups' keys by their sessions; without the sessions whose id is the id of a group.
+    """
+    created = insert_new_rows(conn, groups, list(map(_new_group, alone)), ("tenant", "group_id", "group_pk"))
+    return {(tenant, session_id): group_pk for tenant, session_id, group_pk in created}
+
+
+def _new_group(session: Session) -> dict[str, Any]:
+    """Return the row of the group that a session creates, with the session counted."""
+    is_alone = session.group_id is None
+    return {
+        "tenant": session.tenant,
+        "group_id": session.session_id if is_alone else session.group_id,
+        "group_size": 1 if is_alone else session.group_size,
+        "status": GroupStatus.OPEN.value,
+        "num_sessions": 1,
+        "num_finished": 0,
+        "last_active_at": to_micros(session.created_at),
+        "fencing_token": 0,
+        "imported": 1 if session.opened_by == IMPORT else None,
+    }
 
 
 def _check_joinable(group: StoredRow, session: Session) -> None:

@@ -13,17 +13,16 @@ import datetime
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import groups, idempotency, queries, rows
-from turnwise.store.chain_ids import ChainIds
+from turnwise.store import groups, idempotency, new_turns, queries, rows
 from turnwise.store.database import to_micros
-from turnwise.store.statements import count_up, fetch_at_once, insert_ignoring, insert_rows, is_among, members
+from turnwise.store.new_turns import NewTurn
+from turnwise.store.session_locks import LockedSession, lock_sessions, no_session
+from turnwise.store.statements import fetch_at_once, insert_ignoring, insert_rows, is_among, members
 from turnwise.store.tables import rewards, sessions, turns
 from turnwise.types import Outcome, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
 
@@ -64,31 +63,24 @@ def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
         NotFound: a session or a parent is not stored.
         Conflict: another session has a turn with this id.
     """
-    pks, states = _lock_sessions(conn, {(turn.tenant, turn.session_id) for turn in batch})
-    session_of_turn, stored_keys = _already_stored(conn, batch, pks)
-    chain_ids = ChainIds(conn, batch)
-    stored: list[Turn] = []
-    replayed: list[int] = []
-    turn_rows: list[dict[str, Any]] = []
-    for turn in batch:
-        session_pk = pks[turn.tenant, turn.session_id]
-        if _is_replay(turn, session_pk, session_of_turn, stored_keys):
-            replayed.append(len(stored))
-            stored.append(turn)
-            continue
-        if turn.parent_turn_id is not None and session_of_turn.get(turn.parent_turn_id) != session_pk:
-            raise NotFound(f"turn {turn.turn_id!r} extends {turn.parent_turn_id!r}, which its session does not hold")
-        session_of_turn[turn.turn_id] = session_pk
-        stored_keys.add((session_pk, turn.request_key))
-        placed = states[session_pk].place(chain_ids.assign(turn))
-        turn_rows.append(rows.turn_row(placed, session_pk))
-        stored.append(placed)
-    if turn_rows:
-        insert_rows(conn, turns, turn_rows)
-        count_up(conn, [state.counts() for state in states.values() if state.num_new])
-    for index in replayed:
-        stored[index] = queries.stored_turn(conn, batch[index])
-    return stored
+    added = [NewTurn(turn.tenant, turn.session_id, rows.TURNS.row(turn)) for turn in batch]
+    are_stored = new_turns.append(conn, added)
+    return [
+        _placed(turn, each.row) if is_stored else new_turns.stored_turn(conn, each)
+        for turn, each, is_stored in zip(batch, added, are_stored, strict=True)
+    ]
+
+
+def _placed(turn: Turn, row: Mapping[str, Any]) -> Turn:
+    """Return a turn with the fields that the store has set in its row."""
+    return dataclasses.replace(
+        turn,
+        seq=row["seq"],
+        step=row["step"],
+        chain_id=row["chain_id"],
+        outcome=Outcome(row["outcome"]),
+        reason=row["reason"],
+    )
 
 
 def end_session(
@@ -110,7 +102,7 @@ def end_session(
         add_rewards(conn, [reward])
     row = _session_row(conn, tenant, session_id, lock=True)
     if row is None:
-        raise _no_session(session_id)
+        raise no_session(session_id)
     if row.status == SessionStatus.EXPIRED:
         raise Conflict(f"session {session_id!r} has expired; create a new one", code="session_expired")
     if row.status == SessionStatus.OPEN:
@@ -197,7 +189,7 @@ def add_rewards(
         if answer is not None:
             return answer
     session_ids = _checked_targets(conn, tenant, lines)
-    locked = _lock_rows(conn, {(tenant, session_id) for session_id in session_ids})
+    locked = lock_sessions(conn, {(tenant, session_id) for session_id in session_ids})
     by_id = {row.session_id: row for row in locked}
     targets = [by_id[session_id] for session_id in session_ids]
     reached = _reached(conn, lines, targets)
@@ -211,122 +203,9 @@ def add_rewards(
     return reached
 
 
-@dataclasses.dataclass(slots=True)
-class _SessionState:
-    """A locked session to which turns are appended."""
-
-    session_pk: int
-    is_open: bool
-    num_turns: int
-    num_new: int = 0
-    num_new_chains: int = 0
-    last_active_at: int = 0
-
-    def place(self, turn: Turn) -> Turn:
-        """Return the turn with its place in the session."""
-        seq = self.num_turns + self.num_new
-        self.num_new += 1
-        self.num_new_chains += turn.chain_id == turn.turn_id
-        self.last_active_at = max(self.last_active_at, to_micros(turn.created_at))
-        step = seq if turn.step is None else turn.step
-        if self.is_open or turn.outcome not in TRAINABLE_OUTCOMES:
-            return dataclasses.replace(turn, seq=seq, step=step)
-        return dataclasses.replace(turn, seq=seq, step=step, outcome=Outcome.UNTRAINABLE, reason="session_ended")
-
-    def counts(self) -> tuple[int, int, int, int]:
-        """Return the session's arguments for `count_up`."""
-        return self.session_pk, self.num_new, self.num_new_chains, self.last_active_at
-
-
 def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: bool = False) -> rows.StoredRow | None:
     found = sa.select(sessions).where(sessions.c.tenant == tenant, sessions.c.session_id == session_id)
     return conn.execute(found.with_for_update() if lock else found).one_or_none()
-
-
-class _LockedSession(NamedTuple):
-    """The columns of a session's row that a writer needs."""
-
-    session_pk: int
-    tenant: str
-    session_id: str
-    status: str
-    num_turns: int
-    num_rewards: int
-    group_pk: int | None
-
-
-def _lock_rows(conn: sa.Connection, wanted: set[tuple[str, str]]) -> list[_LockedSession]:
-    """Lock these sessions in a fixed order, so that two writers cannot deadlock.
-
-    Raises:
-        NotFound: one of them is not stored.
-    """
-    dialect = conn.dialect.name
-    names = {
-        "tenants": members(dialect, {tenant for tenant, _ in wanted}),
-        "session_ids": members(dialect, {session_id for _, session_id in wanted}),
-    }
-    found = starmap(_LockedSession, fetch_at_once(conn, _select_sessions(dialect), names))
-    locked = [row for row in found if (row.tenant, row.session_id) in wanted]
-    if len(locked) < len(wanted):
-        missing = min(wanted - {(row.tenant, row.session_id) for row in locked})
-        raise _no_session(missing[1])
-    return locked
-
-
-@functools.cache
-def _select_sessions(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return (
-        sa.select(*(sessions.c[field] for field in _LockedSession._fields))
-        .where(is_among(dialect, sessions.c.tenant, "tenants"), is_among(dialect, sessions.c.session_id, "session_ids"))
-        .order_by(sessions.c.session_pk)
-        .with_for_update()
-    )
-
-
-def _lock_sessions(
-    conn: sa.Connection, wanted: set[tuple[str, str]]
-) -> tuple[dict[tuple[str, str], int], dict[int, _SessionState]]:
-    locked = _lock_rows(conn, wanted) if wanted else []
-    states = {
-        row.session_pk: _SessionState(row.session_pk, row.status == SessionStatus.OPEN, row.num_turns) for row in locked
-    }
-    return {(row.tenant, row.session_id): row.session_pk for row in locked}, states
-
-
-@functools.cache
-def _select_by_id(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return sa.select(turns.c.turn_id, turns.c.session_pk).where(is_among(dialect, turns.c.turn_id, "turn_ids"))
-
-
-@functools.cache
-def _select_by_key(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return sa.select(turns.c.session_pk, turns.c.request_key).where(
-        is_among(dialect, turns.c.session_pk, "session_pks"), is_among(dialect, turns.c.request_key, "request_keys")
-    )
-
-
-def _already_stored(
-    conn: sa.Connection, batch: Sequence[Turn], pks: dict[tuple[str, str], int]
-) -> tuple[dict[str, int], set[tuple[int, str | None]]]:
-    """Return the stored ones of the batch's turns and parents, with their session, and of its request keys."""
-    dialect = conn.dialect.name
-    ids = {turn.turn_id for turn in batch} | {turn.parent_turn_id for turn in batch if turn.parent_turn_id}
-    session_of_turn = dict(fetch_at_once(conn, _select_by_id(dialect), {"turn_ids": members(dialect, ids)}))
-    keys = {turn.request_key for turn in batch if turn.request_key is not None}
-    if not keys:
-        return session_of_turn, set()
-    names = {"session_pks": members(dialect, pks.values()), "request_keys": members(dialect, keys)}
-    return session_of_turn, set(map(tuple, fetch_at_once(conn, _select_by_key(dialect), names)))
-
-
-def _is_replay(
-    turn: Turn, session_pk: int, session_of_turn: dict[str, int], stored_keys: set[tuple[int, str | None]]
-) -> bool:
-    holder = session_of_turn.get(turn.turn_id)
-    if holder is not None and holder != session_pk:
-        raise Conflict(f"turn id {turn.turn_id!r} belongs to another session; ids must be unique")
-    return holder is not None or (turn.request_key is not None and (session_pk, turn.request_key) in stored_keys)
 
 
 def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) -> list[str]:
@@ -351,7 +230,7 @@ def _holder(line: Reward, holders: Mapping[str, str]) -> str:
     return session_id
 
 
-def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[_LockedSession]) -> list[int]:
+def _reached(conn: sa.Connection, lines: Sequence[Reward], targets: Sequence[LockedSession]) -> list[int]:
     """Return the number of turns that each line applies to; one statement counts the turns of all steps."""
     pks = {row.session_pk for line, row in zip(lines, targets, strict=True) if line.step is not None}
     steps = {line.step for line in lines if line.step is not None}
@@ -382,7 +261,7 @@ def _count_steps(dialect: str) -> sa.Select[*tuple[Any, ...]]:
 
 
 def _count_rewards(
-    conn: sa.Connection, locked: Sequence[_LockedSession], targets: Iterable[_LockedSession], instant: int
+    conn: sa.Connection, locked: Sequence[LockedSession], targets: Iterable[LockedSession], instant: int
 ) -> None:
     """Count new lines in their sessions; finish the sessions that are over and had no lines before."""
     new_lines = collections.Counter(row.session_pk for row in targets)
@@ -393,7 +272,3 @@ def _count_rewards(
         [{"pk": row.session_pk, "new_lines": new_lines[row.session_pk]} for row in locked],
     )
     groups.finish(conn, [row for row in locked if row.status != SessionStatus.OPEN and row.num_rewards == 0])
-
-
-def _no_session(session_id: str) -> NotFound:
-    return NotFound(f"there is no session {session_id!r}", param="session_id")

@@ -200,18 +200,18 @@ def turn_by_request(conn: sa.Connection, tenant: str, session_id: str, request_k
     return _one_turn(conn, tenant, session_id, tables.turns.c.request_key == request_key)
 
 
-def stored_turn(conn: sa.Connection, replay: Turn) -> Turn:
+def stored_turn(conn: sa.Connection, tenant: str, session_id: str, turn_id: str, request_key: str | None) -> Turn:
     """Return the stored turn of a replay, found by its turn id or its request key.
 
     Raises:
         NotFound: it is not stored.
     """
-    same = tables.turns.c.turn_id == replay.turn_id
-    if replay.request_key is not None:
-        same = sa.or_(same, tables.turns.c.request_key == replay.request_key)
-    stored = _one_turn(conn, replay.tenant, replay.session_id, same)
+    same = tables.turns.c.turn_id == turn_id
+    if request_key is not None:
+        same = sa.or_(same, tables.turns.c.request_key == request_key)
+    stored = _one_turn(conn, tenant, session_id, same)
     if stored is None:
-        raise NotFound(f"there is no turn {replay.turn_id!r} in session {replay.session_id!r}", param="turn_id")
+        raise NotFound(f"there is no turn {turn_id!r} in session {session_id!r}", param="turn_id")
     return stored
 
 

@@ -13,10 +13,11 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
+import orjson
 import sqlalchemy as sa
 
 from turnwise.store import digests, tables
@@ -38,10 +39,48 @@ _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 StoredRow: TypeAlias = sa.Row[*tuple[Any, ...]]
 """A row of a table, with its columns as attributes."""
-dump = json.JSONEncoder(separators=(",", ":")).encode
-"""Encodes a document as the stored text."""
 Convert: TypeAlias = Callable[[Any], Any]
 R = TypeVar("R")
+
+
+_DELETE = b"\x7f"
+_escaped = json.JSONEncoder(separators=(",", ":")).encode
+_ATOMS = frozenset({str, int, bool, types.NoneType})
+_JSON_KINDS = _ATOMS | {list, dict}
+
+
+def dump(document: Any) -> str:
+    """Return a document as the stored text: the text that `json` writes, in a tenth of its time where possible.
+
+    orjson writes the same text unless there are floats or characters that `json` escapes. Digests depend on the text.
+    """
+    if _has_only_plain_values(document):
+        try:
+            encoded = orjson.dumps(document)
+        except TypeError:  # long integers, lone surrogates, keys that are no text
+            return _escaped(document)
+        if encoded.isascii() and _DELETE not in encoded:
+            return encoded.decode()
+    return _escaped(document)
+
+
+def _has_only_plain_values(document: Any) -> bool:
+    """Return whether a document has only texts, integers, booleans and nulls in lists and objects."""
+    level = [document]
+    while level:
+        kinds = set(map(type, level))
+        if kinds <= _ATOMS:
+            return True
+        if not kinds <= _JSON_KINDS:
+            return False
+        nested: list[Any] = []
+        for value in level:
+            if type(value) is dict:
+                nested += value.values()
+            elif type(value) is list:
+                nested += value
+        level = nested
+    return True
 
 
 def ids_from_blob(blob: bytes) -> TokenIds:
@@ -112,17 +151,35 @@ class RowFormat(Generic[R]):
         converted = {name: both for name in self._stored if (both := _conversion(kinds[name])) is not None}
         self._encoders = [(name, both[0]) for name, both in converted.items()]
         self._encoders += [(name, _storable) for name in free_text]
+        self._short = [
+            (self._stored.index(name), encode)
+            for name, encode in self._encoders
+            if encode is not dump and name not in free_text
+        ]
+        self._long = [(name, encode) for name, encode in self._encoders if encode is dump or name in free_text]
         self._decoders = [(name, both[1]) for name, both in converted.items()]
         self._values_of = operator.attrgetter(*self._stored)
         self._columns_of = operator.attrgetter(*self._read)
 
     def row(self, record: R, **extra: Any) -> dict[str, Any]:
         """Return a record as a row; `extra` has the columns that are not fields."""
-        row = dict(zip(self._stored, self._values_of(record), strict=True))
-        for name, encode in self._encoders:
+        return self.unpack(self.pack(record)) | extra
+
+    def pack(self, record: R) -> list[Any]:
+        """Return a record as plain values, which another process can `unpack`; documents are not encoded yet."""
+        values = list(self._values_of(record))
+        for index, encode in self._short:
+            if values[index] is not None:
+                values[index] = encode(values[index])
+        return values
+
+    def unpack(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return the row of packed values."""
+        row = dict(zip(self._stored, values, strict=True))
+        for name, encode in self._long:
             if row[name] is not None:
                 row[name] = encode(row[name])
-        return row | extra
+        return row
 
     def values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return some of a record's fields as columns."""

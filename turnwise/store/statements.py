@@ -7,7 +7,9 @@ would take longer than running it.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -66,18 +68,39 @@ def _json_sql(query: sa.Select[*tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]
 
 
 def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows whose values the driver accepts without conversion: no enum, no datetime.
+    """Insert rows whose values the driver accepts without conversion: no enum, no datetime."""
+    _insert(conn, table, batch, "")
+
+
+def insert_new_rows(
+    conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]], returned: Sequence[str]
+) -> list[tuple[Any, ...]]:
+    """Insert those rows whose keys do not exist, as `insert_rows`; return some columns of the inserted rows."""
+    return _insert(conn, table, batch, f" ON CONFLICT DO NOTHING RETURNING {', '.join(returned)}")
+
+
+def _insert(
+    conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]], suffix: str
+) -> list[tuple[Any, ...]]:
+    """Insert rows; return what the statement's suffix returns.
 
     One statement inserts many rows, because the driver releases the interpreter's lock between statements and waits to
     reacquire it.
     """
+    found: list[tuple[Any, ...]] = []
+    if not batch:
+        return found
     columns = tuple(batch[0])
+    values_of = operator.itemgetter(*columns)
     start = 0
     for size in _ROWS_PER_STATEMENT:
         while len(batch) - start >= size:
-            values = tuple(row[column] for row in batch[start : start + size] for column in columns)
-            execute(conn, _insert_sql(table, columns, size, conn.dialect.name), values)
+            values = tuple(itertools.chain.from_iterable(map(values_of, batch[start : start + size])))
+            cursor = execute(conn, _insert_sql(table, columns, size, conn.dialect.name) + suffix, values)
+            if suffix:
+                found += cursor.fetchall()
             start += size
+    return found
 
 
 _ROWS_PER_STATEMENT = (32, 8, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -14,7 +15,8 @@ from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.plan import KnownTurn, Plan
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
-from proxy.writer.process import Sampled, complete
+from proxy.writer.process import Sampled, complete, pack
+from turnwise.store.rows import ids_from_blob, logprobs_from_blob
 from turnwise.types import Json, Outcome, Session, Turn, utc_now
 
 SESSION = Session(session_id="s", tenant="team")
@@ -59,10 +61,22 @@ def extending(call: Call) -> Plan:
     return plan_of(call, parent=parent, parent_tokens=tokens, between=between, prompt=tokens.extended(between))
 
 
+def stored(sampled: Sampled) -> Turn:
+    """Return a turn as the writing process stores it."""
+    row = complete(pack(sampled)).row
+    return dataclasses.replace(
+        sampled.turn,
+        outcome=Outcome(row["outcome"]),
+        reason=row["reason"],
+        prompt_delta=ids_from_blob(row["prompt_delta"]),
+        logprobs=logprobs_from_blob(row["logprobs"]),
+    )
+
+
 def built(call: Call, plan: Plan, captured: Captured, **fields: Any) -> list[Turn]:
     """Return the turns as they are stored."""
     sampled = build_turns(call, plan, captured, TIMING, turn_id="chatcmpl-1", session=SESSION, **fields)
-    return list(map(complete, sampled))
+    return list(map(stored, sampled))
 
 
 def only(turns: list[Turn]) -> Turn:

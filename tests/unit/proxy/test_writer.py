@@ -19,7 +19,7 @@ import pytest
 
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
-from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, frame
+from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, frame, pack
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import ledger, queries
 from turnwise.store.database import Connection, Database
@@ -75,6 +75,23 @@ def test_a_refused_job_does_not_fail_the_others_of_its_commit(database, database
     assert [type(b), type(raised), type(refused)] == [NotFound, StoreError, NotFound]
     assert (a, c) == ([Ending("a", Outcome.EXACT, None, "a")], [Ending("c", Outcome.EXACT, None, "c")])
     assert sorted(stored(database)) == ["a", "c"]
+
+
+def test_an_id_of_a_prompt_that_is_no_token_id_is_not_stored(database, database_url):
+    """2**31 is the smallest number that a stored id cannot be; the largest id is stored."""
+
+    async def run() -> list[object]:
+        async with writing(database_url) as writer:
+            await writer.open(Session(session_id="s"))
+            prompts = [b"1,2147483647", b"1,2147483648"]
+            jobs = [writer.append([turn(f"t{i}")._replace(prompt_ids=ids)]) for i, ids in enumerate(prompts)]
+            return await asyncio.gather(*jobs, return_exceptions=True)
+
+    _, refused = asyncio.run(run())
+    assert isinstance(refused, StoreError)
+    with database.read() as connection:
+        [view] = queries.turns(connection, "default", "s")[0]
+    assert view.turn.prompt_delta.tolist() == [1, 2**31 - 1]
 
 
 def test_a_cancelled_caller_does_not_stop_the_others(database, database_url):
@@ -259,10 +276,10 @@ def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):
         with theirs:
             program = f"'{sys.executable}' -c 'from proxy.writer.process import main; main()' {theirs.fileno()} & wait"
             proxy = subprocess.Popen(["sh", "-c", program], pass_fds=[theirs.fileno()])
-        late = Job(0, time.monotonic(), [turn("late")])
+        late = Job(0, time.monotonic(), [pack(turn("late"))])
         ours.sendall(b"".join([*frame(Setup(url, 0.1, None, proxy.pid)), *frame(late)]))
         assert type(receive(ours).results[0]) is StoreUnavailable
-        ours.sendall(b"".join(frame(Job(1, time.monotonic() + 60, [turn("left")]))))
+        ours.sendall(b"".join(frame(Job(1, time.monotonic() + 60, [pack(turn("left"))]))))
         proxy.kill()
         proxy.wait()
         holder.rollback()

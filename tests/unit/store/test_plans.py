@@ -23,6 +23,7 @@ from turnwise.store import (
     history,
     idempotency,
     ledger,
+    opening,
     policies,
     queries,
     retention,
@@ -79,6 +80,9 @@ ASKS: dict[str, Ask] = {
 }
 CHANGES: dict[str, Ask] = {
     "a new session": lambda c: ledger.create_session(c, Session(session_id="n", tenant="t", group_id="g2")),
+    "sessions of calls": lambda c: opening.open_sessions(
+        c, [Session(session_id=name, tenant="t") for name in ("n", "m", "s")]
+    ),
     "a changed session": lambda c: session_changes.change_session(
         c, Session(session_id="s", tenant="t", metadata={"a": 1}), {"metadata"}
     ),

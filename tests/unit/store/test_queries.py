@@ -78,7 +78,7 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
         (lambda: queries.turns(connection, "default", "x"), "no session 'x'"),
         (lambda: queries.turns(connection, "default", "s", after="t9"), "no turn 't9'"),
         (lambda: history.full_tokens(connection, "t9"), "no turn 't9'"),
-        (lambda: queries.stored_turn(connection, make_turn("t9")), "no turn 't9' in session 's'"),
+        (lambda: queries.stored_turn(connection, "default", "s", "t9", None), "no turn 't9' in session 's'"),
         (lambda: policies.get_policy(connection, 7), "policy version 7"),
     ):
         with pytest.raises(NotFound, match=says):

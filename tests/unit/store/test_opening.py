@@ -1,0 +1,101 @@
+"""Opening the sessions of calls, on both databases: the same as creating each of them, in few statements."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.ledger_samples import add_session
+
+from turnwise.errors import Conflict
+from turnwise.store import ledger, opening, queries, tables
+from turnwise.store.database import Database
+from turnwise.store.rows import dump
+from turnwise.types import Session, Split
+
+
+def test_each_session_is_stored_as_if_it_were_created_alone(database: Database) -> None:
+    """New ones, one that exists, one twice in the batch, one of a group, one for evaluation, and a refused one."""
+    add_session(database, "known", turns=1)
+    add_session(database, "first", group_id="taken", turns=0)
+    fields = {"opened_by": "call", "metadata": {"näme": ["\ud800", "\0"]}, "sampling": {"temperature": 1e-05}}
+    new = [Session(session_id=name, **fields) for name in ("new", "also_new", "new")]
+    others = [
+        Session(session_id="known"),
+        Session(session_id="taken"),
+        Session(session_id="grouped", group_id="g", group_size=2),
+        Session(session_id="judged", split=Split.EVAL),
+        Session(session_id="new", tenant="other"),
+    ]
+    with database.write() as connection:
+        opened = opening.open_sessions(connection, [*new, *others])
+    refused = opened.pop(4)
+    assert isinstance(refused, Conflict)
+    assert [created for _, created in opened] == [True, True, False, False, True, True, True]
+    with database.read() as connection:
+        for session, _ in opened:
+            assert session == queries.session(connection, session.tenant, session.session_id)
+        assert opened[0][0] == dataclasses.replace(new[0], last_active_at=new[0].created_at)
+        of_tenant = tables.groups.select().where(tables.groups.c.tenant == "default")
+        groups = {row.group_id: row for row in connection.execute(of_tenant)}
+    assert sorted(groups) == ["also_new", "g", "known", "new", "taken"]
+    assert (groups["new"].group_size, groups["new"].num_sessions, groups["g"].group_size) == (1, 1, 2)
+
+
+def test_processes_that_open_the_same_sessions_at_once_create_each_once(database: Database) -> None:
+    barrier = threading.Barrier(4)
+    names = [f"s{number}" for number in range(12)]
+
+    def open_all(worker: int) -> int:
+        barrier.wait(10)
+        order = names if worker % 2 else names[::-1]
+        with database.write() as connection:
+            opened = opening.open_sessions(connection, [Session(session_id=name) for name in order])
+        return sum(created for _, created in opened)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(open_all, range(4), timeout=60)) == len(names)
+    with database.read() as connection:
+        assert queries.counts(connection).groups == {"open": len(names)}
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+def test_opening_sixteen_sessions_sends_few_statements(database: Database, dialect: str) -> None:
+    """One select, and two inserts for each eight sessions."""
+
+    def statements(prefix: str, count: int) -> int:
+        sent: list[str] = []
+        with database.write() as connection:
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            driver.set_trace_callback(sent.append)
+            opening.open_sessions(connection, [Session(session_id=f"{prefix}{number}") for number in range(count)])
+            driver.set_trace_callback(None)
+        return len(sent)
+
+    assert (statements("a", 8), statements("b", 16)) == (3, 5)
+
+
+def test_a_document_is_stored_as_the_same_text_whatever_encodes_it() -> None:
+    """The texts that `json` writes, with floats, characters beyond ASCII, DEL, long integers and deep nesting."""
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    texts = {
+        '[{"a":"b\\n\\"/\\\\","c":[1,true,null]}]': [{"a": 'b\n"/\\', "c": [1, True, None]}],
+        "[1e-05,1e+16]": [1e-05, 1e16],
+        '"\\u00e4\\ud83d\\ude00"': "ä\N{GRINNING FACE}",
+        '"\\u007f\\u0000"': "\x7f\0",
+        "1180591620717411303424": 2**70,
+        '"\\ud800"': "\ud800",
+        "[" * 301 + "]" * 301: deep,
+    }
+    assert {dump(document) for document in texts.values()} == set(texts)
+
+
+def test_the_session_of_a_call_is_the_one_that_the_api_created(database: Database) -> None:
+    with database.write() as connection:
+        stored, _ = ledger.create_session(connection, Session(session_id="s", task_id="kim"))
+        assert opening.open_sessions(connection, [Session(session_id="s", opened_by="call")]) == [(stored, False)]

@@ -1,0 +1,159 @@
+"""Append turns to their sessions: each is stored exactly once, and gets its place, its chain and its digest.
+
+Turns arrive as rows instead of records, because the proxy's writing process builds no object that is not stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from turnwise.chains import TRAINABLE_OUTCOMES
+from turnwise.errors import Conflict, NotFound
+from turnwise.store import digests, queries
+from turnwise.store.chain_ids import ChainIds
+from turnwise.store.session_locks import lock_sessions
+from turnwise.store.statements import count_up, fetch_at_once, insert_rows, is_among, members
+from turnwise.store.tables import turns
+from turnwise.types import Outcome, SessionKey, SessionStatus, Turn
+
+
+class NewTurn(NamedTuple):
+    """A turn to store."""
+
+    tenant: str
+    session_id: str
+    row: dict[str, Any]
+    """Its columns, from `rows.TURNS`; `append` sets its place, chain and digest, and the outcome of a late turn."""
+
+    @property
+    def session(self) -> SessionKey:
+        """Tenant and id of its session."""
+        return self.tenant, self.session_id
+
+
+def append(conn: sa.Connection, batch: Sequence[NewTurn]) -> list[bool]:
+    """Store turns of many sessions, each exactly once by its turn id and by its session and request key.
+
+    A turn of a session that is over is stored as untrainable with the reason `session_ended`.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        batch: Turns in order of arrival, parents before children.
+
+    Returns:
+        Whether each turn was added; a replay was not, and `stored_turn` returns the turn that is stored.
+
+    Raises:
+        NotFound: a session or a parent is not stored.
+        Conflict: another session has a turn with this id.
+    """
+    states = _lock(conn, {turn.session for turn in batch})
+    session_of_turn, stored_keys = _already_stored(conn, batch, states)
+    chain_ids = ChainIds(conn, [turn.row["parent_turn_id"] for turn in batch])
+    added: list[bool] = []
+    for new in batch:
+        state, row = states[new.session], new.row
+        turn_id, parent_id = row["turn_id"], row["parent_turn_id"]
+        added.append(not _is_replay(row, state.session_pk, session_of_turn, stored_keys))
+        if not added[-1]:
+            continue
+        if parent_id is not None and session_of_turn.get(parent_id) != state.session_pk:
+            raise NotFound(f"turn {turn_id!r} extends {parent_id!r}, which its session does not hold")
+        session_of_turn[turn_id] = state.session_pk
+        stored_keys.add((state.session_pk, row["request_key"]))
+        row["chain_id"] = chain_ids.assign(turn_id, parent_id)
+        state.place(row)
+        row["digest"] = digests.turn_digest(row)
+    new_rows = [new.row for new, is_added in zip(batch, added, strict=True) if is_added]
+    if new_rows:
+        insert_rows(conn, turns, new_rows)
+        count_up(conn, [state.counts() for state in states.values() if state.num_new])
+    return added
+
+
+def stored_turn(conn: sa.Connection, replay: NewTurn) -> Turn:
+    """Return the stored turn of a replay.
+
+    Raises:
+        NotFound: it is not stored.
+    """
+    row = replay.row
+    return queries.stored_turn(conn, replay.tenant, replay.session_id, row["turn_id"], row["request_key"])
+
+
+@dataclasses.dataclass(slots=True)
+class _SessionState:
+    """A locked session to which turns are appended."""
+
+    session_pk: int
+    is_open: bool
+    num_turns: int
+    num_new: int = 0
+    num_new_chains: int = 0
+    last_active_at: int = 0
+
+    def place(self, row: dict[str, Any]) -> None:
+        """Set a turn's place in the session."""
+        seq = self.num_turns + self.num_new
+        self.num_new += 1
+        self.num_new_chains += row["chain_id"] == row["turn_id"]
+        self.last_active_at = max(self.last_active_at, row["created_at"])
+        row["session_pk"], row["seq"] = self.session_pk, seq
+        if row["step"] is None:
+            row["step"] = seq
+        if not self.is_open and row["outcome"] in TRAINABLE_OUTCOMES:
+            row["outcome"], row["reason"] = Outcome.UNTRAINABLE.value, "session_ended"
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Return the session's arguments for `count_up`."""
+        return self.session_pk, self.num_new, self.num_new_chains, self.last_active_at
+
+
+def _lock(conn: sa.Connection, wanted: set[SessionKey]) -> dict[SessionKey, _SessionState]:
+    locked = lock_sessions(conn, wanted) if wanted else []
+    return {
+        (row.tenant, row.session_id): _SessionState(row.session_pk, row.status == SessionStatus.OPEN, row.num_turns)
+        for row in locked
+    }
+
+
+@functools.cache
+def _select_by_id(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    return sa.select(turns.c.turn_id, turns.c.session_pk).where(is_among(dialect, turns.c.turn_id, "turn_ids"))
+
+
+@functools.cache
+def _select_by_key(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    return sa.select(turns.c.session_pk, turns.c.request_key).where(
+        is_among(dialect, turns.c.session_pk, "session_pks"), is_among(dialect, turns.c.request_key, "request_keys")
+    )
+
+
+def _already_stored(
+    conn: sa.Connection, batch: Sequence[NewTurn], states: dict[SessionKey, _SessionState]
+) -> tuple[dict[str, int], set[tuple[int, str | None]]]:
+    """Return the stored ones of the batch's turns and parents, with their session, and of its request keys."""
+    dialect = conn.dialect.name
+    ids = {turn.row["turn_id"] for turn in batch} | {turn.row["parent_turn_id"] for turn in batch} - {None}
+    session_of_turn = dict(fetch_at_once(conn, _select_by_id(dialect), {"turn_ids": members(dialect, ids)}))
+    keys = {turn.row["request_key"] for turn in batch} - {None}
+    if not keys:
+        return session_of_turn, set()
+    pks = [state.session_pk for state in states.values()]
+    names = {"session_pks": members(dialect, pks), "request_keys": members(dialect, keys)}
+    return session_of_turn, set(map(tuple, fetch_at_once(conn, _select_by_key(dialect), names)))
+
+
+def _is_replay(
+    row: dict[str, Any], session_pk: int, session_of_turn: dict[str, int], stored_keys: set[tuple[int, str | None]]
+) -> bool:
+    turn_id, request_key = row["turn_id"], row["request_key"]
+    holder = session_of_turn.get(turn_id)
+    if holder is not None and holder != session_pk:
+        raise Conflict(f"turn id {turn_id!r} belongs to another session; ids must be unique")
+    return holder is not None or (request_key is not None and (session_pk, request_key) in stored_keys)

@@ -1,0 +1,95 @@
+"""Open the sessions of calls: three statements create all new sessions of a batch.
+
+`ledger.create_session` takes five statements for each session. It still creates the sessions with a group of their own
+choice, and returns those that exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from turnwise.errors import StoreUnavailable, TurnwiseError
+from turnwise.store import groups, ledger, rows
+from turnwise.store.statements import fetch_at_once, insert_new_rows, is_among, members
+from turnwise.store.tables import sessions
+from turnwise.types import Session, SessionKey, Split
+
+Opened = tuple[Session, bool] | TurnwiseError
+"""The stored session and whether it was created; or the error that rejects it."""
+
+
+def open_sessions(conn: sa.Connection, wanted: Sequence[Session]) -> list[Opened]:
+    """Create the sessions that are not stored; a rejected session affects no other.
+
+    Args:
+        conn: A transaction of `Database.write`.
+        wanted: Sessions as they are stored if they are new.
+
+    Returns:
+        The result of each session.
+    """
+    own_groups = {_key(session): session for session in reversed(wanted) if _has_own_group(session)}  # the first counts
+    created = _create(conn, own_groups)
+    opened: list[Opened] = []
+    for session in wanted:
+        if _key(session) in created:
+            created.remove(_key(session))
+            opened.append((dataclasses.replace(session, last_active_at=session.created_at), True))
+        else:
+            opened.append(_open_one(conn, session))
+    return opened
+
+
+def _key(session: Session) -> SessionKey:
+    return session.tenant, session.session_id
+
+
+def _has_own_group(session: Session) -> bool:
+    return session.split is Split.TRAIN and session.group_id is None and session.group_size is None
+
+
+def _create(conn: sa.Connection, wanted: dict[SessionKey, Session]) -> set[SessionKey]:
+    """Insert those of the sessions that are new; return their keys.
+
+    The rows are inserted in one order, so that two writers cannot deadlock.
+    """
+    for key in _stored(conn, wanted):
+        wanted.pop(key, None)
+    group_pks = groups.create(conn, [wanted[key] for key in sorted(wanted)])
+    new_rows = [rows.session_row(wanted[key], group_pk) for key, group_pk in group_pks.items()]
+    created = set(insert_new_rows(conn, sessions, new_rows, ("tenant", "session_id")))
+    for key in group_pks.keys() - created:  # another writer has created the session meanwhile
+        groups.leave(conn, group_pks[key])
+    return created
+
+
+def _stored(conn: sa.Connection, keys: Collection[SessionKey]) -> list[SessionKey]:
+    """Return the keys of stored sessions among these, and maybe others."""
+    if not keys:
+        return []
+    dialect = conn.dialect.name
+    tenants, session_ids = ({key[position] for key in keys} for position in (0, 1))
+    names = {"tenants": members(dialect, tenants), "session_ids": members(dialect, session_ids)}
+    return list(map(tuple, fetch_at_once(conn, _select_keys(dialect), names)))
+
+
+@functools.cache
+def _select_keys(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    return sa.select(sessions.c.tenant, sessions.c.session_id).where(
+        is_among(dialect, sessions.c.tenant, "tenants"), is_among(dialect, sessions.c.session_id, "session_ids")
+    )
+
+
+def _open_one(conn: sa.Connection, session: Session) -> Opened:
+    try:
+        with conn.begin_nested():
+            return ledger.create_session(conn, session)
+    except StoreUnavailable:
+        raise
+    except TurnwiseError as refusal:
+        return refusal
