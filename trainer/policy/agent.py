@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,9 @@ from trainer.learning.ratios import TrainedTokens
 from trainer.learning.values import ValueRule, value_loss
 from trainer.parallel import World
 from trainer.policy.critic import Critic
+from trainer.policy.inputs import RowInputs, ahead
 from trainer.policy.model import Policy
+from trainer.policy.row_data import RowData, inputs_of, row_data
 from turnwise.errors import BatchRefused, SettingsError
 from turnwise.types import PolicyKind
 
@@ -141,7 +142,8 @@ class PolicyAgent:
         row = Row(layout=forest.lay_out(), predictor=places, token=places)
         try:
             reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=self.policy.device)
-            logprobs, entropy = self.policy.logprobs(row, torch.ones(num_tokens), torch.zeros(num_tokens))
+            inputs = self.policy.inputs(row, torch.ones(num_tokens), torch.zeros(num_tokens))
+            logprobs, entropy = self.policy.logprobs(inputs)
             (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
             del reserved
         except torch.OutOfMemoryError:
@@ -191,7 +193,7 @@ class PolicyAgent:
         Raises:
             OutOfMemory: A single chain, or pair, does not fit into memory.
         """
-        return self._without_gradient(lambda row: self._forward(self.policy, batch, row)[0], batch, members)
+        return self._without_gradient(lambda inputs: self.policy.logprobs(inputs)[0], batch, members)
 
     def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the critic's values of the members' trained tokens, 0 for the other tokens. [M].
@@ -296,54 +298,51 @@ class PolicyAgent:
         weights = batch.weights(members, aggregation, self.rule.session_tokens)
         gauges = Gauges()
         own = self.world.own(rows, self.policy.operations)
-        for number, (row, counts) in enumerate(own, 1):
+
+        def prepare(item: tuple[Row, bool]) -> RowData:
+            row, counts = item
+            weighed = weights if counts else np.zeros_like(weights)
+            with self._reporting_memory(batch, row):
+                return row_data(self.policy, batch, row, weighed, proximal, is_first=is_first)
+
+        for number, ((row, counts), data) in enumerate(ahead(own, prepare), 1):
             self.policy.sync_gradients(is_wanted=number == len(own))
             with self._reporting_memory(batch, row):
-                tokens = self._tokens(batch, row, weights if counts else np.zeros_like(weights), proximal)
+                tokens = self._tokens(data)
                 loss = loss_of(tokens, self.rule, self._custom_loss)
                 # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
                 ((loss + self._critic_loss(tokens)) * self.world.size).backward()  # type: ignore[no-untyped-call]
             if counts:
-                on_policy = torch.from_numpy(batch.table.on_policy[row.token]).to(self.policy.device)
-                gauges.observe(tokens, loss, on_policy if is_first else torch.zeros_like(on_policy), self.rule)
+                gauges.observe(tokens, loss, data.on_policy, self.rule)
         gauges.reduce(self.world)
         return gauges
 
-    def _tokens(self, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> TrainedTokens:
+    def _tokens(self, data: RowData) -> TrainedTokens:
         """Run the row forward and gather what the loss needs of it."""
-        table, device = batch.table, self.policy.device
-        logprobs, entropy, values = self._outputs(batch, row)
-        members, sequence = np.unique(table.experience[row.token], return_inverse=True)
-        _, pair = np.unique(np.array(batch.unit_of)[members], return_inverse=True)
-
-        def column(values: Any) -> Tensor:
-            return torch.from_numpy(values[row.token]).to(device)
-
+        logprobs, entropy, values = self._outputs(data)
         return TrainedTokens(
             logprobs=logprobs,
             entropy=entropy,
-            behaviour=column(table.behaviour),
-            advantages=column(table.advantages),
-            weights=column(weights),
-            sequence=torch.from_numpy(sequence).to(device),
-            proximal=None if proximal is None else column(proximal),
-            reference=self._reference_logprobs(batch, row) if self.rule.needs_reference else None,
+            behaviour=data.behaviour,
+            advantages=data.advantages,
+            weights=data.weights,
+            sequence=data.sequence,
+            proximal=data.proximal,
+            reference=self._reference_logprobs(data.inputs) if self.rule.needs_reference else None,
             values=values,
-            old_values=None if values is None else column(table.values),
-            returns=None if values is None else column(table.returns),
-            pair=torch.from_numpy(pair).to(device),
-            chosen=torch.from_numpy(np.array(batch.chosen)[members]).to(device),
+            old_values=None if values is None else data.old_values,
+            returns=None if values is None else data.returns,
+            pair=data.pair,
+            chosen=data.chosen,
         )
 
-    def _outputs(self, batch: Batch, row: Row) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _outputs(self, data: RowData) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logprobs and entropy of the row's trained tokens, and their values where a critic learns. [m] each."""
-        if self.critic is None or batch.table.values is None:
-            return *self._forward(self.policy, batch, row), None
+        if self.critic is None or data.old_values is None:
+            return *self.policy.logprobs(data.inputs), None
         if not self.critic.shares_policy:
-            return *self._forward(self.policy, batch, row), self.critic.values(row)
-        temperature = torch.from_numpy(batch.table.temperature[row.token])
-        target = torch.from_numpy(batch.table.target[row.token])
-        logprobs, entropy, hidden = self.policy.logprobs_and_hidden(row, temperature, target)
+            return *self.policy.logprobs(data.inputs), self.critic.values(data.inputs)
+        logprobs, entropy, hidden = self.policy.logprobs_and_hidden(data.inputs)
         return logprobs, entropy, self.critic.values_of(hidden)
 
     def _critic_loss(self, tokens: TrainedTokens) -> Tensor | float:
@@ -353,15 +352,15 @@ class PolicyAgent:
         loss_M = value_loss(tokens.values, old, returns, self.rule.value_clip)
         return self.rule.value_coef * (tokens.weights * loss_M).sum()
 
-    def _reference_logprobs(self, batch: Batch, row: Row) -> Tensor:
+    def _reference_logprobs(self, inputs: RowInputs) -> Tensor:
         if self.policy.spec.kind is PolicyKind.LORA:
             with self.policy.as_reference():
-                return self._forward(self.policy, batch, row)[0]
+                return self.policy.logprobs(inputs)[0]
         assert self._reference is not None, "the loss needs a reference and none was built"
         with torch.no_grad():
-            return self._forward(self._reference, batch, row)[0]
+            return self._reference.logprobs(inputs)[0]
 
-    def _without_gradient(self, compute: Callable[[Row], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
+    def _without_gradient(self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
         """Return what is computed for each trained token of the members, in rows that fit into memory. [M]."""
         while True:
             try:
@@ -369,22 +368,17 @@ class PolicyAgent:
             except OutOfMemory as error:
                 self._shorten_rows(error)
 
-    def _computed(self, compute: Callable[[Row], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
+    def _computed(self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
         gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
-        rows = pack(batch, members, self.row_tokens, self.packing)
+        own = self.world.own(pack(batch, members, self.row_tokens, self.packing), self.policy.operations)
         with torch.no_grad():
-            for row, counts in self.world.own(rows, self.policy.operations):
+            for (row, counts), inputs in ahead(own, lambda item: inputs_of(self.policy, batch, item[0])):
                 with self._reporting_memory(batch, row):
-                    found = compute(row)
+                    found = compute(inputs)
                 if counts:
                     gathered[torch.from_numpy(row.token).to(self.policy.device)] = found
         result: Reals = self.world.sum(gathered).cpu().numpy()
         return result
-
-    @staticmethod
-    def _forward(policy: Policy, batch: Batch, row: Row) -> tuple[Tensor, Tensor]:
-        temperature = torch.from_numpy(batch.table.temperature[row.token])
-        return policy.logprobs(row, temperature, torch.from_numpy(batch.table.target[row.token]))
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from trainer.learning.batch import Row
+from trainer.policy.inputs import RowInputs
 from trainer.policy.loading import base_of
 from trainer.policy.model import Policy
 
@@ -74,10 +74,10 @@ class Critic:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    def values(self, row: Row) -> Tensor:
+    def values(self, inputs: RowInputs) -> Tensor:
         """Return the value of the state before each trained token of a row. [m]."""
         trunk = self._policy if self._second is None else self._second
-        return self.values_of(trunk.hidden(row))
+        return self.values_of(trunk.hidden(inputs))
 
     def values_of(self, hidden: Tensor) -> Tensor:
         """Return the values of hidden states. [m, H] to [m]."""

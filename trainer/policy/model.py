@@ -13,17 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.learning.attention import block_mask, dense_mask
 from trainer.learning.batch import Row
-from trainer.learning.forest import Layout
 from trainer.learning.logprobs import linear_logprobs, selected_logprobs
 from trainer.policy.head import OutputLayer
+from trainer.policy.inputs import RowInputs, row_inputs
 from trainer.policy.loading import allocate, base_of, copy_tokenizer, empty_model, load_model, tied_names
 from trainer.policy.tuning import checkpoint_layers, needs_checkpointing, use_liger, uses_liger
 from turnwise.errors import BadCheckpoint, SettingsError
@@ -186,31 +183,32 @@ class Policy:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
 
-    def logprobs(self, row: Row, temperature: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logprob and entropy of the row's trained tokens, both [m] in float32.
+    def inputs(self, row: Row, temperature: Tensor, target: Tensor) -> RowInputs:
+        """Return a row's tensors on the device; may be called in a thread while another row is computed.
 
         Args:
             row: The packed row.
             temperature: Of each trained token. [m]
             target: The sampled tokens. [m]
         """
-        keep, places = self._places(row, temperature, target)
+        return row_inputs(row, temperature, target, self.attention, self.device)
+
+    def logprobs(self, inputs: RowInputs) -> tuple[Tensor, Tensor]:
+        """Return logprob and entropy of the row's trained tokens, both [m] in float32."""
         if self._head is None:
-            return selected_logprobs(self._output(row, keep), *places)
-        return self._from_hidden(self._head, self._hidden_states(self._head, row, keep), places)
+            return selected_logprobs(self._output(inputs), inputs.which, inputs.target, inputs.temperature)
+        return self._from_hidden(self._head, self._hidden_states(self._head, inputs), inputs)
 
-    def logprobs_and_hidden(self, row: Row, temperature: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `logprobs` returns, and the hidden state before each trained token, [m, H]."""
+    def logprobs_and_hidden(self, inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same with the hidden state before each trained token, [m, H], of one forward pass."""
         assert self._head is not None, "checked by check_gives_hidden_states"
-        keep, places = self._places(row, temperature, target)
-        hidden_UH = self._hidden_states(self._head, row, keep)
-        return *self._from_hidden(self._head, hidden_UH, places), hidden_UH[places[0]]
+        hidden_UH = self._hidden_states(self._head, inputs)
+        return *self._from_hidden(self._head, hidden_UH, inputs), hidden_UH[inputs.which]
 
-    def hidden(self, row: Row) -> Tensor:
+    def hidden(self, inputs: RowInputs) -> Tensor:
         """Return the hidden state before each trained token of the row. [m, H]."""
         assert self._head is not None, "checked by check_gives_hidden_states"
-        keep, which = torch.unique(torch.from_numpy(row.predictor), return_inverse=True)
-        return self._hidden_states(self._head, row, keep.to(self.device))[which.to(self.device)]
+        return self._hidden_states(self._head, inputs)[inputs.which]
 
     def check_gives_hidden_states(self) -> None:
         """Check that the hidden states before the output layer can be read.
@@ -224,43 +222,25 @@ class Policy:
                 "the output layer: train in one process, use another model, or another estimator"
             )
 
-    def _places(self, row: Row, temperature: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the distinct predictors [U], and what `linear_logprobs` takes beside hidden states and weights."""
-        # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
-        pairs = torch.stack([torch.from_numpy(row.predictor).double(), temperature.double()])
-        distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
-        keep = distinct[0].long().to(self.device)
-        return keep, (which.to(self.device), target.long().to(self.device), distinct[1].float().to(self.device))
-
-    def _hidden_states(self, head: OutputLayer, row: Row, keep: Tensor) -> Tensor:
+    def _hidden_states(self, head: OutputLayer, inputs: RowInputs) -> Tensor:
         with head.left_out():
-            return self._output(row, keep)
+            return self._output(inputs)
 
-    def _from_hidden(
-        self, head: OutputLayer, hidden_UH: Tensor, places: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _from_hidden(self, head: OutputLayer, hidden_UH: Tensor, inputs: RowInputs) -> tuple[Tensor, Tensor]:
         dtype = torch.float32 if self.spec.float32_head else self.compute_dtype
+        places = inputs.which, inputs.target, inputs.temperature
         return linear_logprobs(hidden_UH.to(dtype), head.weight.to(dtype), *places)
 
-    def _output(self, row: Row, keep: Tensor) -> Tensor:
+    def _output(self, inputs: RowInputs) -> Tensor:
         """Return what the model gives at the kept places: logits, or hidden states while the head is left out."""
-        inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(row.layout.tokens.astype(np.int64))[None].to(self.device),
-            "position_ids": torch.from_numpy(row.layout.positions)[None].to(self.device),
-            "use_cache": False,
-        }
-        if not row.layout.is_one_sequence:
-            inputs["attention_mask"] = self._mask(row.layout)
+        arguments: dict[str, Any] = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "use_cache": False}
+        if inputs.mask is not None:
+            arguments["attention_mask"] = inputs.mask
         if self._keeps_logits:
-            inputs["logits_to_keep"] = keep
+            arguments["logits_to_keep"] = inputs.keep
         with self._autocast():
-            logits = self.model(**inputs).logits[0]
-        return cast("Tensor", logits if self._keeps_logits else logits[keep])
-
-    def _mask(self, layout: Layout) -> Tensor | BlockMask:
-        if self.attention == "flex_attention":
-            return block_mask(layout, self.device)
-        return dense_mask(layout, self.device)[None, None]
+            logits = self.model(**arguments).logits[0]
+        return cast("Tensor", logits if self._keeps_logits else logits[inputs.keep])
 
     def next_logprobs(self, tokens: list[int]) -> Tensor:
         """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""

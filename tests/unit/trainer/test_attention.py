@@ -100,6 +100,6 @@ def test_a_packed_row_gives_each_sequence_the_same_logprobs_as_a_row_of_its_own(
         row = Row(layout=layout, predictor=places[:-1], token=np.arange(len(tokens) - 1))
         targets = torch.from_numpy(tokens[1:].astype(np.int64))
         with torch.no_grad():
-            packed, _ = policy.logprobs(row, torch.ones(len(targets)), targets)
+            packed, _ = policy.logprobs(policy.inputs(row, torch.ones(len(targets)), targets))
             alone = policy.next_logprobs(tokens.tolist())[:-1].gather(1, targets[:, None])[:, 0]
         torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)

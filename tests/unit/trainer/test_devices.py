@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 from support import trainer_ledger
 from support.trainer_ledger import Rollouts, make_model, new_ledger, settings_for
 
+from trainer.build import make_agent
 from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.policy.inputs import ahead
 from trainer.policy.loading import allocate, empty_model, load_model
 from trainer.policy.model import Policy, PolicySpec, resolve_device
 from turnwise.errors import SettingsError
@@ -29,6 +32,70 @@ def test_each_process_of_torchrun_loads_onto_its_own_gpu(tmp_path, model, monkey
     workflow.close()
     assert chosen == [0, 3]
     assert resolve_device("auto") == torch.device("cuda", 3)
+
+
+def test_the_reference_is_loaded_onto_the_gpu_of_its_process_and_sharded_like_the_policy(tmp_path, model, monkeypatch):
+    """The device is resolved when the models are loaded, after the process chose its GPU; `meta` stands for that."""
+    agent = make_agent(settings_for(tmp_path, model, kl_coef=0.1))
+    monkeypatch.setattr("trainer.policy.model.resolve_device", lambda _: torch.device("meta"))
+    agent.load(0)
+    for policy in (agent.policy, agent._reference):
+        assert {parameter.device.type for parameter in policy.model.parameters()} == {"meta"}
+    assert not any(parameter.requires_grad for parameter in agent._reference.model.parameters())
+    agent.shard("data")
+    assert (agent.policy.mesh_axis, agent._reference.mesh_axis) == ("data", "data")
+
+
+def test_the_next_row_is_prepared_while_the_present_one_is_computed():
+    prepared, both = [], threading.Event()
+
+    def prepare(item):
+        prepared.append((item, threading.current_thread() is threading.main_thread()))
+        if len(prepared) == 2:
+            both.set()
+        return item * 10
+
+    rows = ahead([1, 2, 3], prepare)
+    assert next(rows) == (1, 10)
+    assert both.wait(10)  # nobody has asked for the second row yet
+    assert list(rows) == [(2, 20), (3, 30)]
+    assert prepared == [(1, False), (2, False), (3, False)]
+
+
+def test_an_error_of_a_row_that_is_prepared_ahead_is_raised_where_the_row_is_due():
+    def prepare(item):
+        if item == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return item
+
+    rows = ahead([1, 2, 3], prepare)
+    assert next(rows) == (1, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(rows)
+
+
+@pytest.mark.parametrize("sync_every_row", [False, True])
+def test_gradients_are_reduced_with_the_last_row_of_a_step_only(tmp_path, model, ledger, monkeypatch, sync_every_row):
+    Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=1)
+    reduced, real = [], torch.Tensor.backward
+    settings = settings_for(
+        tmp_path, model, total_batches=1, row_tokens=20, groups_per_batch=1, sync_every_row=sync_every_row
+    )
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.setup(0)
+    wanted = [True]
+    state.policy.mesh_axis = "data"  # as if it were sharded
+    state.policy.model.set_requires_gradient_sync = lambda is_wanted: wanted.append(is_wanted)
+
+    def backward(self):
+        reduced.append(wanted[-1])
+        real(self)
+
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    workflow.learn(state)
+    workflow.close()
+    assert len(reduced) > 2
+    assert reduced == ([True] * len(reduced) if sync_every_row else [*[False] * (len(reduced) - 1), True])
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -50,10 +117,10 @@ def small_memory(monkeypatch, most_tokens):
     """Raise an out-of-memory error for rows of more tokens, as a device does."""
     real = Policy.logprobs
 
-    def logprobs(self, row, *rest):
-        if len(row.layout.tokens) > most_tokens:
+    def logprobs(self, inputs):
+        if inputs.tokens.shape[1] > most_tokens:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, row, *rest)
+        return real(self, inputs)
 
     monkeypatch.setattr(Policy, "logprobs", logprobs)
 

@@ -1,0 +1,97 @@
+"""What a model gets of a packed row, as tensors on its device; made for the next row while the present one is computed.
+
+Building masks and indices is work of the CPU, and copies from pinned memory do not wait for the GPU, so a GPU goes from
+row to row without a gap. Legend: N tokens of a row, m trained tokens of it, U distinct predictors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from trainer.learning.attention import block_mask, dense_mask
+from trainer.learning.batch import Row
+from trainer.learning.forest import Layout
+
+Item = TypeVar("Item")
+Prepared = TypeVar("Prepared")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowInputs:
+    """A packed row on the model's device."""
+
+    tokens: Tensor
+    """[1, N]"""
+    positions: Tensor
+    """[1, N]"""
+    mask: Tensor | BlockMask | None
+    """Who sees whom; None for one sequence, where causal attention is all that is needed."""
+    keep: Tensor
+    """Places whose logits are needed, each once for each temperature. [U]"""
+    which: Tensor
+    """The kept place that predicts each trained token. [m]"""
+    target: Tensor
+    """The trained tokens. [m]"""
+    temperature: Tensor
+    """Of each kept place. [U]"""
+
+
+def row_inputs(row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device) -> RowInputs:
+    """Return a row's tensors.
+
+    Args:
+        row: The packed row.
+        temperature: Of each trained token. [m]
+        target: The sampled tokens. [m]
+        attention: Name of the implementation, which decides the kind of mask.
+        device: The model's.
+    """
+    predictor = torch.from_numpy(row.predictor)
+    # Two branches may part after the same token: its logits are computed once for both, if they are scaled alike.
+    pairs = torch.stack([predictor.double(), temperature.double()])
+    distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
+    return RowInputs(
+        tokens=on_device(torch.from_numpy(row.layout.tokens.astype(np.int64))[None], device),
+        positions=on_device(torch.from_numpy(row.layout.positions)[None], device),
+        mask=None if row.layout.is_one_sequence else _mask(row.layout, attention, device),
+        keep=on_device(distinct[0].long(), device),
+        which=on_device(which, device),
+        target=on_device(target.long(), device),
+        temperature=on_device(distinct[1].float(), device),
+    )
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; a copy to a GPU is queued there, and nothing waits for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def ahead(items: Sequence[Item], prepare: Callable[[Item], Prepared]) -> Iterator[tuple[Item, Prepared]]:
+    """Yield each item with what was prepared for it: by a thread, while the caller was busy with the one before."""
+    if len(items) < 2:
+        for item in items:
+            yield item, prepare(item)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="rows") as thread:
+        coming: Future[Prepared] = thread.submit(prepare, items[0])
+        for number, item in enumerate(items):
+            prepared = coming.result()
+            if number + 1 < len(items):
+                coming = thread.submit(prepare, items[number + 1])
+            yield item, prepared
+
+
+def _mask(layout: Layout, attention: str, device: torch.device) -> Tensor | BlockMask:
+    if attention == "flex_attention":
+        return block_mask(layout, device)
+    return dense_mask(layout, device)[None, None]
