@@ -85,7 +85,7 @@ def test_gradients_are_reduced_with_the_last_row_of_a_step_only(tmp_path, model,
     state = workflow.setup(0)
     wanted = [True]
     state.policy.mesh_axis = "data"  # as if it were sharded
-    state.policy.model.set_requires_gradient_sync = lambda is_wanted: wanted.append(is_wanted)
+    state.policy.model.set_requires_gradient_sync = wanted.append
 
     def backward(self):
         reduced.append(wanted[-1])
