@@ -54,13 +54,13 @@ def page(verdicts: Stored) -> str:
 
 
 def _played(verdicts: Stored) -> list[str]:
-    """Return what the engines of the table are, and the commits that it was made on."""
+    """Return what the engines of the table are, and on how many commits it was made."""
     used = {verdict["engine"] for verdict in verdicts.values()}
-    commits = sorted({verdict["commit"] for verdict in verdicts.values()})
+    commits = {verdict["commit"] for verdict in verdicts.values()}
     lines = ["The column **engine** says what each was played in front of:", ""]
     lines += [f"* `{name}`: {meaning}." for name, meaning in ENGINES.items() if name in used]
-    named = ", ".join(f"`{commit}`" for commit in commits)
-    return [*lines, "", f"Played on {'commit' if len(commits) == 1 else 'the commits'} {named}."]
+    when = "on one commit" if len(commits) == 1 else f"on {len(commits)} commits"
+    return [*lines, "", f"All rows were played {when}; the last column has the date and the commit of each."]
 
 
 def stated_cells(text: str) -> dict[str, dict[str, str]]:
@@ -82,7 +82,8 @@ def _table(verdicts: Stored, columns: list[str]) -> list[str]:
         verdict = verdicts.get(harness.name)
         if verdict is not None:
             cells = [verdict["cells"].get(name, NONE) for name in columns]
-            row = [harness.name, verdict["version"], harness.dialect, verdict["engine"], *cells, verdict["date"]]
+            played = f"{verdict['date']}, `{verdict['commit']}`"
+            row = [harness.name, verdict["version"], harness.dialect, verdict["engine"], *cells, played]
             lines.append(f"| {' | '.join(row)} |")
     return lines
 

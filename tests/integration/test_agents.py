@@ -99,7 +99,8 @@ def test_the_verdicts_of_another_commit_are_played_again(tmp_path: Path):
         ("vllm", "no"),
         ("fake", "yes"),
     ]
-    assert "Played on the commits `earlier`, `present`." in page(verdicts.read())
+    assert [stated[each.name]["played on"].split("`")[1] for each in (first, second)] == ["earlier", "present"]
+    assert "played on 2 commits" in page(verdicts.read())
 
 
 @pytest.mark.slow

@@ -382,4 +382,7 @@ def _decoded(response: httpx2.Response) -> Json:
 
 
 def _not_ready(base_url: str, timeout_seconds: float, reason: str) -> str:
-    return f"the proxy at {base_url!r} was not ready within {timeout_seconds} s; its last answer: {reason}"
+    return (
+        f"the proxy at {base_url!r} was not ready within {timeout_seconds} s; its last answer: {reason}; "
+        "start one with `turnwise up`, or give the address of the one that runs"
+    )

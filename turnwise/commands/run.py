@@ -55,7 +55,7 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False)
         click.echo("\n".join(report.table(results)))
     if results and not any(result.num_turns for result in results):
         runner = import_module("turnwise.rollouts.runner")
-        click.echo(f"turnwise: no run made a model call: {runner.no_call_cause(results[0], settings)}", err=True)
+        click.echo(f"turnwise: no run made a model call {runner.no_call_cause(results[0], settings)}", err=True)
         sys.exit(1)
     problems = [result for result in results if result.error is not None]
     if problems:
@@ -82,7 +82,8 @@ def _run_once(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) ->
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     reward = "no reward" if result.reward is None else f"reward {result.reward:g}"
-    say(f"session {result.session_id} ended: {result.num_turns} turns, {reward}, {result.termination_reason}")
+    turns = "1 turn" if result.num_turns == 1 else f"{result.num_turns} turns"
+    say(f"session {result.session_id} ended: {turns}, {reward}, {result.termination_reason}")
     if result.error is not None:
         say(result.error)
     if result.num_turns == 0:

@@ -19,7 +19,7 @@ from turnwise.rollouts.report import Progress
 from turnwise.rollouts.results import Results, RunResult
 from turnwise.rollouts.runner import OnResult, Runner
 from turnwise.rollouts.settings import RunSettings, check
-from turnwise.rollouts.tasks import load_tasks
+from turnwise.rollouts.tasks import load_tasks, unfilled
 from turnwise.rollouts.workers import CallPlayer
 
 READY_SECONDS = 4.0
@@ -48,6 +48,7 @@ async def opened(
         results = stack.enter_context(Results(settings.directory(), _plan(settings, argv)))
         player = _player(settings, argv)
         stack.push_async_callback(player.close)
+        await player.start()  # before any session is created
         pace = None
         if settings.groups_per_version is not None:
             pace = Pace(client, groups_per_version=settings.groups_per_version, lead=settings.lead)
@@ -76,7 +77,8 @@ async def play_all(settings: RunSettings, argv: Sequence[str], progress: Progres
         RolloutFailed: the agent never calls the model.
     """
     assert settings.tasks is not None
-    load_tasks(settings.tasks, settings.split)
+    for name in unfilled(argv, load_tasks(settings.tasks, settings.split)):
+        progress.message(f"no task has a field {name!r}, so the command's arguments keep the text {{{name}}}")
     planned: list[int | None] = [None]
     async with opened(settings, argv, on_result=lambda result: progress.add(result, planned[0])) as runner:
         results: list[RunResult] = []

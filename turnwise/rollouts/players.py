@@ -59,6 +59,13 @@ class Played:
 class Player(Protocol):
     """Plays runs."""
 
+    async def start(self) -> None:
+        """Acquire what the first run needs.
+
+        Raises:
+            SettingsError: the agent cannot be used.
+        """
+
     async def play(self, run: Run) -> Played:
         """Play one run to its end."""
 
@@ -97,6 +104,9 @@ class CommandPlayer:
         )
         reason = "timeout" if ended.timed_out else f"exit_status_{ended.exit_status}"
         return Played(termination_reason=reason, seconds=ended.seconds)
+
+    async def start(self) -> None:
+        """Do nothing: each run starts its own process."""
 
     async def close(self) -> None:
         """Do nothing: no resources are kept between runs."""

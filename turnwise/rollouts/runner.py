@@ -228,15 +228,18 @@ class Runner:
         return "-".join(parts) + (f".{attempt}" if attempt > 1 else "")
 
     def _no_call(self, result: RunResult) -> str:
-        log = self._results.directory / "runs" / result.session_id / "agent.log"
-        end = f"; the end of its log {log}:\n{tail_of(log)}" if log.exists() else ""
-        ended = result.error or result.termination_reason
-        cause = no_call_cause(result, self._settings)
-        return f"the first {self._num_finished} runs made no model call ({ended}): {cause}{end}"
+        return f"the first {self._num_finished} runs made no model call {no_call_cause(result, self._settings)}"
 
 
 def no_call_cause(result: RunResult, settings: RunSettings) -> str:
-    """Return the probable cause of a run without a model call, and what to do."""
+    """Return how a run without a model call ended, the probable cause, what to do, and the end of the agent's log."""
+    name = Path("workers.log") if settings.call is not None else Path("runs", result.session_id, "agent.log")
+    log = settings.directory() / name
+    end = f"; the end of its log {log}:\n{tail_of(log)}" if log.exists() and log.stat().st_size else ""
+    return f"({result.error or result.termination_reason}): {_probable_cause(result, settings)}{end}"
+
+
+def _probable_cause(result: RunResult, settings: RunSettings) -> str:
     if result.termination_reason not in ("exit_status_0", "timeout"):
         return "the agent failed before its first call"
     if settings.call is not None:

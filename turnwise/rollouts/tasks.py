@@ -17,6 +17,8 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_:@~-]+")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_]+")
 MAX_SLUG_LENGTH = 100
+RUN_FIELDS = frozenset({"task_id", "model", "base_url", "api_key"})
+"""Names in braces that every run fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,13 @@ def as_text(value: Any) -> str:
 def fill(argument: str, values: Mapping[str, Any]) -> str:
     """Replace each `{name}` of a known name by its value; other braces are unchanged."""
     return _PLACEHOLDER.sub(lambda found: as_text(values[found[1]]) if found[1] in values else found[0], argument)
+
+
+def unfilled(arguments: Iterable[str], tasks: Iterable[Task]) -> list[str]:
+    """Return the names in braces in a command's arguments that are fields of no task; `${name}` is a shell's."""
+    known = RUN_FIELDS.union(*(task.fields for task in tasks))
+    named = (found[1] for argument in arguments for found in _PLACEHOLDER.finditer(argument.replace("${", "")))
+    return [name for name in dict.fromkeys(named) if name not in known]
 
 
 def load_tasks(path: Path, split: str | None = None) -> list[Task]:

@@ -72,6 +72,14 @@ class CallPlayer:
         self._retired: list[_Worker] = []
         self._starting = asyncio.Lock()
 
+    async def start(self) -> None:
+        """Import the agent in a first worker.
+
+        Raises:
+            SettingsError: it cannot be imported.
+        """
+        await self._worker()
+
     async def play(self, run: Run) -> Played:
         """Play one run to its end, or to its time limit."""
         chosen = await self._worker()

@@ -297,12 +297,14 @@ def test_an_agent_that_makes_no_call_is_stopped_with_the_end_of_its_log(url, tmp
 
 def test_runs_without_a_model_call_are_not_finished_and_the_repaired_agent_plays_them(url, client, tmp_path):
     """Two tasks whose agent fails first: exit status 1 with the cause; the same command then plays both."""
-    write_agent(tmp_path, "sys.exit(2)\n")
+    write_agent(tmp_path, "print('my key is missing')\nsys.exit(2)\n")
     tasks = write_tasks(tmp_path, {"task_id": "a"}, {"task_id": "b"})
     options = ("--proxy", url, "--tasks", str(tasks), "--out", "out", "--", sys.executable, "agent.py")
     failed = finished_run(tmp_path, *options)
     assert failed.returncode == 1
-    assert "no run made a model call: the agent failed before its first call" in failed.stderr
+    assert "no run made a model call (exit_status_2): the agent failed before its first call" in failed.stderr
+    assert "the end of its log" in failed.stderr
+    assert "my key is missing" in failed.stderr
     assert (tmp_path / "out/results.jsonl").read_text() == ""
     write_agent(tmp_path, "ask('hello')\n")
     assert finished_run(tmp_path, *options).returncode == 0
@@ -316,6 +318,24 @@ def test_a_function_that_makes_no_call_is_told_what_its_client_needs(url, tmp_pa
     done = finished_run(tmp_path, "--proxy", url, "--tasks", str(tasks), "--call", "idle_agent:play", "--out", "out")
     assert done.returncode == 1
     assert "its client needs run.base_url and run.api_key" in done.stderr
+
+
+def test_a_function_that_cannot_be_imported_leaves_no_open_session(url, client, tmp_path):
+    (tmp_path / "agent_module.py").write_text("def play(task, run):\n    return 1.0\n")
+    tasks = write_tasks(tmp_path, {"task_id": "t"})
+    options = ("--proxy", url, "--tasks", str(tasks), "--group-size", "4", "--out", "out")
+    failed = finished_run(tmp_path, *options, "--call", "agent_module:paly")
+    assert (failed.returncode, "has no attribute 'paly'" in failed.stderr) == (2, True)
+    assert sessions_of(client, tmp_path, "out") == []
+
+
+def test_a_name_in_braces_that_no_task_has_is_reported(url, client, tmp_path):
+    agent = write_agent(tmp_path, "ask(sys.argv[1])\n")
+    tasks = write_tasks(tmp_path, {"task_id": "t", "question": "hello"})
+    options = ("--proxy", url, "--tasks", str(tasks), "--out", "out", "--", sys.executable, str(agent))
+    done = finished_run(tmp_path, *options, "{qestion}")
+    assert done.returncode == 0
+    assert "no task has a field 'qestion', so the command's arguments keep the text {qestion}" in done.stderr
 
 
 def test_results_of_another_command_are_not_mixed(url, tmp_path):

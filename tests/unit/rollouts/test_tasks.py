@@ -5,7 +5,7 @@ import json
 import pytest
 
 from turnwise.errors import SettingsError
-from turnwise.rollouts.tasks import Task, fill, load_tasks
+from turnwise.rollouts.tasks import Task, fill, load_tasks, unfilled
 
 
 def test_a_task_is_a_line_with_an_explicit_id_or_its_line_number(tmp_path):
@@ -54,6 +54,12 @@ def test_fields_of_the_task_in_braces_are_filled_into_the_command():
     assert fill("solve {question} in {n} steps, {unknown} {}", {"question": "1+1", "n": 2}) == (
         "solve 1+1 in 2 steps, {unknown} {}"
     )
+
+
+def test_names_in_braces_that_no_task_has_are_found():
+    """Variables of a shell are not among them."""
+    tasks = [Task("1", {"question": "?"}), Task("2", {"hint": "!"})]
+    assert unfilled(["{question} {qestion}", "{hint}{model}", "{} ${HOME}", "{qestion}"], tasks) == ["qestion"]
 
 
 def test_the_fields_of_a_task_are_environment_variables():
