@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import ipaddress
@@ -16,6 +15,7 @@ from typing import cast
 
 from fastapi import Request
 
+from proxy.allocator import keep_freed_memory, return_freed_memory
 from proxy.auth import Authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
@@ -51,10 +51,6 @@ NUM_EXPORTS = 4
 """Maximum number of concurrent exports; each holds a database connection until its client has read everything."""
 SWEEP_SECONDS = 5.0
 """How often idle sessions are expired and old stored answers are deleted."""
-TRIM_SECONDS = 5.0
-"""How often freed memory may be returned to the system; it takes 1 to 3 ms."""
-TRIM_BYTES = 8 * 2**20
-"""Bytes of long requests after which it is returned."""
 GAUGES_SECONDS = 1.0
 """How often a worker stores its gauges for the other workers."""
 
@@ -119,6 +115,7 @@ async def running_services(
         SchemaMismatch: the store's tables are of another release.
         EngineUnsuitable: an engine lacks a feature that exact capture requires, and the check is strict.
     """
+    keep_freed_memory()
     services = await _open_services(settings, peers, Metrics(metrics_directory))
     await peers.connect(services.apply_change)
     await services.reloader.start()
@@ -128,7 +125,7 @@ async def running_services(
         ActivityRecorder(services.pool, services.writer, services.metrics).run(),
         _sweep(services),
         _refresh_gauges(services.metrics),
-        _return_memory(services.known_requests),
+        return_freed_memory(lambda: services.known_requests.num_bytes_read),
     ]
     tasks = [asyncio.create_task(each) for each in background]
     try:
@@ -296,20 +293,6 @@ async def _refresh_gauges(metrics: Metrics) -> None:
     while True:
         metrics.refresh()
         await asyncio.sleep(GAUGES_SECONDS)
-
-
-async def _return_memory(requests: KnownRequests) -> None:
-    """Return memory that long requests have used to the system, until cancelled.
-
-    The C library keeps what was freed: decoding one prompt of 300,000 tokens leaves tens of megabytes.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    returned_at = 0
-    while trim is not None:
-        await asyncio.sleep(TRIM_SECONDS)
-        if requests.num_bytes_read - returned_at >= TRIM_BYTES:
-            returned_at = requests.num_bytes_read
-            await asyncio.to_thread(trim, 0)
 
 
 async def _sweep(services: Services) -> None:

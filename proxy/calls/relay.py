@@ -23,9 +23,9 @@ from proxy.continuation.plan import Forest
 from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
-from proxy.dialects.base import Call
+from proxy.dialects.base import Call, encode_request
 from proxy.engines.engine import Lane
-from proxy.engines.http_client import Answer, Disconnected
+from proxy.engines.http_client import Answer, Body, Disconnected
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -228,17 +228,16 @@ class Relay:
         encoded = call.encoder.chunks(shown) + b"".join(map(call.encoder.error, failures))
         return encoded + call.encoder.done() if is_over else encoded
 
-    def _request(self, running: Running, lane: Lane) -> tuple[bytes, dict[str, str]]:
-        """Return the body and the headers of the request to the engine."""
+    def _request(self, running: Running, lane: Lane) -> tuple[Body, dict[str, str]]:
+        """Return the body, in pieces, and the headers of the request to the engine."""
         self._faults.point("before_engine")
         call = running.call
         prompt = running.plan.prompt
-        running.sent_ids = None if prompt is None else prompt.json()
+        running.sent_ids = None if prompt is None else prompt.json_pieces()
         body = call.dialect.engine_body(call, running.sent_ids, running.session.sampling)
         body["model"] = lane.adapter or lane.engine.model
         lane.engine.reject_prompt_logprobs(body)
-        encoded = orjson.dumps(body)
-        return encoded, {"content-type": "application/json", "x-request-id": running.call_id}
+        return encode_request(body), {"content-type": "application/json", "x-request-id": running.call_id}
 
     async def _recorded(self, running: Running, sampling: Coroutine[Any, Any, T]) -> T:
         """Sample a reply and return its result. Record a failed or aborted call exactly once.

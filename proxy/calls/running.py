@@ -25,8 +25,8 @@ class Running:
     plan: Plan
     identity: RequestIdentity
     call_id: str
-    sent_ids: bytes | None = None
-    """The JSON array of the prompt's ids, as it was sent; None where the engine renders the messages."""
+    sent_ids: list[bytes] | None = None
+    """The pieces of the JSON array of the prompt's ids that was sent; None where the engine renders the messages."""
     has_waited: bool = False
     """Whether the call has waited in vain for the proxy's first engine."""
     lane: Lane | None = None
@@ -70,7 +70,7 @@ class Running:
     def cut_echo(self, reply: bytes) -> bytes:
         """Return a reply or chunk without the echoed prompt ids, if they are as sent."""
         sent = self.sent_ids
-        if sent is None or self.has_cut_echo or len(reply) < len(sent):
+        if sent is None or self.has_cut_echo:
             return reply
         rest, self.has_cut_echo = cut_echo(reply, sent)
         return rest

@@ -12,10 +12,11 @@ import copy
 import functools
 import json
 import os.path
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import orjson
 
 from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.long_probes import LongProbe, long_probes
@@ -26,6 +27,8 @@ from turnwise.types import Json, TokenIds
 
 MARKER = "TurnwiseMarkQ7Z"
 """Replaces a reply's content; letters and a digit, so that JSON or HTML escaping does not change it."""
+MAX_CLOSINGS = 1024
+"""Kinds of conversations whose closing text is known."""
 PROBE_VALUE, OTHER_PROBE_VALUE = "probe0001", "probe0002"
 
 Reason = Literal["template_unsafe", "thinking_stripped", "tokenizer_differs"]
@@ -64,6 +67,8 @@ class ChatTemplate:
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
         self._renders_developer = "developer" in str(tokenizer.chat_template)
         self._outliner: Outliner | None = None
+        self._closings: dict[Hashable, str] = {}
+        """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -124,31 +129,36 @@ class ChatTemplate:
     def shorten_if_alike(self) -> None:
         """Render long conversations in short from now on, if probes show that this template continues both alike."""
         marks = marks_of(self._tokenizer.chat_template) if isinstance(self._tokenizer.chat_template, str) else None
-        if marks is not None and self.end_tokens:
-            outliner = Outliner(marks)
-            if all(self._continues_alike(probe, outliner) for probe in long_probes(min(self.end_tokens))):
-                self._outliner = outliner
+        if marks is None or not self.end_tokens:
+            return
+        for shortens_tools in (True, False):
+            self._outliner, self._closings = Outliner(marks, shortens_tools=shortens_tools), {}
+            if all(map(self._continues_alike, long_probes(min(self.end_tokens)))):
+                return
+        self._outliner = None
 
     @property
     def shortens(self) -> bool:
         """Whether long conversations are rendered in short."""
         return self._outliner is not None
 
-    def _continues_alike(self, probe: LongProbe, outliner: Outliner) -> bool:
-        """Return whether the answers to a conversation and to its short form are the same: ids, or a refusal."""
-        answers: list[list[int] | Reason] = []
-        for messages, replied in (
-            (probe.messages, probe.replied),
-            outliner.shortened(probe.messages, probe.replied),
-        ):
-            try:
-                found = self.whole_continuation(
-                    messages, replied, probe.reply, probe.tools, {}, keep_thinking=probe.keep_thinking
-                )
-                answers.append(found.tolist())
-            except Unsafe as unsafe:
-                answers.append(unsafe.reason)
-        return answers[0] == answers[1]
+    def _continues_alike(self, probe: LongProbe) -> bool:
+        """Return whether the short way answers like the whole way, also once it knows the kind of conversation."""
+        probes = [probe] if probe.reply.reasoning else [probe, probe.with_other_text()]
+        return all(
+            self._answer(self.continuation, each) == self._answer(self.whole_continuation, each) for each in probes
+        )
+
+    @staticmethod
+    def _answer(continuation: Callable[..., TokenIds], probe: LongProbe) -> list[int] | Reason:
+        """Return the answer to a probe: ids, or the reason of a refusal."""
+        try:
+            found = continuation(
+                probe.messages, probe.replied, probe.reply, probe.tools, {}, keep_thinking=probe.keep_thinking
+            )
+            return list(map(int, found))
+        except Unsafe as unsafe:
+            return unsafe.reason
 
     def continuation(
         self,
@@ -164,14 +174,33 @@ class ChatTemplate:
         """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.
 
         A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
-        `outlines` are of the same messages; they are used again and completed.
+        Of conversations with the same kinds of messages, only the first is rendered and checked as a whole; then only
+        the text after the reply is rendered. `outlines` are of the same messages; they are used again and completed.
 
         Raises:
             Unsafe: as `whole_continuation`.
         """
-        if self._outliner is not None:
-            messages, replied = self._outliner.shortened(messages, replied, outlines)
-        return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+        if self._outliner is None:
+            return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+        messages, replied, kinds = self._outliner.shortened(messages, replied, outlines)
+        tools = self._outliner.outline_tools(tools)
+        if reply.reasoning:  # whether a template prints thinking may depend on its text
+            return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+        end_token = reply.last_token if reply.ended else None
+        given = orjson.dumps([tools, arguments], option=orjson.OPT_SORT_KEYS)
+        key = (kinds, replied, end_token, keep_thinking, given)
+        closing = self._closings.get(key)
+        if closing is None:
+            found, closing = self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+            while len(self._closings) >= MAX_CLOSINGS:
+                del self._closings[next(iter(self._closings))]
+            self._closings[key] = closing
+            return found
+        if keep_thinking:
+            messages = [_without_thinking(message) for message in messages]
+        rest = self._after_marker(_with_marker(messages, replied), tools, arguments, generate=True)
+        has_calls = bool(messages[replied].get("tool_calls"))
+        return self._tokenise(reply, *self._split_at_end(rest, closing, reply, has_calls=has_calls))
 
     def whole_continuation(
         self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
@@ -189,10 +218,16 @@ class ChatTemplate:
         Raises:
             Unsafe: when the template does not put the same text before, or no recognisable text after the reply.
         """
+        return self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)[0]
+
+    def _checked(
+        self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
+    ) -> tuple[TokenIds, str]:
+        """Return the tokens between the replies and the text that closes the first, as `whole_continuation` does."""
         if keep_thinking:
             messages = [_without_thinking(message) for message in messages]
         whole = self.render(messages, tools, arguments, generate=True)
-        marked = [*messages[:replied], _marked(messages[replied]), *messages[replied + 1 :]]
+        marked = _with_marker(messages, replied)
         closing = self._after_marker(marked[: replied + 1], tools, arguments, generate=False)
         rest = self._after_marker(marked, tools, arguments, generate=True)
         end, after = self._split_at_end(rest, closing, reply, has_calls=bool(messages[replied].get("tool_calls")))
@@ -200,6 +235,10 @@ class ChatTemplate:
             raise Unsafe("template_unsafe")
         reply_end = len(whole) - len(end + after)
         self._check_unchanged(whole, reply_end, messages, replied, reply, tools, arguments, keep_thinking)
+        return self._tokenise(reply, end, after), closing
+
+    def _tokenise(self, reply: Reply, end: str, after: str) -> TokenIds:
+        """Tokenise the text after a reply; `end` is its sampled end-of-turn token, empty without one."""
         if not end or reply.last_token is None:
             return np.asarray(self.tokenise(after), np.int32)
         return self._tokenise_after(reply.last_token, end, after)
@@ -302,6 +341,11 @@ def _last_common(closing: str, rest: str, end: str) -> int | None:
     shared = os.path.commonprefix([closing, rest])  # noqa: RUF071  of texts, one character at a time, as it does
     at = shared.rfind(end)
     return None if at < 0 else at
+
+
+def _with_marker(messages: Sequence[Json], replied: int) -> list[Json]:
+    """Return the messages with the marker in the reply at index `replied`."""
+    return [*messages[:replied], _marked(messages[replied]), *messages[replied + 1 :]]
 
 
 def _marked(reply: Json) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -13,15 +14,17 @@ from turnwise.types import Json
 REPEATED = 12
 """Repetitions of a pattern: enough for most of them to be left out of the outline."""
 LONG_TEXT = "Some text that is long enough to lose its middle in the outline. " * 8
+OTHER_TEXT = "Words of another length, none of which the first text has. " * 6
 TOOLS: list[Json] = [
     {
         "type": "function",
         "function": {
-            "name": "look_up",
-            "description": "Look somebody up.",
+            "name": name,
+            "description": LONG_TEXT,
             "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
         },
     }
+    for name in ("look_up", "write_down", "send_off")
 ]
 SYSTEM: Json = {"role": "system", "content": LONG_TEXT}
 USER: Json = {"role": "user", "content": LONG_TEXT}
@@ -38,6 +41,11 @@ class LongProbe(NamedTuple):
     reply: Reply
     tools: list[Json] | None
     keep_thinking: bool
+
+    def with_other_text(self) -> LongProbe:
+        """Return a conversation with the same kinds of messages."""
+        messages, reply = json.loads(json.dumps([self.messages, self.reply.reasoning]).replace(LONG_TEXT, OTHER_TEXT))
+        return self._replace(messages=messages, reply=dataclasses.replace(self.reply, reasoning=reply))
 
 
 def _call(number: int, content: str = "", **fields: Any) -> Json:

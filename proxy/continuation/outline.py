@@ -9,11 +9,12 @@ as `</think>`, is kept whole. `ChatTemplate` checks at its start that its templa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
+import orjson
 from jinja2 import nodes, sandbox
 
 from turnwise.types import Json
@@ -27,12 +28,14 @@ MAX_TEXT = 256
 KEPT_TEXT = 96
 """Characters of a longer text that are kept at each end."""
 MIN_MARK = 3
+MAX_KINDS = 4096
+"""Kinds that get a number; clients that invent roles make more, which are compared by their hash."""
 
 
 class Kind(NamedTuple):
     """What a template may distinguish messages by."""
 
-    role: Any
+    role: str
     num_calls: int
     """Up to 2."""
     has_thinking: bool
@@ -46,7 +49,18 @@ class Outline(NamedTuple):
 
     source: Json
     message: Json
-    kind: Kind
+    kind: int
+    """The number of its `Kind`, which the `Outliner` assigns: numbers are compared faster."""
+
+
+class Shortened(NamedTuple):
+    """A conversation that is short before its reply."""
+
+    messages: list[Json]
+    replied: int
+    """The reply's index."""
+    kinds: tuple[int, ...]
+    """The kinds of all its messages."""
 
 
 def marks_of(source: str) -> tuple[str, ...] | None:
@@ -66,13 +80,13 @@ def marks_of(source: str) -> tuple[str, ...] | None:
 class Outliner:
     """Shortens conversations for one template."""
 
-    def __init__(self, marks: Sequence[str]) -> None:
+    def __init__(self, marks: Sequence[str], *, shortens_tools: bool = False) -> None:
         self._marks = marks
+        self._shortens_tools = shortens_tools
+        self._numbers: dict[Kind, int] = {}
 
-    def shortened(
-        self, messages: Sequence[Json], replied: int, known: list[Outline] | None = None
-    ) -> tuple[list[Json], int]:
-        """Return a conversation that is short before the reply at index `replied`, and the reply's index in it.
+    def shortened(self, messages: Sequence[Json], replied: int, known: list[Outline] | None = None) -> Shortened:
+        """Return a conversation that is short before the reply at index `replied`.
 
         Args:
             messages: the conversation.
@@ -89,11 +103,39 @@ class Outliner:
         kept = outlines
         if replied >= MIN_MESSAGES:
             kept = [outlines[position] for position in kept_positions([outline.kind for outline in outlines])]
-        return [*(outline.message for outline in kept), *messages[replied:]], len(kept)
+        rest = messages[replied:]
+        return Shortened(
+            [*(outline.message for outline in kept), *rest],
+            len(kept),
+            (*(outline.kind for outline in kept), *(self._number(self.kind(message)) for message in rest)),
+        )
 
     def _outlined(self, message: Json) -> Outline:
         short = self.outline(message)
-        return Outline(message, short, self.kind(short))
+        return Outline(message, short, self._number(self.kind(short)))
+
+    def _number(self, kind: Kind) -> int:
+        number = self._numbers.get(kind)
+        if number is None and len(self._numbers) < MAX_KINDS:
+            number = self._numbers[kind] = len(self._numbers)
+        return hash(kind) if number is None else number
+
+    def outline_tools(self, tools: Any) -> Any:
+        """Return the first and the last tool, without their parameters; tools with a mark are kept as they are."""
+        if not self._shortens_tools or not isinstance(tools, list):
+            return tools
+        kept = tools if len(tools) <= 2 else [tools[0], tools[-1]]
+        return [self._outline_tool(tool) for tool in kept]
+
+    def _outline_tool(self, tool: Any) -> Any:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or any(self._found(orjson.dumps(tool).decode())):
+            return tool
+        short = {field: self._shorten(value) for field, value in function.items()}
+        parameters = function.get("parameters")
+        if isinstance(parameters, dict) and parameters.get("type") == "object":
+            short["parameters"] = {"type": "object", "properties": {}}
+        return {**tool, "function": short}
 
     def outline(self, message: Json) -> Json:
         """Return a message whose long texts without marks have lost their middle."""
@@ -109,8 +151,9 @@ class Outliner:
         """Return the kind of an outlined message."""
         calls, thinking = message.get("tool_calls"), message.get("reasoning", message.get("reasoning_content"))
         text = str(message.get("content") or "") + str(thinking or "")
+        role = message.get("role")
         return Kind(
-            role=message.get("role"),
+            role=role if isinstance(role, str) else repr(role),
             num_calls=min(len(calls), 2) if isinstance(calls, list) else 0,
             has_thinking=bool(thinking),
             is_empty=not message.get("content"),
@@ -140,7 +183,7 @@ def _without_arguments(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": "{}"}}
 
 
-def kept_positions(kinds: Sequence[Kind]) -> list[int]:
+def kept_positions(kinds: Sequence[Hashable]) -> list[int]:
     """Return the positions of the messages to keep.
 
     Both ends are kept, and the first and the last message of each kind. Between two of these, the longest block is left
@@ -148,8 +191,8 @@ def kept_positions(kinds: Sequence[Kind]) -> list[int]:
     templates check that users and assistants alternate.
     """
     last = len(kinds)
-    first_of: dict[Kind, int] = {}
-    last_of: dict[Kind, int] = {}
+    first_of: dict[Hashable, int] = {}
+    last_of: dict[Hashable, int] = {}
     for position, kind in enumerate(kinds):
         first_of.setdefault(kind, position)
         last_of[kind] = position
@@ -163,7 +206,7 @@ def kept_positions(kinds: Sequence[Kind]) -> list[int]:
     return positions
 
 
-def _longest_block(kinds: Sequence[Kind], start: int, end: int) -> tuple[int, int]:
+def _longest_block(kinds: Sequence[Hashable], start: int, end: int) -> tuple[int, int]:
     """Return the longest block between `start` and `end` that can be left out; an empty one at the end if none can."""
     for begin in range(start + 1, min(start + 4, end)):
         for resume in range(min(end, len(kinds) - 1), begin + 1, -1):

@@ -6,7 +6,9 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
+
+import orjson
 
 from proxy.dialects import sse
 from proxy.dialects.known_requests import KnownRequest
@@ -133,6 +135,25 @@ def template_arguments(body: Json) -> Json:
     return arguments
 
 
+class RawJson(NamedTuple):
+    """A value of a request that is JSON already, in pieces; a long one is not copied."""
+
+    pieces: Sequence[bytes | memoryview]
+
+
+def encode_request(body: Json) -> list[bytes | memoryview]:
+    """Return the JSON of a request with at least one other field than those that are `RawJson`, in pieces."""
+    encoded: list[bytes | memoryview] = []
+    others = {}
+    for field, value in body.items():
+        if isinstance(value, RawJson):
+            encoded += (b"," if encoded else b"{", orjson.dumps(field), b":", *value.pieces)
+        else:
+            others[field] = value
+    rest = orjson.dumps(others)
+    return [*encoded, b",", memoryview(rest)[1:]] if encoded else [rest]
+
+
 def remove_engine_fields(body: Json) -> tuple[Json, list[str]]:
     """Return a request without the fields that steer the engine itself, and the names of these fields."""
     removed = sorted(ENGINE_FIELDS.intersection(body))
@@ -254,8 +275,11 @@ class Dialect(abc.ABC):
         call.body["messages"] = call.messages
 
     @abc.abstractmethod
-    def engine_body(self, call: Call, prompt_token_ids: bytes | None, pinned: Json) -> Json:
-        """Return the engine request, with the options that capture needs; `prompt_token_ids` is a JSON array."""
+    def engine_body(self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json) -> Json:
+        """Return the engine request, with the options that capture needs.
+
+        The values of some fields are `RawJson`. `prompt_token_ids` are the pieces of a JSON array.
+        """
 
     @abc.abstractmethod
     def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:

@@ -14,7 +14,16 @@ from typing import Any, ClassVar
 import orjson
 
 from proxy.dialects import engine_reply
-from proxy.dialects.base import Action, Call, Captured, Choice, Dialect, WireRoute, remove_engine_fields
+from proxy.dialects.base import (
+    Action,
+    Call,
+    Captured,
+    Choice,
+    Dialect,
+    RawJson,
+    WireRoute,
+    remove_engine_fields,
+)
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
@@ -79,15 +88,15 @@ class ChatCompletions(Dialect):
             dropped_fields=dropped_fields,
         )
 
-    def engine_body(self, call: Call, prompt_token_ids: bytes | None, pinned: Json) -> Json:
-        """Return the engine request, with the options that capture needs; `prompt_token_ids` is a JSON array."""
+    def engine_body(self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json) -> Json:
+        """Return the engine request, with the options that capture needs."""
         body, _ = remove_engine_fields({**call.body, **pinned})
         if call.messages:
             body["messages"] = _readable_messages(call)
         if not _is_refused(body):
             body |= FORCED
         if prompt_token_ids is not None:
-            body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(prompt_token_ids)}
+            body["kv_transfer_params"] = RawJson([b'{"prompt_token_ids":', *prompt_token_ids, b"}"])
         return body
 
     def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
@@ -147,7 +156,7 @@ def _readable_messages(call: Call) -> Any:
     if with_readable_arguments(new) is not new:
         return with_readable_arguments(call.messages)
     known.num_readable = len(call.messages)
-    return orjson.Fragment(b"".join((call.messages_json, b"]")))
+    return RawJson([call.messages_json, b"]"])
 
 
 def with_readable_arguments(messages: list[Json]) -> list[Json]:

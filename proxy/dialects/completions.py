@@ -62,7 +62,7 @@ class TextCompletions(Dialect):
             dropped_fields=dropped_fields,
         )
 
-    def engine_body(self, call: Call, prompt_token_ids: bytes | None, pinned: Json) -> Json:  # noqa: ARG002  never extended
+    def engine_body(self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json) -> Json:  # noqa: ARG002  never extended
         """Return the engine request, with the options that capture needs."""
         logprobs = call.body.get("logprobs")
         body, _ = remove_engine_fields({**call.body, **pinned})

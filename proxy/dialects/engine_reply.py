@@ -8,7 +8,7 @@ its reply; every other byte stays as the engine wrote it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -127,19 +127,23 @@ def read_chunks(chunks: list[bytes]) -> ExtractedChunks | None:
     return ExtractedChunks(rest, replies, logprobs) if len(replies) == len(chunks) == rest.count(b"\n") + 1 else None
 
 
-def cut_echo(reply: bytes, sent: bytes) -> tuple[bytes, bool]:
+def cut_echo(reply: bytes, sent: Sequence[bytes]) -> tuple[bytes, bool]:
     """Return a reply or chunk with `null` for the prompt ids, if they are those that were sent, and whether they are.
 
     The bytes are compared; nothing is decoded. The key cannot be part of a JSON string, which escapes quotes.
 
     Args:
         reply: the engine's bytes.
-        sent: the JSON array of the prompt's ids.
+        sent: the JSON array of the prompt's ids, in pieces.
     """
-    begin = reply.find(PROMPT_IDS) + len(PROMPT_IDS)
-    if begin < len(PROMPT_IDS) or not reply.startswith(sent, begin):
+    begin = end = reply.find(PROMPT_IDS) + len(PROMPT_IDS)
+    if begin < len(PROMPT_IDS):
         return reply, False
-    return b"".join((reply[:begin], NULL, memoryview(reply)[begin + len(sent) :])), True
+    for piece in sent:
+        if not reply.startswith(piece, end):
+            return reply, False
+        end += len(piece)
+    return b"".join((reply[:begin], NULL, memoryview(reply)[end:])), True
 
 
 def ids_text(array: msgspec.Raw) -> bytes:

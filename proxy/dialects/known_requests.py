@@ -14,11 +14,11 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
 import orjson
+from blake3 import blake3
 
 from proxy.dialects.decoding_process import DecodingProcess
 from proxy.http.asgi import check_nesting, decode_object, parse_object
@@ -29,7 +29,7 @@ MIN_BYTES = 64 * 2**10
 """Shorter requests are decoded as a whole."""
 DECODED_HERE_BYTES = 2**20
 """New bytes of a longer request are decoded in another process."""
-HASHED_HERE_BYTES = 2 * 2**20
+HASHED_HERE_BYTES = 8 * 2**20
 """Longer requests are hashed in a thread, without the interpreter's lock."""
 DIGEST_BYTES = 16
 TAIL_BYTES = 48
@@ -146,7 +146,7 @@ class KnownRequests:
         end = known.num_bytes
         start = earlier.num_bytes if earlier is not None else 0
         if not start <= end:
-            end, start, hashed = 0, 0, blake2b(digest_size=DIGEST_BYTES)
+            end, start, hashed = 0, 0, blake3()
         part, of_all = await _hash(hashed, memoryview(raw), start, end)
         if not end or not isinstance(body.get("messages"), list):
             return ReadRequest(body, of_all, None, None)
@@ -163,11 +163,11 @@ class KnownRequests:
         ]
         alike.sort(key=lambda known: known.num_bytes, reverse=True)
         for known in alike[:MAX_HASHED]:
-            hashed = blake2b(digest_size=DIGEST_BYTES)
+            hashed = blake3()
             part, _ = await _hash(hashed, memoryview(raw)[: known.num_bytes], 0, known.num_bytes)
             if part == known.digest:
                 return known, hashed
-        return None, blake2b(digest_size=DIGEST_BYTES)
+        return None, blake3()
 
     def _replace(self, caller: Caller, earlier: KnownRequest | None, known: KnownRequest) -> None:
         if earlier is not None:
@@ -194,10 +194,10 @@ async def _hash(hashed: Any, raw: memoryview, start: int, end: int) -> tuple[byt
 
     def update() -> tuple[bytes, bytes]:
         hashed.update(raw[start:end])
-        part = hashed.digest()
+        part = hashed.digest(DIGEST_BYTES)
         if end < len(raw):
             hashed.update(raw[end:])
-        return part, hashed.digest()
+        return part, hashed.digest(DIGEST_BYTES)
 
     return await asyncio.to_thread(update) if len(raw) - start > HASHED_HERE_BYTES else update()
 

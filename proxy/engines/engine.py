@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import orjson
 
-from proxy.engines.http_client import Access, Answer, Disconnected, HttpClient, NotConnected
+from proxy.engines.http_client import Access, Answer, Body, Disconnected, HttpClient, NotConnected
 from proxy.engines.state import SERVING, EngineState, EngineStatus
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed
 from turnwise.telemetry import current_request
@@ -115,7 +115,7 @@ class Engine:
         """Policy version that calls sample with now."""
         return self.active_lane.version
 
-    async def post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+    async def post(self, path: str, body: Body, headers: dict[str, str]) -> Answer:
         """Send a call; the caller reads the answer in a `with` block.
 
         Raises:

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import dataclasses
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 from urllib.parse import unquote, urlsplit
@@ -21,13 +21,16 @@ from proxy.engines.keep_alive import set_keep_alive
 
 BUFFERED_BYTES = 1 << 20
 """Bytes of an answer that are buffered for a slow reader before reading from the engine pauses."""
-
 COPIED_BYTES = 64 * 2**10
 """A shorter body is sent in one piece with its head."""
 STALE_SECONDS = 1.0
 """A reused connection that closes without data so soon after a request was closed before the request arrived."""
 IDLE_SECONDS = 15.0
 """How long an idle connection may be reused; a network device in between may have dropped an older one."""
+
+Pieces = Sequence[bytes | memoryview]
+Body = bytes | Pieces
+"""A request's body, whole or in pieces; the pieces of a long one are not joined."""
 
 
 class Disconnected(Exception):
@@ -83,7 +86,7 @@ class HttpClient:
         self._open: set[_Connection] = set()
 
     async def request(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, silence_seconds: float | None = None
+        self, method: str, path: str, body: Body, headers: Mapping[str, str], *, silence_seconds: float | None = None
     ) -> Answer:
         """Send a request and return its answer once the head has arrived; use the answer in a `with` block.
 
@@ -94,17 +97,18 @@ class HttpClient:
             Disconnected: the connection broke before the answer's head, or the answer is a redirect.
         """
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {len(body)}\r\n\r\n"
-        sent = [head.encode("latin-1"), body]
-        if len(body) < COPIED_BYTES:
-            sent = [b"".join(sent)]
+        pieces = [body] if isinstance(body, bytes) else body
+        length = sum(map(len, pieces))
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {length}\r\n\r\n"
+        sent: Pieces = [head.encode("latin-1"), *pieces]
+        sent = [b"".join(sent)] if length < COPIED_BYTES else sent
         answer = await self._exchange(sent, silence_seconds or self._silence_seconds)
         if 300 <= answer.status < 400:
             with answer:
                 raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
         return answer
 
-    async def _exchange(self, sent: list[bytes], patience: float) -> Answer:
+    async def _exchange(self, sent: Pieces, patience: float) -> Answer:
         idle = self._take_idle()
         if idle is not None:
             try:
@@ -180,10 +184,10 @@ class Answer:
         Raises:
             Disconnected: the connection broke before its end.
         """
-        parts = []
-        while part := await self.next_part():
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        parts: list[bytes] = []
+        while await self._has_parts():
+            parts += self._take()
+        return b"".join(parts)
 
     async def next_part(self) -> bytes:
         """Return the data that has arrived since the last part, at least one byte; nothing once the body is complete.
@@ -191,11 +195,13 @@ class Answer:
         Raises:
             Disconnected: the connection broke; all data before that has been returned.
         """
-        while not self._parts:
-            if self._is_complete:
-                return b""
+        return b"".join(self._take()) if await self._has_parts() else b""
+
+    async def _has_parts(self) -> bool:
+        """Wait for data, or the end of the body; return whether there is data."""
+        while not self._parts and not self._is_complete:
             await self.wait()
-        return self._take()
+        return bool(self._parts)
 
     async def wait(self) -> None:
         """Wait for the head, for data, or for the end of the body.
@@ -231,12 +237,12 @@ class Answer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _take(self) -> bytes:
+    def _take(self) -> list[bytes]:
         parts, self._parts = self._parts, []
         self._num_bytes = 0
         if not self._is_complete:
             self._connection.resume()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return parts
 
 
 class _Stale(Disconnected):
@@ -268,7 +274,7 @@ class _Connection(asyncio.Protocol):
         """Return whether it may be reused."""
         return self._loop.time() - self._heard_at < IDLE_SECONDS
 
-    async def exchange(self, request: list[bytes], patience: float) -> Answer:
+    async def exchange(self, request: Pieces, patience: float) -> Answer:
         """Send a request and return its answer once the head has arrived."""
         self._heard_at = self._loop.time()
         if self._timer is not None and patience < self._patience:

@@ -14,6 +14,7 @@ from proxy.continuation.chat_template import ChatTemplate, Unsafe
 from proxy.continuation.outline import KEPT_HEAD, KEPT_TAIL, Kind, Outliner, kept_positions, marks_of
 from proxy.continuation.reply import Reply
 
+CALLS = [{"id": "call_0", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]
 LONG = "A text that is much longer than what is kept of it. " * 20
 TEXTS = st.sampled_from(
     ["", " ", "Yes.", "Žofie — 誰?", LONG, LONG + "</think>" + LONG, "<tool_response>\nx\n</tool_response>"]
@@ -131,3 +132,43 @@ def test_the_short_way_and_the_whole_way_give_the_same_ids(family, conversation,
     reply = Reply(last_token=last, ended=ended, reasoning=messages[replied].get("reasoning", ""))
     whole = answered(template.whole_continuation, messages, replied, reply, keep_thinking=keep_thinking)
     assert answered(template.continuation, messages, replied, reply, keep_thinking=keep_thinking) == whole
+
+
+def test_a_conversation_of_a_known_kind_is_rendered_once():
+    """The first one is rendered four times, a longer one with other texts once: the text after the reply."""
+    template = shortened("qwen3_instruct_2507")
+    work = [{"role": "assistant", "content": LONG, "tool_calls": CALLS}, {"role": "tool", "content": LONG}]
+    rendered: list[int] = []
+    render, template.render = template.render, lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
+    try:
+        for number, text in ((40, "First."), (47, LONG)):
+            messages = [{"role": "user", "content": f"{number} {text}"}, *work * number]
+            messages[-1] = {"role": "tool", "content": text}
+            reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
+            short = answered(template.continuation, messages, len(messages) - 2, reply, keep_thinking=False)
+            rendered.append(0)
+            assert short == answered(
+                template.whole_continuation, messages, len(messages) - 2, reply, keep_thinking=False
+            )
+            rendered.append(0)
+    finally:
+        del template.render
+    assert "".join(map(str, rendered)) == "1111011110" + "1011110"
+
+
+def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():
+    """Here before every question; Mistral's templates do so before the last one."""
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ tools | tojson }}{% endif %}"
+        "<|im_start|>{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    )
+    template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "string")
+    template.shorten_if_alike()
+    messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "Yes."}] * 20
+    messages.append({"role": "user", "content": LONG})
+    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
+    tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": name}} for name in ("a", "b", "c")]
+    found = template.continuation(messages, 39, reply, tools, {}, keep_thinking=False)
+    assert template.shortens
+    assert found.tolist() == template.whole_continuation(messages, 39, reply, tools, {}, keep_thinking=False).tolist()
