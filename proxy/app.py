@@ -23,6 +23,7 @@ from proxy.routes import (
     forks,
     keys,
     labels,
+    logprobs,
     openapi,
     operations,
     policies,
@@ -74,7 +75,7 @@ def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_dire
         openapi_url=None,
         redirect_slashes=False,
     )
-    for module in (sessions, forks, labels, tokens, rewards, policies, keys, operations, events, dashboard):
+    for module in (sessions, forks, labels, tokens, logprobs, rewards, policies, keys, operations, events, dashboard):
         app.include_router(module.router)
     app.include_router(operations.control)
     app.add_exception_handler(TurnwiseError, _answer_error)

@@ -69,6 +69,7 @@ ACTION_OF_ROUTE = {
     "DELETE /v1/tenant": "delete",
     "GET /v1/turns/{turn_id}": "read",
     "GET /v1/turns/{turn_id}/tokens": "read",
+    "GET /v1/turns/{turn_id}/logprobs": "examine",
     "POST /v1/turns/{turn_id}/role": "reward",
     "POST /v1/turns/{turn_id}/fork": "create",
     "POST /v1/rewards": "reward",

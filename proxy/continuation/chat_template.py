@@ -121,6 +121,10 @@ class ChatTemplate:
         """Return the text of each of these tokens on its own; a part of a character becomes U+FFFD."""
         return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids}
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
     @property
     def special_tokens(self) -> frozenset[str]:
         """Texts of the tokens that mark structure, such as the ends of turns."""

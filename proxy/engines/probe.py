@@ -189,7 +189,9 @@ async def _difference(engine: Engine, template: ChatTemplate) -> str | None:
     return None
 
 
-async def token_logprobs(lane: Lane, token_ids: list[int], positions: list[int]) -> list[float]:
+async def token_logprobs(
+    lane: Lane, token_ids: list[int], positions: list[int], sampling: Json | None = None
+) -> list[float]:
     """Return the logprobs of some of a text's tokens, each given the tokens before it, under a lane's weights.
 
     One token is sampled after each prefix of the text, and the logprob of the text's own token is requested with it.
@@ -204,6 +206,7 @@ async def token_logprobs(lane: Lane, token_ids: list[int], positions: list[int])
         "prompt": [token_ids[:position] for position in positions],
         "max_tokens": 1,
         "temperature": 1.0,
+        **(sampling or {}),
         "logprobs": 1,
         "logprob_token_ids": sorted({token_ids[position] for position in positions}),
         "return_tokens_as_token_ids": True,

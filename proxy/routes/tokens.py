@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -13,21 +14,23 @@ from proxy.auth import Principal
 from proxy.continuation.chat_template import ChatTemplate
 from proxy.routes.limits import Id, LimitedRoute
 from proxy.routes.models import Answer, answer, describe_answer
+from proxy.routes.scaffold import scaffold_flags
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from turnwise.chains import is_trainable
 from turnwise.credit import SessionCredit
 from turnwise.store import experiences, queries, trained
 from turnwise.store.session_records import turn_path
-from turnwise.types import TRAINED_ROLES, Json, Role, TokenIds, Turn
+from turnwise.types import TRAINED_ROLES, Json, Role, Turn
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
 
 
 class Segment(Answer):
-    """Tokens that one turn added: its part of the prompt, or what it sampled."""
+    """Tokens that one turn added: text of its messages, what the chat template put around it, or what it sampled."""
 
-    kind: Literal["prompt", "sampled"]
+    kind: Literal["prompt", "scaffold", "sampled"]
+    """`prompt` also stands for all of the prompt without a tokenizer."""
     turn_id: str
     seq: int
     start: int
@@ -53,7 +56,7 @@ class TokensAnswer(Answer):
     turn_id: str
     token_ids: list[int]
     logprobs: list[float | None]
-    """Logprob of each token; null for a prompt token."""
+    """Logprob of each token; null for a token that was not sampled."""
     segments: list[Segment]
     """In order, without gaps."""
     pieces: dict[str, str]
@@ -86,22 +89,21 @@ def _tokens(
     path: list[Turn], template: ChatTemplate | None, credit: SessionCredit | None, advantages: Mapping[str, float]
 ) -> Json:
     segments: list[Json] = []
-    parts: list[TokenIds] = []
     logprobs: list[float | None] = []
     end = 0
-    for turn in path:
-        for kind, ids in (("prompt", turn.prompt_delta), ("sampled", turn.token_ids)):
-            if not ids.size:
-                continue
-            start, end = end, end + int(ids.size)
-            credited = _credit(turn, credit, advantages) if kind == "sampled" else NO_CREDIT
-            segments.append({"kind": kind, "start": start, "end": end, **_of_turn(turn), **credited})
-            parts.append(ids)
-            has_logprobs = kind == "sampled" and turn.logprobs.size == ids.size
-            logprobs += turn.logprobs.astype(float).tolist() if has_logprobs else [None] * int(ids.size)
-    token_ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    ids = [part for turn in path for part in (turn.prompt_delta, turn.token_ids)]
+    token_ids = np.concatenate(ids) if ids else np.empty(0, np.int32)
     pieces = {} if template is None else template.token_texts(np.unique(token_ids).tolist())
     special = frozenset[str]() if template is None else template.special_tokens
+    for turn in path:
+        for kind, length in (*_prompt_parts(turn, template, pieces), ("sampled", int(turn.token_ids.size))):
+            if not length:
+                continue
+            start, end = end, end + length
+            credited = _credit(turn, credit, advantages) if kind == "sampled" else NO_CREDIT
+            segments.append({"kind": kind, "start": start, "end": end, **_of_turn(turn), **credited})
+            has_logprobs = kind == "sampled" and turn.logprobs.size == length
+            logprobs += turn.logprobs.astype(float).tolist() if has_logprobs else [None] * length
     return {
         "turn_id": path[-1].turn_id,
         "token_ids": token_ids,
@@ -110,6 +112,15 @@ def _tokens(
         "pieces": {str(token): piece for token, piece in pieces.items()},
         "special_ids": [token for token, piece in pieces.items() if piece in special],
     }
+
+
+def _prompt_parts(turn: Turn, template: ChatTemplate | None, pieces: Mapping[int, str]) -> list[tuple[str, int]]:
+    """Return kind and length of each part of the prompt that a turn added."""
+    if template is None:
+        return [("prompt", int(turn.prompt_delta.size))]
+    ids = turn.prompt_delta.tolist()
+    flags = scaffold_flags(ids, turn.messages, pieces, template.special_tokens, template.text_of)
+    return [("scaffold" if flag else "prompt", len(list(same))) for flag, same in itertools.groupby(flags)]
 
 
 def _of_turn(turn: Turn) -> Json:

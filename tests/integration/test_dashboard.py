@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import re
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -145,8 +146,38 @@ def test_a_turns_tokens_are_listed_one_by_one(played: tuple[RunningProxy, str]):
     sampled = [segment for segment in found["segments"] if segment["kind"] == "sampled"]
     credit = {(segment["is_trainable"], segment["reward"], segment["turn_return"]) for segment in sampled}
     assert credit == {(True, 0.0, 0.0)}, "run 0 has the reward 0, which each turn gets"
-    assert {segment["reward"] for segment in found["segments"] if segment["kind"] == "prompt"} == {None}
+    assert {segment["reward"] for segment in found["segments"] if segment["kind"] != "sampled"} == {None}
     for segment in found["segments"]:
         logprobs = found["logprobs"][segment["start"] : segment["end"]]
-        assert all((logprob is None) == (segment["kind"] == "prompt") for logprob in logprobs)
+        assert all((logprob is None) == (segment["kind"] != "sampled") for logprob in logprobs)
     assert set(found["pieces"]) == {str(token) for token in found["token_ids"]} or found["pieces"] == {}
+
+
+def test_the_tokens_of_the_chat_template_are_told_from_those_of_messages(played: tuple[RunningProxy, str]):
+    proxy, turn_id = played
+    with httpx2.Client(base_url=proxy.url) as http:
+        found = http.get(f"/v1/turns/{turn_id}/tokens").json()
+    shown = [
+        (segment["kind"], bytes(found["token_ids"][segment["start"] : segment["end"]]).decode())
+        for segment in found["segments"]
+        if segment["kind"] == "prompt"
+    ]
+    assert shown == [("prompt", ODD), ("prompt", "Go on."), ("prompt", "edited"), ("prompt", "Go on.")]
+    kinds = [segment["kind"] for segment in found["segments"]]
+    assert (kinds[0], kinds[-2:]) == ("scaffold", ["scaffold", "sampled"])
+
+
+def test_a_turns_logprobs_are_recomputed_under_the_served_version(
+    played: tuple[RunningProxy, str], fake_engine: RunningFakeEngine
+):
+    proxy, turn_id = played
+    name = Path(fake_engine.state.weights_path).name
+    fake_engine.state.script.logprob_shifts = {name: -0.5}
+    with httpx2.Client(base_url=proxy.url) as http:
+        found = http.get(f"/v1/turns/{turn_id}/logprobs").raise_for_status().json()
+        assert http.get("/v1/turns/nobodys/logprobs").status_code == 404
+    assert found["policy_version"] == found["policy_version_first"] == 0
+    assert len(found["after"]) == len(found["before"]) > 0
+    assert [after - before for before, after in zip(found["before"], found["after"], strict=True)] == pytest.approx(
+        [-0.5] * len(found["before"]), abs=1e-5
+    )

@@ -2,7 +2,8 @@
 import {make, number, path, request, select} from "./page.js";
 
 const TOKENS_IN_BLOCK = 500, SHADES = 5;
-// Name, title, and the value of a token: null where it has none. The last two say what its lowest and highest shades mean.
+// Name, title, and the value of a token by its segment and logprob: null where it has none. The last two say what its
+// lowest and highest shades mean.
 const COLOURS = [
   ["mask", "trained or not", null],
   ["logprob", "logprob", (segment, logprob) => logprob, "improbable", "certain"],
@@ -11,12 +12,14 @@ const COLOURS = [
   ["return", "return of the turn", (segment) => segment.turn_return, "least", "most"],
   ["advantage", "advantage in the last update", (segment) => segment.advantage, "least", "most"],
 ];
+const CHANGE = ["change", "change of logprob since", null, "fell", "rose"];
 
 export async function ribbon(turnId) {
   const found = await request(`v1/turns/${path(turnId)}/tokens`);
   const special = new Set(found.special_ids), box = make("div", {className: "tokens", dir: "auto", tabIndex: 0, role: "group", ariaLabel: `${number(found.token_ids.length)} tokens; arrow keys move from token to token`});
+  const answer = make("span", {role: "status", className: "quiet"}), compare = make("button", {type: "button"}, "Compare with the served version");
   const detail = make("p", {className: "token-detail", role: "status"}, "Point at a token, or move with the arrow keys."), legend = make("p", {className: "quiet legend"});
-  const form = make("form", {className: "filters"}, select("colour", "Colour by", COLOURS.map(([name, title]) => [name, title]), "mask"));
+  const form = make("form", {className: "filters"}, select("colour", "Colour by", COLOURS.map(([name, title]) => [name, title]), "mask"), compare, answer);
   const segmentAt = segmentFinder(found.segments);
   let shade = () => "", chosen = -1, isMeasured = false;
   const blocks = [];
@@ -25,7 +28,7 @@ export async function ribbon(turnId) {
     const start = Number(block.dataset.start), spans = [];
     for (let at = start; at < Math.min(start + TOKENS_IN_BLOCK, found.token_ids.length); at += 1) {
       const id = found.token_ids[at], segment = segmentAt(at);
-      const names = [segment.kind, segment.is_trainable ? "" : "untrained", special.has(id) ? "special" : "", shade(segment, found.logprobs[at]), at === chosen ? "chosen" : ""];
+      const names = [segment.kind, segment.is_trainable ? "" : "untrained", special.has(id) ? "special" : "", shade(segment, found.logprobs[at], at), at === chosen ? "chosen" : ""];
       const span = make("span", {className: names.filter(Boolean).join(" ")}, found.pieces[id] || `<${id}>`);
       span.dataset.at = String(at);
       spans.push(span);
@@ -60,15 +63,41 @@ export async function ribbon(turnId) {
     box.querySelector(".chosen")?.scrollIntoView({block: "nearest"});
   };
   form.onchange = () => {
-    const colour = COLOURS.find(([name]) => name === form.colour.value);
+    const colour = [...COLOURS, CHANGE].find(([name]) => name === form.colour.value);
     shade = shader(colour, found, legend);
     box.dataset.colour = colour[0];
     for (const block of blocks) if (block.firstChild) fill(block);
   };
   form.onsubmit = (event) => event.preventDefault();
+  compare.onclick = async () => {
+    compare.disabled = true;
+    answer.className = "quiet";
+    answer.textContent = "The engine computes the logprobs of this turn's tokens.";
+    try {
+      answer.textContent = addChanges(found, await request(`v1/turns/${path(turnId)}/logprobs`));
+      if (!form.colour.querySelector("[value=change]")) form.colour.append(make("option", {value: CHANGE[0]}, CHANGE[1]));
+      form.colour.value = CHANGE[0];
+      form.onchange();
+    } catch (error) {
+      answer.className = "bad";
+      answer.textContent = error.message;
+    }
+    compare.disabled = false;
+  };
   form.onchange();
   return make("div", {}, form, legend, box, detail);
 }
+
+// Keeps the logprobs under the served version with the tokens; returns what is said of them.
+function addChanges(found, {after, policy_version: version}) {
+  const start = found.segments.at(-1).start;
+  found.after = new Map(after.map((logprob, at) => [start + at, logprob]).filter(([, logprob]) => logprob !== null));
+  found.servedVersion = version;
+  const changes = [...found.after.keys()].map((at) => changeAt(found, at)), mean = changes.reduce((sum, each) => sum + each, 0) / (changes.length || 1);
+  return `Under version ${version}, ${number(changes.filter((each) => each > 0).length)} of ${number(changes.length)} tokens are more probable than when they were sampled; the mean change is ${number(mean)} nats a token.`;
+}
+
+const changeAt = (found, at) => found.after?.has(at) ? found.after.get(at) - found.logprobs[at] : null;
 
 function segmentFinder(segments) {
   let last = 0;
@@ -82,17 +111,19 @@ function segmentFinder(segments) {
 function shader([name, title, valueOf, least, most], found, legend) {
   const key = (className, text) => make("span", {className: `key ${className}`}, text);
   if (name === "mask") {
-    legend.replaceChildren("Colours: ", key("sampled", "sampled, may be trained"), " ", key("sampled untrained", "sampled, not trained"), " ", key("prompt", "prompt"), " ", key("special", "special token"));
+    legend.replaceChildren("Colours: ", key("sampled", "sampled, may be trained"), " ", key("sampled untrained", "sampled, not trained"), " ", key("prompt", "text of a message"), " ", key("scaffold", "scaffold of the chat template"), " ", key("special", "special token"));
     return () => "";
   }
   let low = Infinity, high = -Infinity;
-  const values = name === "logprob" ? found.logprobs : found.segments.map((segment) => valueOf(segment));
+  if (name === "change") valueOf = (segment, logprob, at) => changeAt(found, at);
+  const values = name === "change" ? [...found.after.keys()].map((at) => Math.abs(changeAt(found, at))) : name === "logprob" ? found.logprobs : found.segments.map((segment) => valueOf(segment));
   for (const value of values) if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
   if (name === "logprob") [low, high] = [Math.max(low, -6), 0];
+  if (name === "change") [low, high] = [-Math.max(high, 0.01), Math.max(high, 0.01)];
   if (low > high) { legend.replaceChildren(`No token of this sequence has a value: ${title}.`); return () => ""; }
   legend.replaceChildren(`Colours by ${title}: `, key("s0", `${number(low)}, ${least}`), " … ", key(`s${low === high ? 0 : SHADES - 1}`, `${number(high)}, ${most}`));
-  return (segment, logprob) => {
-    const value = valueOf(segment, logprob);
+  return (segment, logprob, at) => {
+    const value = valueOf(segment, logprob, at);
     if (value === null) return "";
     return `s${low === high ? 0 : Math.min(SHADES - 1, Math.max(0, Math.floor(SHADES * (value - low) / (high - low))))}`;
   };
@@ -100,8 +131,10 @@ function shader([name, title, valueOf, least, most], found, legend) {
 
 function describe(at, found, segment, special) {
   const id = found.token_ids[at], logprob = found.logprobs[at];
-  const parts = [`Token ${number(at)}: id ${id}, ${JSON.stringify(found.pieces[id] ?? "")}`, special.has(id) ? "special" : "", `turn ${segment.seq}`, segment.kind,
-    segment.kind === "sampled" ? (segment.is_trainable ? "may be trained" : "not trained") : "", logprob === null ? "" : `logprob ${number(logprob)} (probability ${number(Math.exp(logprob))})`];
+  const change = changeAt(found, at);
+  const parts = [`Token ${number(at)}: id ${id}, ${JSON.stringify(found.pieces[id] ?? "")}`, special.has(id) ? "special" : "", `turn ${segment.seq}`, segment.kind === "prompt" ? "text of a message" : segment.kind,
+    segment.kind === "sampled" ? (segment.is_trainable ? "may be trained" : "not trained") : "", logprob === null ? "" : `logprob ${number(logprob)} (probability ${number(Math.exp(logprob))})`,
+    change === null ? "" : `under version ${found.servedVersion} ${number(found.after.get(at))} (${change > 0 ? "+" : ""}${number(change)})`];
   const versions = segment.policy_version_first === segment.policy_version_last ? segment.policy_version_first : `${segment.policy_version_first} to ${segment.policy_version_last}`;
   if (segment.kind === "sampled") parts.push(`version ${versions}`);
   for (const [name, value] of [["reward", segment.reward], ["return", segment.turn_return], ["advantage", segment.advantage]]) if (value !== null) parts.push(`${name} ${number(value)}`);

@@ -1,0 +1,96 @@
+"""`GET /v1/turns/{turn_id}/logprobs`: a turn's tokens under the served version, which shows what updates did to it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Response
+
+from proxy.auth import Principal
+from proxy.engines.probe import token_logprobs
+from proxy.routes.limits import Id, LimitedRoute
+from proxy.routes.models import Answer, answer, describe_answer
+from proxy.routes.serialise import caller
+from proxy.services import Services, services_of
+from turnwise.chains import is_trainable
+from turnwise.errors import Conflict
+from turnwise.store import queries
+from turnwise.store.lineage import TurnView
+from turnwise.verify.logprobs import NOT_REPEATABLE, SAMPLING_FIELDS
+
+router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
+
+MAX_TOKENS = 2048
+"""Sampled tokens whose logprobs are recomputed; those behind them are left out."""
+POSITIONS_AT_ONCE = 64
+"""Most prompts in one call to the engine."""
+IDS_AT_ONCE = 500_000
+"""Most token ids in one call to the engine, unless a single prompt has more."""
+
+
+class RecomputedAnswer(Answer):
+    """The logprobs of a turn's sampled tokens when they were sampled, and now."""
+
+    turn_id: str
+    policy_version_first: int
+    """The version that sampled the first token."""
+    policy_version_last: int
+    policy_version: int
+    """The version that is served now."""
+    before: list[float]
+    """As stored: one for each sampled token."""
+    after: list[float | None]
+    """Under the served version, with the turn's temperature, top-p, top-k and min-p, for the first 2048 tokens; null
+    for a token that it cannot sample under these."""
+
+
+@router.get("/turns/{turn_id}/logprobs", responses=describe_answer(RecomputedAnswer))
+async def recompute_logprobs(
+    turn_id: Id,
+    services: Annotated[Services, Depends(services_of)],
+    principal: Annotated[Principal, Depends(caller)],
+) -> Response:
+    """Recompute the logprobs of a turn's sampled tokens under the served version; the engine samples one token each."""
+
+    def read() -> TurnView:
+        with services.database.read() as connection:
+            return queries.turn(connection, principal.tenant, turn_id)
+
+    view = await asyncio.to_thread(read)
+    _check_repeatable(view)
+    lane = services.pool.route(view.turn.session_id).active_lane
+    version = lane.version
+    turn = view.turn
+    sampling = {name: turn.sampling[name] for name in SAMPLING_FIELDS if turn.sampling.get(name) is not None}
+    token_ids = [*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()][: turn.prompt_length + MAX_TOKENS]
+    step = max(1, min(POSITIONS_AT_ONCE, IDS_AT_ONCE // len(token_ids)))
+    after: list[float] = []
+    for start in range(turn.prompt_length, len(token_ids), step):
+        positions = list(range(start, min(start + step, len(token_ids))))
+        after += await token_logprobs(lane, token_ids, positions, sampling)
+    if lane.version != version:
+        raise Conflict(f"version {lane.version} was loaded in the place of {version} meanwhile; ask again")
+    return answer(
+        {
+            "turn_id": turn_id,
+            "policy_version_first": turn.policy_version_first,
+            "policy_version_last": turn.policy_version_last,
+            "policy_version": version,
+            "before": turn.logprobs.astype(float),
+            "after": [each if math.isfinite(each) else None for each in after],
+        }
+    )
+
+
+def _check_repeatable(view: TurnView) -> None:
+    """Check that the turn's logprobs can be compared with recomputed ones.
+
+    Raises:
+        Conflict: they cannot, with the reason.
+    """
+    if not is_trainable(view.turn) or not view.turn.token_ids.size:
+        raise Conflict("this turn has no logprobs that could be compared: it is not trainable, or sampled nothing")
+    if names := [name for name in NOT_REPEATABLE if view.turn.sampling.get(name)]:
+        raise Conflict(f"this turn was sampled with {', '.join(names)}, whose effect depends on earlier tokens")
