@@ -68,7 +68,12 @@ def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) 
     titles = page.locator(".charts h2").all_inner_texts()
     expected = ["Reward", "Staleness", "Entropy", "KL and clipped share", "Gradient norm", "Loss"]
     expected += ["Trained tokens per second", "Idle share of trainer and engines", "Groups"]
-    expected += ["Trainer and engine logprobs apart", "Reward by task", "Reward by name", "Dropped groups by reason"]
+    expected += [
+        "Gap between trainer and engine logprobs",
+        "Reward by task",
+        "Reward by name",
+        "Dropped groups by reason",
+    ]
     expected += ["Canary arms: mean reward", "Canary arms: share of broken turns"]
     assert titles == [*expected, "Pause of the engines, seconds"]
     # In the minute of update 8 the engine ran calls for 20 + 4 * 8 of 60 seconds: 8 / 60 are idle.
@@ -92,7 +97,7 @@ def test_sessions_are_found_by_what_they_hold_and_a_group_is_shown_side_by_side(
     assert rows == page.locator("td a:text-is('refund-17')").count() > 0
     assert page.input_value("input[name=min_reward]") == "1"
     group = main_text(window.open("#sessions/group_id=refund-17-8"))
-    assert "Group: mean reward 1.125 of 4 sessions" in group
+    assert "Group refund-17-8: mean reward 1.125 of 4 sessions" in group
     assert "Run 3" in group
     assert "mean advantage" in group
 
@@ -107,7 +112,7 @@ def test_labels_and_rewards_are_given_by_hand(window: Visit, world: RunningProxy
     page.fill("input[name=value]", "0.75")
     page.select_option("select[name=target]", "turn")
     page.click("button:text('Give or revise')")
-    page.wait_for_selector("text=Stored; it is for 1 turns.")
+    page.wait_for_selector("text=Stored; it is for 1 turn.")
     stored = httpx2.get(f"{world.url}/v1/sessions/by-hand").json()
     assert (stored["reward"], [each["note"] for each in stored["labels"]]) == (0.75, [ODD])
     page.click("button[aria-label='Remove label odd 🙂']")

@@ -61,12 +61,18 @@ def _play_group(http: httpx2.Client, task_id: str, number: int, num_updates: int
         said = {"role": "assistant", "content": reply.choices[0].message.content}
         messages += [said, {"role": "user", "content": "Thank you."}]
         client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
-        solved = float(run < math.ceil(GROUP_SIZE * number / num_updates - (task_id != "refund-17")))
-        lines = [{"name": "solved", "value": solved}, {"name": "polite", "value": 0.25 * (run % 2)}]
-        rewards = [{"session_id": session["session_id"], **line} for line in lines]
+        values = _rewards_of(task_id, run, number, num_updates)
+        target = {"session_id": session["session_id"]}
+        rewards = [target | {"name": name, "value": value} for name, value in values.items()]
         http.post("/v1/rewards", json=rewards).raise_for_status()
-        reason = "solved" if solved else "gave_up"
+        reason = "solved" if values["solved"] else "gave_up"
         http.post(f"/v1/sessions/{session['session_id']}/end", json={"termination_reason": reason}).raise_for_status()
+
+
+def _rewards_of(task_id: str, run: int, number: int, num_updates: int) -> dict[str, float]:
+    """Return the rewards of one session by name."""
+    solved = float(run < math.ceil(GROUP_SIZE * number / num_updates - (task_id != "refund-17")))
+    return {"solved": solved, "polite": 0.25 * (run % 2)}
 
 
 def _train(database: Database, number: int, num_updates: int) -> None:
@@ -129,9 +135,12 @@ def _train(database: Database, number: int, num_updates: int) -> None:
         )
         trained = {}
         for _, group_id in (group.key for group in held.groups[:-1]):
-            for run in range(GROUP_SIZE):
+            task_id = group_id.rsplit("-", 1)[0]
+            totals = [sum(_rewards_of(task_id, run, number, num_updates).values()) for run in range(GROUP_SIZE)]
+            for run, total in enumerate(totals):
                 turns, _ = queries.turns(connection, "default", f"{group_id}-{run}")
-                trained["default", f"{group_id}-{run}"] = {each.turn.turn_id: 0.5 - 0.25 * run for each in turns}
+                advantage = total - sum(totals) / GROUP_SIZE
+                trained["default", f"{group_id}-{run}"] = {each.turn.turn_id: advantage for each in turns}
         claims.ack(connection, held, update, refused=refused, trained=trained)
 
 

@@ -1,5 +1,5 @@
 // Chooses the view by the address behind #, and refreshes it when the proxy reports a change.
-import {byId, make, setKey} from "./page.js";
+import {byId, make, setKey, showProblem} from "./page.js";
 import {listen} from "./live.js";
 import {health} from "./health.js";
 import {overview} from "./overview.js";
@@ -28,9 +28,9 @@ async function show() {
     current.close?.();
     current = {wants: () => false, ...view};
     replaceContent(current.content);
-    byId("problem").textContent = "";
+    showProblem(null);
   } catch (error) {
-    if (mine === numShows) byId("problem").textContent = error.message;
+    if (mine === numShows) showProblem(error);
   }
   byId("main").setAttribute("aria-busy", "false");
 }
@@ -46,13 +46,21 @@ async function refresh() {
   if (document.hidden) return;
   if (!current.refresh) return show();
   const mine = numShows;
-  try { await current.refresh(); } catch (error) { if (mine === numShows) byId("problem").textContent = error.message; }
+  try {
+    await current.refresh();
+    if (mine === numShows) showProblem(null);
+  } catch (error) {
+    if (mine === numShows) showProblem(error);
+  }
 }
 
 function startListening() {
   stopListening();
   stopListening = listen({
-    onState: (state) => byId("live").replaceChildren(make("span", {className: state === "live" ? "good" : "quiet"}, state)),
+    onState: (state) => {
+      byId("live").replaceChildren(make("span", {className: state === "live" ? "good" : "quiet"}, state));
+      if (state === "reconnecting") byId("state").replaceChildren(make("span", {className: "warn"}, "unknown"));
+    },
     onEvents: (events) => { if (events.some((event) => event.kind === "lost" || current.wants(event))) refresh(); },
   });
 }

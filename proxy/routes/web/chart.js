@@ -32,7 +32,7 @@ export function chart(title, series, {x = "version", isTime = false, integer = !
   return box;
 }
 
-const range = (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true);
+const range = (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : low === high ? uPlot.rangeNum(Math.min(0, low), Math.max(0, high), 0.1, true) : uPlot.rangeNum(low, high, 0.1, true);
 
 // Without a pointer, the legend has the last values.
 function showLast(plot) {
@@ -48,7 +48,7 @@ function options(width, names, {x, isTime, integer}) {
     padding: [8, 12, 0, 0],
     axes: [{...axis, size: isTime ? 42 : 28, ...(isTime ? {} : {values: (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))})},
       {...axis, size: 48, values}],
-    series: [{label: x, ...(isTime ? {} : {value: (_, value) => value === null ? "–" : number(value)})},
+    series: [{label: isTime ? "time" : x, ...(isTime ? {} : {value: (_, value) => value === null ? "–" : number(value)})},
       ...names.map((label, at) => ({label, stroke: style(`--series${at}`), width: 1.75, spanGaps: true,
         points: {size: 5, show: undefined}, value: (_, value) => short(value)}))],
   };

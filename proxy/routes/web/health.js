@@ -1,5 +1,5 @@
 // Health: engines, store, queues, limits and keys, live curves while the view is open, and what the doctor finds.
-import {card, facts, make, number, optional, request, samples, status, table, tally, time} from "./page.js";
+import {card, facts, make, number, optional, request, showProblem, samples, status, table, tally, time} from "./page.js";
 import {chart} from "./chart.js";
 import {readiness, serving} from "./overview.js";
 
@@ -23,7 +23,7 @@ export async function health() {
     rows.replaceChildren(metricTable(found));
   };
   await show();
-  const timer = setInterval(() => { if (!document.hidden) show().catch(() => {}); }, SAMPLE_MS);
+  const timer = setInterval(() => { if (!document.hidden) show().then(() => showProblem(null), showProblem); }, SAMPLE_MS);
   return {content: [parts, make("h2", {}, "While this view is open"), curves, make("h2", {}, "Doctor"), doctor(), make("h2", {}, "Metrics of this proxy that are not zero"), rows],
     wants: () => false, refresh: show, close: () => clearInterval(timer)};
 }
@@ -81,5 +81,6 @@ function doctor() {
 function metricTable(found) {
   const shown = found.filter((sample) => sample.name.startsWith("turnwise_") && !/_(bucket|created)$/.test(sample.name) && sample.value);
   return table(["metric", "labels", "value#"], shown.map((sample) => [sample.name.replace("turnwise_", ""),
-    Object.entries(sample.labels).map(([label, value]) => `${label} ${value}`).join(", "), number(sample.value)]));
+    Object.entries(sample.labels).map(([label, value]) => `${label} ${value}`).join(", "),
+    sample.name.endsWith("_timestamp_seconds") ? time(1000 * sample.value) : number(sample.value)]));
 }

@@ -2,7 +2,7 @@
 import {byId, card, facts, link, make, number, path, request, samples, status, table, tally, time} from "./page.js";
 import {learningCharts, learningData, versionTable} from "./runs.js";
 
-const SESSIONS = 50;
+const SESSIONS = 20;
 const COLUMNS = ["session", "labels", "status", "ended by", "reward#", "turns#", "chains#", "task", "split", "opened"];
 
 export function sessionTable(sessions) {

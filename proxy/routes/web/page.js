@@ -18,9 +18,19 @@ export function make(tag, properties, ...children) {
 
 export const authorization = () => key ? {authorization: `Bearer ${key}`} : {};
 
+class Unreachable extends Error {
+  constructor() { super("The proxy does not answer. What is shown below is of before."); }
+}
+
+// Shows an error above the view, or removes the last one.
+export function showProblem(error) {
+  byId("problem").textContent = error?.message ?? "";
+  if (error instanceof Unreachable) byId("state").replaceChildren(make("span", {className: "bad"}, "no answer"));
+}
+
 export async function request(path, options = {}) {
   const headers = {...authorization(), ...(options.body ? {"content-type": "application/json"} : {})};
-  const response = await fetch(path, {cache: "no-store", ...options, headers});
+  const response = await fetch(path, {cache: "no-store", ...options, headers}).catch(() => { throw new Unreachable(); });
   const isJson = (response.headers.get("content-type") || "").includes("json");
   const body = isJson ? await response.json() : await response.text();
   if (body.error) throw new Error(body.error.message);
@@ -32,11 +42,12 @@ export async function optional(path, fallback) {
   try { return await request(path); } catch { return fallback; }
 }
 
-export const number = (value) => value === null || value === undefined ? "" : Number(value).toLocaleString("en", {maximumFractionDigits: 4});
+export const number = (value) => value === null || value === undefined ? "" : Number(value).toLocaleString("en", {maximumFractionDigits: 4}).replace(/^-0$/, "0");
+export const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 export const time = (value) => value ? new Date(value).toLocaleString() : "";
 export const seconds = (value) => value === null || value === undefined ? "" : `${number(value)} s`;
 export const status = (value) => make("span", {className: GOOD.has(value) ? "good" : BAD.has(value) ? "bad" : WARN.has(value) ? "warn" : ""}, value ?? "");
-export const link = (hash, text) => make("a", {href: `#${hash}`}, text);
+export const link = (hash, text) => make("a", {href: `#${hash}`, title: text.length > 30 ? text : ""}, text);
 export const path = (...parts) => parts.map(encodeURIComponent).join("/");
 
 export const select = (name, label, choices, chosen) => make("label", {}, label, make("select", {name}, ...choices.map((choice) => {
@@ -70,10 +81,14 @@ export function text(content) {
   return isText ? content.map((part) => part.text).join("\n") : content ? JSON.stringify(content, null, 2) : "";
 }
 
+const toolCall = ({id, function: {name, arguments: given}}) => `(tool call) ${name}(${typeof given === "string" ? given : JSON.stringify(given)})${id ? `  ${id}` : ""}`;
+
 export function message(said) {
-  const {role, content, reasoning, ...others} = said;
-  const rest = Object.keys(others).length ? JSON.stringify(others, null, 2) : "";
-  const shown = [reasoning ? `(reasoning) ${reasoning}` : "", text(content), rest].filter(Boolean).join("\n\n");
+  const {role, content, reasoning, tool_calls: calls, ...others} = said;
+  const isPlain = Array.isArray(calls) && calls.every((call) => call?.function?.name);
+  const unknown = isPlain || calls === undefined ? others : {...others, tool_calls: calls};
+  const rest = Object.keys(unknown).length ? JSON.stringify(unknown, null, 2) : "";
+  const shown = [reasoning ? `(reasoning) ${reasoning}` : "", text(content), ...(isPlain ? calls.map(toolCall) : []), rest].filter(Boolean).join("\n\n");
   return make("div", {}, make("span", {className: "quiet"}, role ?? "assistant"), make("pre", {dir: "auto", tabIndex: 0}, shown));
 }
 

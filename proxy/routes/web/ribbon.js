@@ -1,17 +1,18 @@
 // Every token of a turn's sequence. Only the blocks near the visible part are in the document: 100,000 tokens scroll.
 import {make, number, path, request, select} from "./page.js";
 
-const TOKENS_IN_BLOCK = 500, SHADES = 5;
+const TOKENS_IN_BLOCK = 500, LONGEST_BLOCK = 2 * TOKENS_IN_BLOCK, SHADES = 5;
 // Name, title, and the value of a token by its segment and logprob: null where it has none. The last two say what its
 // lowest and highest shades mean.
 const COLOURS = [
-  ["mask", "trained or not", null],
+  ["mask", "mask", null],
   ["logprob", "logprob", (segment, logprob) => logprob, "improbable", "certain"],
   ["version", "policy version", (segment) => segment.kind === "sampled" ? segment.policy_version_first : null, "oldest", "newest"],
   ["reward", "reward of the turn", (segment) => segment.reward, "least", "most"],
   ["return", "return of the turn", (segment) => segment.turn_return, "least", "most"],
   ["advantage", "advantage in the last update", (segment) => segment.advantage, "least", "most"],
 ];
+const NOISE = 1e-4; // nats; logprobs are stored as float32
 const CHANGE = ["change", "change of logprob since", null, "fell", "rose"];
 
 export async function ribbon(turnId) {
@@ -26,7 +27,7 @@ export async function ribbon(turnId) {
 
   const fill = (block) => {
     const start = Number(block.dataset.start), spans = [];
-    for (let at = start; at < Math.min(start + TOKENS_IN_BLOCK, found.token_ids.length); at += 1) {
+    for (let at = start; at < Number(block.dataset.end); at += 1) {
       const id = found.token_ids[at], segment = segmentAt(at);
       const names = [segment.kind, segment.is_trainable ? "" : "untrained", special.has(id) ? "special" : "", shade(segment, found.logprobs[at], at), at === chosen ? "chosen" : ""];
       const span = make("span", {className: names.filter(Boolean).join(" ")}, found.pieces[id] || `<${id}>`);
@@ -51,7 +52,7 @@ export async function ribbon(turnId) {
     box.querySelector(`[data-at="${at}"]`)?.classList.add("chosen");
     detail.textContent = describe(at, found, segmentAt(at), special);
   };
-  for (let start = 0; start < found.token_ids.length; start += TOKENS_IN_BLOCK) blocks.push(make("div", {dataset: {start: String(start)}}));
+  for (const [start, end] of blockRanges(found)) blocks.push(make("div", {dataset: {start: String(start), end: String(end)}}));
   box.append(...blocks);
   for (const block of blocks) { block.style.height = "12rem"; seen.observe(block); }
   box.onpointerover = box.onclick = (event) => { if (event.target.dataset.at) choose(Number(event.target.dataset.at)); };
@@ -94,7 +95,19 @@ function addChanges(found, {after, policy_version: version}) {
   found.after = new Map(after.map((logprob, at) => [start + at, logprob]).filter(([, logprob]) => logprob !== null));
   found.servedVersion = version;
   const changes = [...found.after.keys()].map((at) => changeAt(found, at)), mean = changes.reduce((sum, each) => sum + each, 0) / (changes.length || 1);
-  return `Under version ${version}, ${number(changes.filter((each) => each > 0).length)} of ${number(changes.length)} tokens are more probable than when they were sampled; the mean change is ${number(mean)} nats a token.`;
+  return `Under version ${version}, ${number(changes.filter((each) => each > NOISE).length)} of ${number(changes.length)} tokens are more probable than when they were sampled; the mean change is ${number(mean)} nats a token.`;
+}
+
+// A block is a line of its own, so it ends with a token that ends a line, unless none comes in time.
+function blockRanges({token_ids: ids, pieces}) {
+  const ranges = [];
+  for (let start = 0, end = 1; start < ids.length; end += 1) {
+    const endsLine = end - start >= TOKENS_IN_BLOCK && pieces[ids[end - 1]]?.endsWith("\n");
+    if (end < ids.length && end - start < LONGEST_BLOCK && !endsLine) continue;
+    ranges.push([start, Math.min(end, ids.length)]);
+    start = end;
+  }
+  return ranges;
 }
 
 const changeAt = (found, at) => found.after?.has(at) ? found.after.get(at) - found.logprobs[at] : null;

@@ -8,7 +8,7 @@ const share = (part, ...whole) => part === undefined ? NaN : part / whole.reduce
 
 // Title, whether the overview shows it, and its series: [name, value of an update].
 const CHARTS = [
-  ["Staleness", true, [["mean", (m) => m.staleness_mean], ["most", (m) => m.staleness_max]]],
+  ["Staleness", true, [["mean", (m) => m.staleness_mean], ["max", (m) => m.staleness_max]]],
   ["Entropy", true, [["entropy", (m) => m.entropy]]],
   ["KL and clipped share", false, [["KL", (m) => m.kl], ["clipped", (m) => m.clip_fraction]]],
   ["Gradient norm", false, [["norm", (m) => m.grad_norm]]],
@@ -16,7 +16,7 @@ const CHARTS = [
   ["Trained tokens per second", false, [["while training", (m) => m.tokens / m.seconds], ["with waiting", (m) => m.tokens / (m.seconds + (m.waited_seconds ?? 0) + (m.held_seconds ?? 0))]]],
   ["Idle share of trainer and engines", false, [["engines", (m, each) => each.engine_idle_share], ["trainer waits for groups", (m) => share(m.waited_seconds, m.waited_seconds, m.held_seconds, m.seconds)], ["trainer holds back", (m) => share(m.held_seconds, m.waited_seconds, m.held_seconds, m.seconds)]]],
   ["Groups", false, [["claimed", (m) => m.num_groups], ["refused", (m) => m.num_refused_groups], ["equal rewards", (m) => m.num_uniform_groups], ["stale", (m) => m.num_stale_groups]]],
-  ["Trainer and engine logprobs apart", false, [["mean", (m) => m.logprob_gap], ["most", (m) => m.logprob_gap_max]]],
+  ["Gap between trainer and engine logprobs", false, [["mean", (m) => m.logprob_gap], ["max", (m) => m.logprob_gap_max]]],
 ];
 
 const finite = (value) => Number.isFinite(value) ? value : NaN;

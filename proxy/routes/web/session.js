@@ -1,5 +1,5 @@
 // One session as its tree of turns, down to the tokens; with its labels, and rewards given by hand.
-import {card, facts, inlineFacts, link, make, message, number, path, request, seconds, select, status, time} from "./page.js";
+import {card, facts, inlineFacts, link, make, message, number, path, plural, request, seconds, select, status, text, time} from "./page.js";
 import {chip, readiness} from "./overview.js";
 import {ribbon} from "./ribbon.js";
 
@@ -22,7 +22,7 @@ export async function session(id, chosen) {
   let numTurns = -1, shownLabels = null;
   const [, turns] = await load();
   const current = turns.find((each) => each.turn_id === chosen) ?? turns.at(-1);
-  const article = make("div", {}, current ? await turnArticle(current, turns) : make("p", {className: "quiet"}, "No turn yet."));
+  const article = make("div", {}, current ? await turnArticle(current, turns) : make("p", {className: "quiet"}, "No turn: no call of this session has ended."));
   fillTree(turns, current);
 
   async function load() {
@@ -37,7 +37,7 @@ export async function session(id, chosen) {
   }
   function fillTree(turns, current) {
     numTurns = turns.length;
-    nav.replaceChildren(make("h3", {}, `${turns.length} turns`), tree(id, turns, current));
+    nav.replaceChildren(make("h3", {}, plural(turns.length, "turn")), tree(id, turns, current));
   }
   // A live turn changes the tree; the turn that is read stays, unless there was none.
   async function refresh() {
@@ -78,7 +78,7 @@ function rewardForm(id, current, changed) {
     try {
       const answer = await request("v1/rewards", {method: "POST", body: JSON.stringify({...where, value: Number(value.value), name: name.value, source: "page"})});
       const {turns, trained_in: update} = answer.data[0];
-      form.lastChild.textContent = `Stored; it is for ${number(turns)} turns.${update === null ? "" : ` Update ${update} trained the session before this reward came.`}`;
+      form.lastChild.textContent = `Stored; it is for ${plural(turns, "turn")}.${update === null ? "" : ` Update ${update} trained the session before this reward came.`}`;
       await changed();
     } catch (error) {
       form.lastChild.textContent = error.message;
@@ -87,18 +87,26 @@ function rewardForm(id, current, changed) {
   return form;
 }
 
-// A turn with one child stands above it; a turn with several opens a branch for each.
+// A turn with one child stands above it; a turn with several opens a branch for each. Of several roots, each opens a list
+// with its role and the start of its conversation.
 function tree(id, turns, current) {
   const children = new Map();
   for (const each of turns) {
     if (!children.has(each.parent_turn_id)) children.set(each.parent_turn_id, []);
     children.get(each.parent_turn_id).push(each);
   }
+  const byTurn = new Map(turns.map((each) => [each.turn_id, each]));
+  const roleOf = (each) => byTurn.get(each.parent_turn_id)?.role ?? ((children.get(null) ?? []).length > 1 ? each.role : "main");
   const entry = (each) => make("li", {}, make("a", {href: `#session/${path(id)}/${path(each.turn_id)}`,
     attributes: each.turn_id === current?.turn_id ? {"aria-current": "true"} : {}}, `Turn ${each.seq}`), " ", status(each.outcome),
-    make("span", {className: "quiet"}, [each.role && each.role !== "main" ? ` ${each.role}` : "", each.reason ? ` ${each.reason}` : ""].join("")));
+    make("span", {className: "quiet"}, [each.role && each.role !== roleOf(each) ? ` ${each.role}` : "", each.reason ? ` ${each.reason}` : ""].join("")));
   const list = make("ul", {className: "tree"});
-  const open = [...(children.get(null) ?? [])].reverse().map((each) => [each, list]);
+  const roots = children.get(null) ?? [], open = [];
+  for (const root of roots) {
+    const into = roots.length > 1 ? make("ul", {}) : list;
+    if (into !== list) list.append(make("li", {}, make("span", {className: "quiet begins", title: begins(root)}, `${root.role ?? "main"}: ${begins(root)}`), into));
+    open.unshift([root, into]);
+  }
   while (open.length) {
     const [each, into] = open.pop();
     const item = entry(each), next = children.get(each.turn_id) ?? [];
@@ -113,18 +121,25 @@ function tree(id, turns, current) {
   return list;
 }
 
+// The first line of what a person or the main agent wrote first.
+function begins(root) {
+  const messages = root.messages ?? [], said = messages.find((each) => each.role === "user") ?? messages[0];
+  return text(said?.content).trim().slice(0, 200).split("\n")[0];
+}
+
 async function turnArticle(each, turns) {
   const versions = each.policy_version_first === each.policy_version_last ? each.policy_version_first : `${each.policy_version_first} to ${each.policy_version_last}`;
   const logprobs = each.logprobs ?? [], mean = logprobs.length ? logprobs.reduce((sum, value) => sum + value, 0) / logprobs.length : null;
   const rewards = each.rewards.map((line) => `${line.name} ${number(line.value)}${line.source ? ` (${line.source})` : ""}`);
   const trained = each.trained_in.map((one) => `update ${one.update_id} with advantage ${number(one.advantage)}`);
+  const parent = turns.find((other) => other.turn_id === each.parent_turn_id);
   const tokens = make("details", {className: "ribbon"}, make("summary", {}, "Tokens"));
   tokens.addEventListener("toggle", async () => {
     if (!tokens.open || tokens.children.length > 1) return;
     try { tokens.append(await ribbon(each.turn_id)); } catch (error) { tokens.append(make("p", {className: "bad"}, error.message)); }
   }, {once: true});
   return make("article", {}, make("h2", {}, `Turn ${each.seq}, step ${each.step}: `, status(each.outcome), each.reason ? ` (${each.reason})` : ""),
-    facts([["id", each.turn_id], ["continues", each.parent_turn_id ?? "nothing: it is the root of a chain"], ["role", each.role_reason ? `${each.role} (${each.role_reason})` : each.role], ["rewards", rewards.join(", ")],
+    facts([["id", each.turn_id], ["continues", parent ? link(`session/${path(each.session_id)}/${path(parent.turn_id)}`, `Turn ${parent.seq}`) : "nothing: it is the root of a chain"], ["role", each.role_reason ? `${each.role} (${each.role_reason})` : each.role], ["rewards", rewards.join(", ")],
       ["trained", trained.join("; ")], ["tokens", `${number(each.prompt_length)} in the prompt, ${number(each.token_ids.length)} sampled`],
       ["mean logprob", number(mean)], ["finish reason", each.finish_reason], ["policy version", String(versions)], ["dialect", each.dialect],
       ["took", seconds(each.duration_seconds) + (each.ttft_seconds === null ? "" : `, first token after ${seconds(each.ttft_seconds)}`)]]),

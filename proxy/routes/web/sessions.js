@@ -1,5 +1,5 @@
 // Sessions: find them by what they are and by what they hold, and see a group side by side.
-import {card, facts, link, make, message, number, optional, path, request, select, status} from "./page.js";
+import {card, facts, link, make, message, number, optional, path, plural, request, select, status} from "./page.js";
 import {chip, readiness, sessionTable} from "./overview.js";
 
 const PAGE = 50, COMPARED = 16, TURNS = 50;
@@ -26,7 +26,7 @@ async function found(wanted) {
   const looked = isSearch ? `${number(page.data.length)} found among ${number(page.num_searched)} sessions${page.has_more ? "; there are older ones" : ""}.` : "";
   return [make("p", {className: "quiet", role: "status"}, looked || (page.data.length ? "" : "No session matches.")), page.data.length ? sessionTable(page.data) : "",
     page.has_more ? link(`sessions/${older}`, isSearch ? "Search in older sessions" : "Older sessions") : "",
-    wanted.get("group_id") ? await sideBySide(page.data) : ""];
+    wanted.get("group_id") ? await sideBySide(wanted.get("group_id"), page.data) : ""];
 }
 
 function filterForm(wanted) {
@@ -43,7 +43,7 @@ function filterForm(wanted) {
 
 const average = (values) => values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 
-async function sideBySide(members) {
+async function sideBySide(groupId, members) {
   const rewards = members.map((each) => each.reward).filter((reward) => reward !== null), mean = average(rewards);
   const ordered = [...members].sort((first, second) => first.run - second.run).slice(0, COMPARED);
   const turns = await Promise.all(ordered.map((each) => optional(`v1/sessions/${path(each.session_id)}/turns?limit=${TURNS}`, {data: []})));
@@ -56,5 +56,5 @@ async function sideBySide(members) {
       ["labels", each.labels.length ? make("span", {}, ...each.labels.map((one) => chip(one.label, one.note))) : ""]]),
       last ? make("details", {}, make("summary", {}, `Reply of turn ${last.seq}`), message({role: "assistant", ...last.response})) : null);
   });
-  return make("div", {}, make("h2", {}, `Group: mean reward ${number(mean)} of ${rewards.length} sessions`), make("div", {className: "sides"}, ...compared));
+  return make("div", {}, make("h2", {}, "Group ", make("bdi", {}, groupId), `: ${mean === null ? "no reward yet" : `mean reward ${number(mean)} of ${plural(rewards.length, "session")}`}`), make("div", {className: "sides"}, ...compared));
 }
