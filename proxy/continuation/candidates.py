@@ -2,7 +2,8 @@
 
 Parallel rollouts of one task send equal prompts and may get equal replies. The ids of tool calls are unique to a run
 and come back with the next request. Without them, runs with equal conversations are interchangeable, so each one
-continues a turn that nothing extends yet. If every candidate has been extended, the choice is not decidable.
+continues a turn that nothing extends yet. If every candidate has been extended, the choice is not decidable. A reply
+that was cut off is continued only where no complete reply is equal to it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def choose_candidate(
         reserved: ids of turns that running calls extend.
         is_complete: whether these are all candidates of the store, not only those in memory.
     """
+    candidates = [candidate for candidate in candidates if not candidate.turn.is_aborted] or candidates
     known_ids = [candidate.live.forest.call_ids(candidate.turn) for candidate in candidates]
     same_run = [candidate for candidate, ids in zip(candidates, known_ids, strict=True) if ids & call_ids]
     if same_run:

@@ -119,8 +119,8 @@ class Forest:
     def deepest(self, conversation: Conversation) -> KnownTurn | None:
         """Return the turn that covers most of the conversation's messages up to the last reply.
 
-        Of several turns with that history, prefer those whose tool-call ids the conversation repeats, then the newest:
-        a client that repeats a call has seen the last reply.
+        Of several turns with that history, prefer those whose tool-call ids the conversation repeats, then complete
+        replies to those that were cut off, then the newest: a client that repeats a call has seen the last reply.
         """
         for end in range(conversation.num_replied - 1, -1, -1):
             turns = self.by_history.get(conversation.history.full[end])
@@ -132,7 +132,8 @@ class Forest:
         if len(turns) == 1:
             return turns[0]
         call_ids = conversation.call_ids()
-        return ([turn for turn in turns if self.call_ids(turn) & call_ids] or turns)[-1]
+        same_run = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
+        return ([turn for turn in same_run if not turn.is_aborted] or same_run)[-1]
 
     def call_ids(self, turn: KnownTurn) -> frozenset[str]:
         """Return the ids of the tool calls of a turn and its ancestors."""

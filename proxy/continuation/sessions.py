@@ -205,7 +205,8 @@ class Sessions:
             return new_chain(conversation, "continuation_off")
         if parent is None:
             parent = live.forest.deepest(conversation)
-            if parent is None or parent.num_messages < conversation.num_replied:
+            # Another proxy may have stored a longer history, or the complete reply to a retry of a call cut off here.
+            if parent is None or parent.num_messages < conversation.num_replied or parent.is_aborted:
                 await self.refresh(live)
                 parent = live.forest.deepest(conversation)
             if parent is not None:
@@ -308,7 +309,8 @@ class Sessions:
         cached = list(self._inferred.get((caller, digests[0]), ()))
         candidates = await self._candidates(cached, digests[0], caller)
         chosen = choose_candidate(candidates, call_ids, self._reserved, is_complete=False)
-        if chosen is not None and not self._is_shared:  # another worker may have extended it
+        # Another worker may have extended it, and another proxy may have completed a reply that was cut off here.
+        if chosen is not None and not self._is_shared and not chosen.turn.is_aborted:
             return chosen
         is_handoff, digest, stored = await asyncio.to_thread(self._read_candidates, caller, conversation)
         candidates = await self._candidates(stored, digest, caller, refresh=True)

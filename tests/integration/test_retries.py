@@ -14,9 +14,10 @@ from openai import AsyncOpenAI
 from support.proxies import RunningProxy, StartProxy
 
 from turnwise.fake_engine import RunningFakeEngine
-from turnwise.fake_engine.script import Reply, Rule
+from turnwise.fake_engine.script import Fault, FaultKind, Reply, Rule
 from turnwise.store import keys
 from turnwise.store.database import Database
+from turnwise.types import Outcome
 
 DEADLINE_SECONDS = 60.0
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
@@ -132,3 +133,24 @@ def test_a_key_at_two_proxies_at_once_is_one_turn(
     said = [*CHAT["messages"], replies[0].json()["choices"][0]["message"], {"role": "user", "content": "on"}]
     assert post(other, {**CHAT, "messages": said}).status_code == 200
     assert one.turns()[-1].turn.parent_turn_id == view.turn.turn_id
+
+
+@pytest.mark.parametrize("path", ["/sessions/s/v1", "/v1"])
+def test_a_call_extends_the_complete_reply_and_not_an_equal_one_that_was_cut_off(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, path: str
+):
+    """One proxy stores a stream whose whole text arrived but not its end, another the complete reply to the retry."""
+    one = start_proxy(fake_engine.url)
+    other = start_proxy(fake_engine.url, database_url=one.database_url)
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi.")))
+    whole = post(other, {**CHAT, "stream": True}, url=other.url + "/sessions/count/v1").text.count("data: {")
+    fake_engine.fail_next(Fault(kind=FaultKind.RESET_STREAM, after_chunks=whole - 1))
+    cut = post(one, {**CHAT, "stream": True}, url=one.url + path)
+    assert "engine_unavailable" in cut.text
+    reply = post(other, url=other.url + path).json()
+    said = [*CHAT["messages"], reply["choices"][0]["message"], {"role": "user", "content": "on"}]
+    last = post(one, {**CHAT, "messages": said}, url=one.url + path).raise_for_status().json()["id"]
+    turns = {view.turn.turn_id: view.turn for view in one.turns() if view.turn.session_id != "count"}
+    (aborted,) = (turn for turn in turns.values() if turn.outcome is Outcome.ABORTED)
+    assert (aborted.response["content"], turns[reply["id"]].outcome) == ("Hi.", Outcome.EXACT)
+    assert turns[last].parent_turn_id == reply["id"]
