@@ -74,10 +74,31 @@ def check_startable(settings: TrainerSettings) -> None:
         )
     if settings.multi_devices and settings.estimator == "gae":
         raise SettingsError(NO_SHARDED_CRITIC)
+    check_division(settings)
     check_optimizer(settings, has_coarse_weights=settings.weights_dtype != "float32")
     for package, setting in RECORDERS.items():
         if getattr(settings, setting) is not None:
             check_package(package, setting)
+
+
+def check_division(settings: TrainerSettings) -> None:
+    """Check how several processes divide the model.
+
+    Raises:
+        SettingsError: A combination is not supported.
+    """
+    wanted = {name: getattr(settings, name) for name in ("replicas", "tensor_parallel", "context_parallel")}
+    used = [f"{name}={value}" for name, value in wanted.items() if value > 1]
+    if used and not settings.multi_devices:
+        raise SettingsError(f"{used[0]} needs several processes: set multi_devices=true and start with torchrun")
+    if settings.tensor_parallel > 1 and settings.kind is PolicyKind.LORA:
+        raise SettingsError("tensor_parallel divides whole weights: set kind='full', or tensor_parallel=1 for adapters")
+    if settings.tensor_parallel > 1 and settings.liger:
+        raise SettingsError("liger's kernels do not know divided weights: set liger=false, or tensor_parallel=1")
+    if settings.context_parallel > 1 and settings.compile:
+        raise SettingsError("compile=true does not cover context_parallel: set one of them to its default")
+    if settings.context_parallel > 1 and settings.attention == "eager":
+        raise SettingsError("context_parallel needs attention='sdpa' or 'flex_attention', not 'eager'")
 
 
 def _workflow_class(settings: TrainerSettings) -> type[RLWorkflow]:

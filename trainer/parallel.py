@@ -25,9 +25,18 @@ CONTROL_TIMEOUT = timedelta(days=365)
 class World:
     """This process among those that train together."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_group: int = 1, tensor: int = 1) -> None:
+        """Join the others.
+
+        Args:
+            row_group: Neighbouring processes that compute one row together.
+            tensor: Neighbouring processes that divide each layer, all of them in one row group.
+        """
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self._row_group = row_group if self.size > 1 else 1
+        self.num_averaged = self.size // (tensor if self.size > 1 else 1)
+        """Processes over which FSDP takes the mean of gradients."""
         self._control = _control_group() if self.size > 1 else None
         if self.size > 1:
             _background_group()  # all processes create their groups in the same order, in their main threads
@@ -56,21 +65,22 @@ class World:
         return _background_group() if self.size > 1 else None
 
     def own(self, rows: Sequence[Item], cost: Callable[[Item], float]) -> list[tuple[Item, bool]]:
-        """Return this process's rows, each with whether it counts.
+        """Return the rows of this process's row group, each with whether it counts.
 
         All processes get as many, since FSDP gathers weights in step: the last ones may compute a row for nothing. The
         rows that are computed at the same time have similar costs, since every process waits for the slowest.
         """
         ordered = list(rows) if self.size == 1 else sorted(rows, key=cost, reverse=True)
-        rounds = -(-len(ordered) // self.size)
-        places = [index * self.size + self.rank for index in range(rounds)]
+        num_groups, group = self.size // self._row_group, self.rank // self._row_group
+        rounds = -(-len(ordered) // num_groups)
+        places = [index * num_groups + group for index in range(rounds)]
         return [(ordered[min(place, len(ordered) - 1)], place < len(ordered)) for place in places]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes."""
+        """Return the sum over all processes, of those that compute one row together each value once."""
         if self.size > 1:
             dist.all_reduce(values)
-        return values
+        return values if self._row_group == 1 else values / self._row_group
 
     def max(self, values: Tensor) -> Tensor:
         """Return the maximum over all processes."""

@@ -7,14 +7,19 @@ dense mask, of which only the visible blocks are written. Legend: N tokens of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.learning.forest import Layout
+from trainer.learning.forest import Indices, Layout
 
+Marks = npt.NDArray[np.bool_]
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of batch, head, query and key: whether the query sees the key."""
 BLOCK = 128
 """Tokens of a block of FlexAttention."""
 
@@ -46,24 +51,46 @@ def block_mask(layout: Layout, device: torch.device) -> BlockMask:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key])
 
-    some, whole = _blocks(layout.subtree_end)
+    places = np.arange(length)
+    some, whole = blocks_of(places, places, layout.subtree_end)
+    return mask_of_blocks(some, whole, sees, (length, length), device)
+
+
+def mask_of_blocks(
+    some: npt.NDArray[np.bool_],
+    whole: npt.NDArray[np.bool_],
+    sees: Rule,
+    lengths: tuple[int, int],
+    device: torch.device,
+) -> BlockMask:
+    """Return the mask of a rule, from what `blocks_of` returned, for so many queries and keys."""
     partial_count, partial_index = _as_lists(some & ~whole, device)
     whole_count, whole_index = _as_lists(whole, device)
     return BlockMask.from_kv_blocks(
-        partial_count, partial_index, whole_count, whole_index, BLOCK, sees, seq_lengths=(length, length)
+        partial_count, partial_index, whole_count, whole_index, BLOCK, sees, seq_lengths=lengths
     )
 
 
-def _blocks(end: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return which key blocks each query block sees some token of, and which it sees whole; both [B, B]."""
-    length = len(end)
-    starts = np.arange(0, length, BLOCK)
-    stops = np.minimum(starts + BLOCK, length)
-    latest, earliest = np.maximum.reduceat(end, starts), np.minimum.reduceat(end, starts)
-    number = np.arange(len(starts))
-    some = (number[None, :] <= number[:, None]) & (starts[:, None] < latest[None, :])
-    whole = (number[None, :] < number[:, None]) & (stops[:, None] <= earliest[None, :])
+def blocks_of(query: Indices, key: Indices, end: Indices) -> tuple[Marks, Marks]:
+    """Return which key blocks each query block may see some token of, and which it sees whole; both [B, B'].
+
+    Args:
+        query: Place in the row of each query.
+        key: Place in the row of each key; -1 for padding.
+        end: End of each key's subtree; -1 for padding.
+    """
+    first_query, last_query = _extremes(query)
+    first_key, last_key = _extremes(key)
+    first_end, last_end = _extremes(end)
+    some = (first_key[None, :] <= last_query[:, None]) & (first_query[:, None] < last_end[None, :])
+    whole = (last_key[None, :] < first_query[:, None]) & (last_query[:, None] < first_end[None, :])
     return some, whole
+
+
+def _extremes(values: Indices) -> tuple[Indices, Indices]:
+    """Return the least and the largest value of each block."""
+    starts = np.arange(0, len(values), BLOCK)
+    return np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
 
 
 def _as_lists(seen: npt.NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -169,7 +169,8 @@ class PolicyAgent:
 
     def load(self, seed: int, *, with_weights: bool = True) -> None:
         """Load the policy afresh, unless a saved state replaces its weights; reference and critic where needed."""
-        self.world = World()
+        division = self.policy.division
+        self.world = World(division.row_group, division.tensor)
         self.policy.load(seed, with_weights=with_weights)
         if self._reference is not None:
             self._reference.load(seed)
@@ -311,7 +312,7 @@ class PolicyAgent:
                 tokens = self._tokens(data)
                 loss = loss_of(tokens, self.rule, self._custom_loss)
                 # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
-                ((loss + self._critic_loss(tokens)) * self.world.size).backward()  # type: ignore[no-untyped-call]
+                ((loss + self._critic_loss(tokens)) * self.world.num_averaged).backward()  # type: ignore[no-untyped-call]
             if counts:
                 gauges.observe(tokens, loss, data.on_policy, self.rule)
         gauges.reduce(self.world)

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from trainer.learning.attention import block_mask, dense_mask
 from trainer.learning.batch import Row
 from trainer.learning.forest import Layout
+from trainer.policy.context_parallel import RowPart
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -42,6 +43,37 @@ class RowInputs:
     """The trained tokens. [m]"""
     temperature: Tensor
     """Of each kept place. [U]"""
+    share: Share | None = None
+    """Which trained tokens of the row these are; None for all of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """The trained tokens of a row that one process of a context computes."""
+
+    index: Tensor
+    """[m]"""
+    count: int
+    """Trained tokens of the row."""
+
+
+def part_inputs(
+    row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device, part: RowPart
+) -> RowInputs:
+    """Return what one process computes of a row that several compute together."""
+    own = np.flatnonzero((row.predictor >= part.start) & (row.predictor < part.stop))
+    pairs = torch.stack([torch.from_numpy(row.predictor[own] - part.start).double(), temperature[own].double()])
+    distinct, which = torch.unique(pairs, dim=1, return_inverse=True)
+    return RowInputs(
+        tokens=on_device(torch.from_numpy(part.padded(row.layout.tokens.astype(np.int64)))[None], device),
+        positions=on_device(torch.from_numpy(part.padded(row.layout.positions))[None], device),
+        mask=part.mask(attention, device),
+        keep=on_device(distinct[0].long(), device),
+        which=on_device(which, device),
+        target=on_device(target[own].long(), device),
+        temperature=on_device(distinct[1].float(), device),
+        share=Share(on_device(torch.from_numpy(own), device), len(row.predictor)),
+    )
 
 
 def row_inputs(row: Row, temperature: Tensor, target: Tensor, attention: str, device: torch.device) -> RowInputs:

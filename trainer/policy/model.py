@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from trainer.learning.batch import Row
 from trainer.learning.logprobs import linear_logprobs, selected_logprobs
+from trainer.policy.context_parallel import ContextGroup, part_of, register_attention, spread
 from trainer.policy.head import OutputLayer
-from trainer.policy.inputs import RowInputs, row_inputs
+from trainer.policy.inputs import RowInputs, part_inputs, row_inputs
 from trainer.policy.loading import allocate, base_of, copy_tokenizer, empty_model, load_model, tied_names
+from trainer.policy.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
 from trainer.policy.tuning import checkpoint_layers, needs_checkpointing, use_liger, uses_liger
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.settings import Settings
@@ -56,6 +58,13 @@ class PolicySpec(Settings):
     sync_every_row: bool = False
     """Reduce gradients over the processes after each row, not after the last one of an optimizer step: more traffic,
     and 4 bytes a parameter less memory on each GPU."""
+    replicas: int = Field(default=1, ge=1)
+    """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
+    need more memory and exchange shards within a machine only."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """With several processes: so many divide each layer of the model. For models like Qwen3, Llama and Gemma."""
+    context_parallel: int = Field(default=1, ge=1)
+    """With several processes: so many divide the tokens of each row, for chains that are too long for one GPU."""
     liger: bool | None = None
     """Use the norm, rotary embedding and SwiGLU kernels of the package liger-kernel. By default where it is installed,
     on CUDA."""
@@ -76,6 +85,9 @@ class Policy:
         self.spec = spec
         self.compiled = False
         """Whether `load` compiles each layer. Rows differ in length, hence dynamic shapes."""
+        self.division = Division(spec.replicas, spec.tensor_parallel, spec.context_parallel)
+        """How several processes divide the model and its rows."""
+        self._context: ContextGroup | None = None
         self.mesh_axis: str | None = None
         """Name of the mesh's dimension that `load` shards over; None keeps the model whole."""
         self.device = torch.device("cpu")
@@ -126,19 +138,28 @@ class Policy:
 
     def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
         """Build the model without weights, shard it, and let the first process send each process its shards."""
-        self.model = self._tuned(empty_model(self.spec, self.attention))
+        self._context = self.division.context_group()
+        implementation = self.attention
+        if self._context is not None:
+            implementation = register_attention(self._context, implementation)
+        self.model = self._tuned(empty_model(self.spec, implementation))
+        if self._context is not None and not self.attends_to_all:
+            raise SettingsError(
+                f"context_parallel needs layers that attend to every earlier token, and {self.spec.model!r} has windows"
+            )
+        self.attention = implementation
         self._shard(axis)
         allocate(self.model, self.device)
         if not with_weights and self.spec.kind is PolicyKind.FULL:
             return
         torch.manual_seed(seed)
         is_first = torch.distributed.get_rank() == 0
-        weights = load_model(self.spec, self.attention).state_dict() if is_first else {}
+        weights = load_model(self.spec, "sdpa").state_dict() if is_first else {}
         self.load_trained_state(weights, from_first=True)
 
     def _tuned(self, model: nn.Module) -> nn.Module:
         """Return the model with kernels, checkpointing and compiled layers as the settings ask."""
-        if uses_liger(self.spec.liger, self.device):
+        if uses_liger(self.spec.liger if self.division.tensor == 1 else False, self.device):
             use_liger(base_of(model))
         wanted = self.spec.gradient_checkpointing
         if wanted if wanted is not None else needs_checkpointing(model, base_of(model).config, self.device):
@@ -160,9 +181,7 @@ class Policy:
     def operations(self, row: Row) -> float:
         """Return the floating point operations of a row's forward and backward pass, as far as they matter."""
         config = self.config
-        width = config.num_attention_heads * getattr(
-            config, "head_dim", config.hidden_size // config.num_attention_heads
-        )
+        width = _attention_width(config)
         pairs = float((row.layout.positions + 1).sum())
         attention = 12.0 * float(config.num_hidden_layers * width) * pairs
         return 6.0 * self._num_weights * len(row.layout.tokens) + attention
@@ -174,14 +193,18 @@ class Policy:
 
     def _shard(self, axis: str) -> None:
         """Shard parameters, gradients and optimizer with FSDP2, layer by layer, over all processes."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh(self.device.type, (torch.distributed.get_world_size(),), mesh_dim_names=(axis,))
+        division, mesh = self.division, self.division.mesh(self.device, axis)
+        layers = self._layers(self.model)
+        if division.tensor > 1:
+            check_divisible(self.config, division.tensor)
+            divide_layers(self.model, layers, mesh[TENSOR])
+        shards = mesh[axis] if division.replicas == 1 else mesh[REPLICA, axis]
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
-        for layer in self._layers(self.model):
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(self.model, mesh=mesh, mp_policy=precision)
+        for layer in layers:
+            fully_shard(layer, mesh=shards, mp_policy=precision)
+        fully_shard(self.model, mesh=shards, mp_policy=precision)
 
     def inputs(self, row: Row, temperature: Tensor, target: Tensor) -> RowInputs:
         """Return a row's tensors on the device; may be called in a thread while another row is computed.
@@ -191,13 +214,23 @@ class Policy:
             temperature: Of each trained token. [m]
             target: The sampled tokens. [m]
         """
-        return row_inputs(row, temperature, target, self.attention, self.device)
+        if self._context is None:
+            return row_inputs(row, temperature, target, self.attention, self.device)
+        config = self.config
+        attention = 12.0 * config.num_hidden_layers * _attention_width(config)
+        part = part_of(row.layout, self._context, attention / (6.0 * self._num_weights))
+        return part_inputs(row, temperature, target, self.attention, self.device, part)
 
     def logprobs(self, inputs: RowInputs) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of the row's trained tokens, both [m] in float32."""
         if self._head is None:
-            return selected_logprobs(self._output(inputs), inputs.which, inputs.target, inputs.temperature)
-        return self._from_hidden(self._head, self._hidden_states(self._head, inputs), inputs)
+            found = selected_logprobs(self._output(inputs), inputs.which, inputs.target, inputs.temperature)
+        else:
+            found = self._from_hidden(self._head, self._hidden_states(self._head, inputs), inputs)
+        if self._context is None or inputs.share is None:
+            return found
+        index, count = inputs.share.index, inputs.share.count
+        return spread(found[0], index, count, self._context), spread(found[1], index, count, self._context)
 
     def logprobs_and_hidden(self, inputs: RowInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same with the hidden state before each trained token, [m, H], of one forward pass."""
@@ -346,6 +379,12 @@ def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _attention_width(config: Any) -> int:
+    """Return the width of all heads together."""
+    own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(config.num_attention_heads * own)
 
 
 def _attention(name: str, device: torch.device) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.forests import VOCABULARY, grown_forest
 from torch.nn.attention.flex_attention import flex_attention
 
 from trainer.learning.attention import BLOCK, block_mask, dense_mask
 from trainer.learning.batch import Row
-from trainer.learning.forest import Forest
 from trainer.policy.model import Policy, PolicySpec
 
 CPU = torch.device("cpu")
-VOCABULARY = 64
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -34,20 +33,6 @@ ARCHITECTURES = {
     "Gemma": {},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
 }
-
-
-def grown_forest(seed, num_sequences=12, length=60):
-    """Return a forest of sequences that branch from earlier ones at random places, and the sequences."""
-    rng = np.random.default_rng(seed)
-    sequences = []
-    for _ in range(num_sequences):
-        stem = sequences[rng.integers(len(sequences))] if sequences and rng.random() < 0.8 else np.empty(0, np.int32)
-        stem = stem[: rng.integers(len(stem) + 1)]
-        sequences.append(np.concatenate([stem, rng.integers(1, VOCABULARY, length)]).astype(np.int32))
-    forest = Forest()
-    for tokens in sequences:
-        forest.insert(tokens)
-    return forest, sequences
 
 
 @pytest.mark.parametrize("seed", range(5))

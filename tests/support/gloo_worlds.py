@@ -1,0 +1,113 @@
+"""Optimizer steps in worlds of several processes over gloo, to compare with one process.
+
+The processes are forked from a server that has torch and transformers loaded, so a world of two takes a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from support.experience_factory import experience
+
+from trainer.learning.batch import build
+from trainer.parallel import leave_world
+from trainer.policy.agent import AgentRule, PolicyAgent
+from trainer.policy.model import Policy, PolicySpec
+
+NUM_STEPS = 3
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["support.gloo_worlds", "transformers.models.qwen3.modeling_qwen3"])
+
+
+def sessions(vocabulary: int = 48) -> list[Any]:
+    """Return twelve sessions of four groups, which share prompts and branch, of 20 to 42 tokens."""
+    rng = np.random.default_rng(0)
+    found = []
+    for group in range(4):
+        prompt = rng.integers(1, vocabulary, 8)
+        for run in range(3):
+            own = rng.integers(1, vocabulary, 12 + 11 * run)
+            mask = [False] * 8 + [bool(index % 5) for index in range(len(own))]
+            tokens = np.concatenate([prompt, own])
+            name = f"{group}-{run}"
+            found.append(
+                experience(
+                    session_id=name,
+                    group_id=str(group),
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=np.full(len(tokens), -3.5),
+                )
+            )
+    return found
+
+
+def steps(spec: dict[str, Any], rule: dict[str, Any], *, is_sharded: bool = False) -> dict[str, Any]:
+    """Return losses, gradient norms, logprobs and weights of a few optimizer steps."""
+    torch.set_num_threads(1)
+    policy = Policy(PolicySpec(**{"device": "cpu", **spec}))
+    reference = Policy(policy.spec) if rule.get("kl_coef") else None
+    agent = PolicyAgent(policy, AgentRule(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule}), reference)
+    if is_sharded:
+        agent.shard("data")
+    agent.load(0)
+    found = sessions()
+    credit = [np.array([float(index % 3 - 1)]) for index in range(len(found))]
+    batch = build(found, credit, policy_version=0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    losses, norms = [], []
+    for _ in range(NUM_STEPS):
+        gauges, norm = agent.optimizer_step(optimizer, batch, range(len(found)), proximal=None, is_first=False)
+        losses.append(gauges.read()["loss"])
+        norms.append(norm)
+    logprobs = agent.logprobs_of(batch, range(len(found)))
+    text = policy.next_logprobs(found[0].tokens.tolist())
+    weights = policy.trained_state()
+    published = {} if spec.get("kind") == "lora" else policy.published_weights()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "logprobs": torch.from_numpy(logprobs),
+        "text": text,
+        "weights": weights,
+        "published": published,
+    }
+
+
+def world_of(size: int, spec: dict[str, Any], **rule: Any) -> dict[str, Any]:
+    """Return what the first of so many processes found."""
+    with tempfile.TemporaryDirectory() as scratch:
+        processes = [
+            _SERVER.Process(target=_member, args=(rank, size, scratch, spec, rule), daemon=True) for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        failures = [path.read_text() for path in Path(scratch).glob("*.error")]
+        assert not failures, failures[0]
+        assert all(process.exitcode == 0 for process in processes)
+        found: dict[str, Any] = torch.load(Path(scratch) / "found.pt", weights_only=False)
+        return found
+
+
+def _member(rank: int, size: int, scratch: str, spec: dict[str, Any], rule: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=size)
+    try:
+        found = steps(spec, rule, is_sharded=True)
+        if rank == 0:
+            torch.save(found, f"{scratch}/found.pt")
+    except BaseException:
+        import traceback
+
+        (Path(scratch) / f"{rank}.error").write_text(traceback.format_exc())
+        raise
+    finally:
+        leave_world()

@@ -1,0 +1,146 @@
+"""Processes that divide the model or its rows compute what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.forests import grown_forest
+from support.gloo_worlds import steps, world_of
+from support.trainer_ledger import VOCABULARY, settings_for
+
+from trainer.learning.attention import BLOCK, dense_mask
+from trainer.main import check_startable
+from trainer.policy.context_parallel import ContextGroup, part_of
+from trainer.policy.mesh import Division, check_divisible, divide_layers
+from turnwise.errors import SettingsError
+
+CPU = torch.device("cpu")
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {"tie_word_embeddings": True},
+    "Llama": {"tie_word_embeddings": False},
+    "Gemma": {},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a small model of each family, with random weights."""
+    root = tmp_path_factory.mktemp("models")
+    for family, changes in FAMILIES.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**SIZES, **changes)
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / family)
+    return root
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses, norms, logprobs and weights within 2e-5, 1e-3 of a norm, after three steps of AdamW at 1e-3."""
+    assert found["losses"] == pytest.approx(expected["losses"], abs=2e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-3)
+    for name in ("logprobs", "text"):
+        torch.testing.assert_close(found[name], expected[name], atol=1e-4, rtol=0)
+    for kind in ("weights", "published"):
+        assert found[kind].keys() == expected[kind].keys()
+        for name, value in expected[kind].items():
+            torch.testing.assert_close(found[kind][name], value, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("division", [{"tensor_parallel": 2}, {"context_parallel": 2}], ids=str)
+def test_two_processes_that_divide_layers_or_rows_equal_one(models: Path, division: dict[str, int]):
+    spec = {"model": str(models / "Qwen3")}
+    assert_equal(world_of(2, spec | division), steps(spec, {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "division",
+    [
+        {},
+        {"replicas": 2},
+        {"tensor_parallel": 2},
+        {"context_parallel": 2},
+        {"context_parallel": 4},
+        {"replicas": 2, "tensor_parallel": 2},
+        {"replicas": 2, "context_parallel": 2},
+        {"tensor_parallel": 2, "context_parallel": 2},
+    ],
+    ids=str,
+)
+def test_four_processes_equal_one_however_they_divide_the_work(models: Path, family: str, division: dict[str, int]):
+    spec = {"model": str(models / family)}
+    rule = {"algorithm": "gspo", "kl_coef": 0.1, "aggregation": "session_mean"}
+    assert_equal(world_of(4, spec | division, **rule), steps(spec, rule))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_parts_of_a_row_see_what_the_whole_row_sees_and_cost_alike(size: int):
+    """Dense masks and FlexAttention's blocks; shares are within a tenth of the row of each other."""
+    layout = grown_forest(0)[0].lay_out()
+    whole = dense_mask(layout, CPU)
+    costs = []
+    for rank in range(size):
+        part = part_of(layout, ContextGroup(None, rank, size), 0.1)
+        own = part.stop - part.start
+        costs.append(float((1 + 0.1 * layout.positions[part.start : part.stop]).sum()))
+        mask = part.mask("turnwise_context", CPU)[0, 0, :own]
+        place = torch.from_numpy(part.gathered_places())
+        assert torch.equal(mask[:, place >= 0], whole[part.start : part.stop][:, place[place >= 0]])
+        assert not mask[:, place < 0].any()
+        blocks = part.mask("turnwise_context_flex", CPU)
+        dense = blocks.mask_mod(None, None, torch.arange(own)[:, None], torch.arange(len(place))[None])
+        assert torch.equal(dense, mask)
+        for query in range(-(-own // BLOCK)):
+            rows = mask[query * BLOCK : (query + 1) * BLOCK]
+            partial = blocks.kv_indices[0, 0, query, : blocks.kv_num_blocks[0, 0, query]].tolist()
+            full = blocks.full_kv_indices[0, 0, query, : blocks.full_kv_num_blocks[0, 0, query]].tolist()
+            seen = {key for key in range(-(-len(place) // BLOCK)) if rows[:, key * BLOCK : (key + 1) * BLOCK].any()}
+            assert seen <= {*partial, *full}
+            assert all(rows[:, key * BLOCK : (key + 1) * BLOCK].all() for key in full)
+    assert max(costs) - min(costs) < 0.1 * sum(costs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel=2 needs several processes"),
+        ({"tensor_parallel": 2, "multi_devices": True, "kind": "lora"}, "tensor_parallel divides whole weights"),
+        ({"tensor_parallel": 2, "multi_devices": True, "liger": True}, "liger's kernels do not know divided weights"),
+        ({"context_parallel": 2, "multi_devices": True, "compile": True}, "compile=true does not cover"),
+        ({"context_parallel": 2, "multi_devices": True, "attention": "eager"}, "needs attention='sdpa'"),
+    ],
+)
+def test_combinations_that_are_not_supported_are_named_before_anything_is_loaded(tmp_path, changes, message):
+    with pytest.raises(SettingsError, match=message):
+        check_startable(settings_for(tmp_path, tmp_path, **changes))
+
+
+def test_numbers_that_do_not_divide_are_refused_by_name(models: Path):
+    with pytest.raises(SettingsError, match=r"6 processes cannot be divided by replicas=2, tensor_parallel=2"):
+        Division(replicas=2, tensor=2).check(6)
+    config = transformers.AutoConfig.from_pretrained(models / "Qwen3")
+    with pytest.raises(SettingsError, match="does not divide the model's num_attention_heads=4"):
+        check_divisible(config, 3)
+
+
+def test_a_mixture_of_experts_is_not_divided_by_layers(models: Path):
+    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    with pytest.raises(SettingsError, match=r"Qwen3MoeForCausalLM: it has no linear mlp.gate_proj"):
+        divide_layers(model, list(model.model.layers), None)

@@ -1,0 +1,184 @@
+"""One packed row computed by several processes: context parallelism over a forest.
+
+Each process computes consecutive tokens of the row. In every layer the keys and values of all processes are gathered,
+and the forest's rule says which of them a query sees, so any forest works and the kernels stay those of one process.
+PyTorch's ring attention supports plain causal attention only. The parts have like costs: a token costs more the deeper
+it lies. Legend: N tokens of a row, C of them in a process, padded to the longest part L; P processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from trainer.learning.attention import BLOCK, blocks_of, mask_of_blocks
+from trainer.learning.forest import Indices, Layout
+
+ATTENTION = "turnwise_context"
+"""Name under which transformers finds the attention; `_flex` is added for FlexAttention."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContextGroup:
+    """The processes that compute one row together."""
+
+    group: Any
+    rank: int
+    """Of this process in the group."""
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowPart:
+    """What one process computes of a row."""
+
+    group: ContextGroup
+    bounds: Indices
+    """Where the parts begin, and where the last one ends. [P + 1]"""
+    subtree_end: Indices
+    """Of the whole row. [N]"""
+
+    @property
+    def start(self) -> int:
+        """First place of this process."""
+        return int(self.bounds[self.group.rank])
+
+    @property
+    def stop(self) -> int:
+        """Place behind its last one."""
+        return int(self.bounds[self.group.rank + 1])
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest part, L."""
+        return int(np.diff(self.bounds).max())
+
+    def padded(self, values: Indices) -> Indices:
+        """Return this process's part of a row's values, with zeros behind it. [N] to [L]."""
+        padded = np.zeros(self.length, np.int64)
+        padded[: self.stop - self.start] = values[self.start : self.stop]
+        return padded
+
+    def own_places(self) -> Indices:
+        """Return the place of each padded query in the row; behind the part, that of its last token. [L]."""
+        return np.minimum(self.start + np.arange(self.length), max(self.stop - 1, 0))
+
+    def gathered_places(self) -> Indices:
+        """Return the place of each gathered key in the row, -1 for padding. [P · L]."""
+        places = self.bounds[:-1, None] + np.arange(self.length)
+        gathered: Indices = np.where(places < self.bounds[1:, None], places, -1).reshape(-1)
+        return gathered
+
+    def mask(self, attention: str, device: torch.device) -> Tensor | BlockMask:
+        """Return which gathered keys each of this process's queries sees."""
+        query, key = self.own_places(), self.gathered_places()
+        end = np.where(key >= 0, self.subtree_end[key], -1)
+        if attention.endswith("_flex"):
+            return _block_mask(query, key, end, device)
+        query_L, key_K, end_K = (torch.from_numpy(each).to(device) for each in (query, key, end))
+        return ((key_K <= query_L[:, None]) & (query_L[:, None] < end_K))[None, None]
+
+
+def part_of(layout: Layout, group: ContextGroup, cost_of_depth: float) -> RowPart:
+    """Return this process's part of a row.
+
+    Args:
+        layout: The row.
+        group: The processes.
+        cost_of_depth: What a token's attention to one ancestor costs, where all else of a token costs 1.
+    """
+    cost = np.cumsum(1.0 + cost_of_depth * layout.positions)
+    shares = cost[-1] * np.arange(1, group.size) / group.size
+    bounds = np.concatenate([[0], np.searchsorted(cost, shares) + 1, [len(cost)]])
+    return RowPart(group, np.minimum(np.maximum.accumulate(bounds), len(cost)), layout.subtree_end)
+
+
+def register_attention(group: ContextGroup, implementation: str) -> str:
+    """Let transformers gather keys and values before its attention; return the name of that attention."""
+    from transformers import AttentionInterface
+
+    name = ATTENTION + ("_flex" if implementation == "flex_attention" else "")
+    attend = AttentionInterface()[implementation]
+    AttentionInterface.register(name, functools.partial(_attend, group, attend))
+    return name
+
+
+def spread(values: Tensor, index: Tensor, count: int, group: ContextGroup) -> Tensor:
+    """Return the values of all processes' trained tokens. [own] to [count].
+
+    Each process goes on with all of them and computes the same loss, so on the way back it takes its own gradients
+    alone.
+    """
+    return cast("Tensor", _Spread.apply(values, index, count, group.group))  # type: ignore[no-untyped-call]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(index)
+        full = values.new_zeros(count)
+        full[index] = values
+        dist.all_reduce(full, group=group)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (index,) = ctx.saved_tensors
+        return gradient[index], None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """All processes' keys or values, one behind the other; the gradients are summed over the queries of all."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        gathered = own.new_empty(size, *own.shape)
+        dist.all_gather_into_tensor(gathered, own.contiguous()[None], group=group)
+        return torch.cat(list(gathered), dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        parts = torch.stack(gradient.chunk(ctx.size, dim=2)).contiguous()
+        own = torch.empty_like(parts[:1])
+        dist.reduce_scatter_tensor(own, parts, group=ctx.group)
+        return own[0], None, None
+
+
+def _attend(
+    group: ContextGroup,
+    attend: Callable[..., tuple[Tensor, Tensor | None]],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to the keys of all processes; without a mask, to this process's own: a text that each computes alone."""
+    if attention_mask is not None:
+        key, value = (_Gather.apply(each, group.group, group.size) for each in (key, value))  # type: ignore[no-untyped-call]
+    return attend(module, query, key, value, attention_mask, **options)
+
+
+def _block_mask(query: Indices, key: Indices, end: Indices, device: torch.device) -> BlockMask:
+    some, whole = blocks_of(query, key, end)
+
+    def padded(values: Indices) -> Tensor:
+        return torch.from_numpy(np.pad(values, (0, -len(values) % BLOCK), constant_values=-1)).to(device)
+
+    place_of_query, place_of_key, end_of_key = padded(query), padded(key), padded(end)
+
+    def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        place = place_of_query[q]
+        return (place_of_key[k] <= place) & (place < end_of_key[k])
+
+    return mask_of_blocks(some, whole, sees, (len(query), len(key)), device)

@@ -1,0 +1,156 @@
+"""How the processes of one trainer divide the model: replicas, shards, tensor and context parallelism.
+
+The device mesh has one dimension each for replicas (HSDP), for shards (FSDP2) and for parts of layers (tensor
+parallelism). The processes of one context are neighbours in the dimension of shards: they hold different shards and
+different tokens of one row, and FSDP2 adds up their gradients as it does for different rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+
+from trainer.policy.context_parallel import ContextGroup
+from trainer.policy.loading import base_of
+from turnwise.errors import SettingsError
+
+REPLICA, TENSOR = "replica", "tensor"
+COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+"""Linear layers whose outputs are divided; those of Qwen3, Llama and Gemma have these names."""
+ROW = ("self_attn.o_proj", "mlp.down_proj")
+"""Linear layers whose inputs are divided."""
+BY_HEAD = ("self_attn.q_norm", "self_attn.k_norm")
+"""Norms that run on the heads of a process, where a model has them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Division:
+    """Numbers of processes along each dimension."""
+
+    replicas: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def row_group(self) -> int:
+        """Processes that compute one row together."""
+        return self.tensor * self.context
+
+    def check(self, size: int) -> None:
+        """Check that so many processes can be divided in this way.
+
+        Raises:
+            SettingsError: They cannot.
+        """
+        if size % (self.replicas * self.row_group):
+            raise SettingsError(
+                f"{size} processes cannot be divided by replicas={self.replicas}, tensor_parallel={self.tensor} and "
+                f"context_parallel={self.context}: their product must divide the number of processes"
+            )
+
+    def mesh(self, device: torch.device, axis: str) -> DeviceMesh:
+        """Return the mesh of all processes; `axis` names the dimension of shards."""
+        size = dist.get_world_size()
+        self.check(size)
+        shape = (self.replicas, size // (self.replicas * self.tensor), self.tensor)
+        return init_device_mesh(device.type, shape, mesh_dim_names=(REPLICA, axis, TENSOR))
+
+    def context_group(self) -> ContextGroup | None:
+        """Return this process's context; None where each process computes its own rows."""
+        if self.context == 1:
+            return None
+        return ContextGroup(_context_groups(self.tensor, self.context), self._context_rank, self.context)
+
+    @property
+    def _context_rank(self) -> int:
+        return dist.get_rank() // self.tensor % self.context
+
+
+@functools.cache
+def _context_groups(tensor: int, context: int) -> Any:
+    """Create the groups of all contexts, in all processes alike; return this process's."""
+    own = None
+    for first in range(0, dist.get_world_size(), tensor * context):
+        for column in range(tensor):
+            ranks = [first + column + tensor * place for place in range(context)]
+            group = dist.new_group(ranks)
+            own = group if dist.get_rank() in ranks else own
+    return own
+
+
+def check_divisible(config: Any, tensor: int) -> None:
+    """Check that a model's layers can be divided.
+
+    Raises:
+        SettingsError: They cannot.
+    """
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name, tensor) % tensor:
+            raise SettingsError(
+                f"tensor_parallel={tensor} does not divide the model's {name}={getattr(config, name)}: "
+                "choose a divisor of it"
+            )
+
+
+def divide_layers(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Divide the linear layers of each decoder layer over the mesh, and replicate all other weights.
+
+    Raises:
+        SettingsError: A layer has none of the known linear layers.
+    """
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    for layer in layers:
+        names = dict(layer.named_modules())
+        if missing := [name for name in (*COLUMN, *ROW) if not isinstance(names.get(name), nn.Linear)]:
+            raise SettingsError(
+                f"tensor_parallel does not know the layers of {type(base_of(model)).__name__}: it has no linear "
+                f"{missing[0]}. Models like Qwen3, Llama and Gemma are supported; others are sharded without it"
+            )
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMN}
+        plan |= {name: RowwiseParallel() for name in ROW}
+        plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in BY_HEAD if name in names}
+        parallelize_module(layer, mesh, plan)
+    _replicate_the_rest(model, mesh)
+
+
+def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make every other weight a replicated one of the same mesh, so that the optimizer finds all weights on one."""
+    replicated: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        plain = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if not isinstance(parameter, DTensor)
+        }
+        if not plain:
+            continue
+        for name, parameter in plain.items():
+            if id(parameter) in replicated:  # a tied weight stays one weight
+                setattr(module, name, replicated[id(parameter)])
+        distribute_module(module, mesh, input_fn=_as_replicated, output_fn=_as_local)
+        replicated |= {id(parameter): getattr(module, name) for name, parameter in plain.items()}
+
+
+def _as_replicated(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    return tuple(
+        DTensor.from_local(each, mesh, [Replicate()], run_check=False) if isinstance(each, Tensor) else each
+        for each in inputs
+    )
+
+
+def _as_local(_module: nn.Module, outputs: Any, _mesh: DeviceMesh) -> Any:
+    return outputs.to_local() if isinstance(outputs, DTensor) else outputs
