@@ -69,7 +69,8 @@ class RowPart:
 
     def own_places(self) -> Indices:
         """Return the place of each padded query in the row; behind the part, that of its last token. [L]."""
-        return np.minimum(self.start + np.arange(self.length), max(self.stop - 1, 0))
+        places: Indices = np.minimum(self.start + np.arange(self.length), max(self.stop - 1, 0))
+        return places
 
     def gathered_places(self) -> Indices:
         """Return the place of each gathered key in the row, -1 for padding. [P · L]."""
