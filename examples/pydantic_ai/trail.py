@@ -15,7 +15,8 @@ from pydantic_ai.providers.openai import OpenAIProvider
 # One client for all runs, so that they share its connections; each run sets its own address and key.
 CLIENT = AsyncOpenAI(base_url="http://127.0.0.1:8100/v1", api_key="none")
 
-agent = Agent(deps_type=dict, instructions='Look people up, then reply: The answer is "CITY".')
+# A call that cannot be parsed ends the run with the reward 0: pydantic-ai would send it back with other arguments.
+agent = Agent(deps_type=dict, instructions='Look people up, then reply: The answer is "CITY".', retries=0)
 
 
 @agent.tool
@@ -38,6 +39,6 @@ async def play(task: dict, run: Any) -> float:
             usage_limits=UsageLimits(request_limit=task["max_lookups"] + 1),
         ) as result:
             answer = await result.get_output()
-    except AgentRunError:  # too many requests, or a call of a tool that does not exist
+    except AgentRunError:  # too many requests, a call that cannot be parsed, or of a tool that does not exist
         return 0.0
     return float(answer.strip() == f'The answer is "{task["answer"]}".')

@@ -42,6 +42,19 @@ def test_each_session_is_one_exact_chain_and_the_model_reads_the_warm_ups_tool_s
     assert {turn["sampling"]["temperature"] for turn in turns} == {0}, "held-out tasks are played greedily"
 
 
+def test_a_call_that_cannot_be_parsed_ends_the_run_without_a_reward_on_one_chain(
+    proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path
+):
+    """In 4,848 sessions of a policy that learnt, one had such a call, and pydantic-ai sent it back changed."""
+    fake_engine.answer(Rule(reply=Reply(tool_calls=[ToolCall(name="lookup", arguments='{"name": "')])))
+    tasks = write_tasks(tmp_path, typed_trail.for_agent(trail.make_task("train", 0, 0)))
+    options = ("--tasks", str(tasks), "--out", str(tmp_path / "out"), "--json")
+    done = finished_run(ROOT, "--proxy", proxy.url, *options, "--call", "examples.pydantic_ai.trail:play")
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(done.stdout)["runs"]
+    assert (run["reward"], run["num_turns"], run["termination_reason"]) == (0.0, 1, "exit_status_0")
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_it_learns_the_trail(tmp_path, monkeypatch):
