@@ -36,11 +36,12 @@ from proxy.limits.calls import Limits
 from proxy.metrics import Metrics
 from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
-from proxy.workers.peers import Change, KeysChanged, Peers, SessionChanged
+from proxy.workers.peers import Change, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
 from turnwise.store import idempotency, keys, ledger, retention
 from turnwise.store.database import Database
+from turnwise.telemetry import random_hex
 from turnwise.types import utc_now
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ NUM_EXPORTS = 4
 """Maximum number of concurrent exports; each holds a database connection until its client has read everything."""
 SWEEP_SECONDS = 5.0
 """How often idle sessions are expired and old stored answers are deleted."""
+ANNOUNCE_SECONDS = 1.0
+"""How long an engine stays paused until all workers have noted what it has loaded; one of them may be starting."""
 GAUGES_SECONDS = 1.0
 """How often a worker stores its gauges for the other workers."""
 
@@ -97,6 +100,8 @@ class Services:
                 self.sessions.forget(tenant, session_id)
             case KeysChanged():
                 self.authenticator.forget()
+            case WeightsLoaded(engine_url, label, _):
+                self.pool.note_label(engine_url, label)
 
 
 def services_of(request: Request) -> Services:
@@ -175,6 +180,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         metrics,
         probe=lambda engine: _probe_engine(engine, sessions, settings),
         faults=faults,
+        announce=lambda engine: _announce_weights(engine, peers, settings.workers - 1),
     )
     return Services(
         settings=settings,
@@ -254,6 +260,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+async def _announce_weights(engine: Engine, peers: Peers, num_others: int) -> None:
+    """Let the other workers store the version that an engine has loaded, with all that it samples from now on."""
+    loaded = WeightsLoaded(engine.url, str(engine.loaded_version), random_hex(16))
+    if num_others and not await peers.confirm(loaded, num_others, ANNOUNCE_SECONDS):
+        log.warning("a worker has not noted version %s within %g s", loaded.label, ANNOUNCE_SECONDS)
 
 
 async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySettings) -> None:

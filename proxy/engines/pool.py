@@ -119,6 +119,13 @@ class EnginePool:
             if engine.state is EngineState.DRAINING:
                 engine.status.change(EngineState.READY)
 
+    def note_label(self, url: str, label: str) -> None:
+        """Note that an engine's base weights, which another process has loaded, have this label."""
+        for engine in self.engines:
+            if engine.url == url:
+                engine.apply_label(label)
+                engine.active_lane = engine.base_lane
+
     async def wait_for_first(self) -> bool:
         """Wait while no engine serves and one is expected; return whether one serves now."""
         if self.serving:

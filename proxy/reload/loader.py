@@ -36,8 +36,16 @@ NUM_PROBED = 16
 class Loader:
     """Brings engines to versions."""
 
-    def __init__(self, settings: ProxySettings, faults: FaultPoints, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        settings: ProxySettings,
+        faults: FaultPoints,
+        transfers: Transfers,
+        announce: Callable[[Engine], Awaitable[None]] | None = None,
+    ) -> None:
         self._settings = settings
+        self._announce = announce
+        """Tells the proxy's other workers what an engine has loaded, before it samples with it."""
         self._faults = faults
         self._transfers = transfers
 
@@ -169,6 +177,8 @@ class Loader:
         self._faults.point("mid_reload")
         await engine.label_weights(version)
         engine.active_lane = engine.base_lane
+        if self._announce is not None:
+            await self._announce(engine)
         await engine.resume()
         return time.perf_counter() - started
 

@@ -77,6 +77,7 @@ class Reloader:
         *,
         probe: Callable[[Engine], Awaitable[None]],
         faults: FaultPoints | None = None,
+        announce: Callable[[Engine], Awaitable[None]] | None = None,
     ) -> None:
         self._database = database
         self._pool = pool
@@ -86,7 +87,7 @@ class Reloader:
         self.lease = DriverLease(database, writer)
         transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
         self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
-        self._loader = Loader(settings, faults or FaultPoints(), transfers)
+        self._loader = Loader(settings, faults or FaultPoints(), transfers, announce)
         self._canary = Canary(database, self.lease, pool, self._loader, settings, metrics)
         self._probe_lock = asyncio.Lock()
         self._attempts = LoadAttempts(-1)

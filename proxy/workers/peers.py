@@ -48,7 +48,22 @@ class KeysChanged(NamedTuple):
     """Keys were made, revoked or deleted."""
 
 
-Change = SessionChanged | KeysChanged
+class WeightsLoaded(NamedTuple):
+    """An engine has loaded other weights and is paused: its next tokens are of the version that its label names."""
+
+    engine_url: str
+    label: str
+    receipt: str
+    """What the other workers confirm it with."""
+
+
+class WeightsNoted(NamedTuple):
+    """A worker confirms a `WeightsLoaded`."""
+
+    receipt: str
+
+
+Change = SessionChanged | KeysChanged | WeightsLoaded
 """A message that the parent passes on to the other workers."""
 
 
@@ -59,12 +74,24 @@ class Peers:
         """Keep the link to the parent; None if there are no other workers."""
         self._link = link
         self._transport: asyncio.Transport | None = None
+        self._noted: dict[str, asyncio.Semaphore] = {}
+        """One release for each worker that has confirmed, by the receipt."""
 
     async def connect(self, apply: Callable[[Change], None]) -> None:
         """Receive the changes of other workers from now on."""
+
+        def receive(message: Change | WeightsNoted) -> None:
+            if isinstance(message, WeightsNoted):
+                if message.receipt in self._noted:
+                    self._noted[message.receipt].release()
+                return
+            apply(message)
+            if isinstance(message, WeightsLoaded):
+                self._send(WeightsNoted(message.receipt))
+
         if self._link is not None:
             loop = asyncio.get_running_loop()
-            self._transport, _ = await loop.create_unix_connection(lambda: _ParentLink(apply), sock=self._link.dup())
+            self._transport, _ = await loop.create_unix_connection(lambda: _ParentLink(receive), sock=self._link.dup())
 
     def close(self) -> None:
         """Receive no more messages."""
@@ -73,8 +100,25 @@ class Peers:
 
     def announce(self, change: Change) -> None:
         """Send a change to all other workers."""
+        self._send(change)
+
+    async def confirm(self, loaded: WeightsLoaded, num_others: int, seconds: float) -> bool:
+        """Send a change to all other workers; return whether so many have applied it within the time."""
+        noted = self._noted[loaded.receipt] = asyncio.Semaphore(0)
+        self._send(loaded)
+        try:
+            async with asyncio.timeout(seconds):
+                for _ in range(num_others):
+                    await noted.acquire()
+        except TimeoutError:
+            return False
+        finally:
+            del self._noted[loaded.receipt]
+        return True
+
+    def _send(self, message: object) -> None:
         if self._transport is not None:
-            self._transport.writelines(frame(change))
+            self._transport.writelines(frame(message))
 
     def report_ready(self) -> None:
         """Tell the parent that this worker serves."""
@@ -90,13 +134,13 @@ class Peers:
 class _ParentLink(asyncio.Protocol):
     """The socket to the parent."""
 
-    def __init__(self, apply: Callable[[Change], None]) -> None:
-        self._apply = apply
+    def __init__(self, receive: Callable[[Change | WeightsNoted], None]) -> None:
+        self._receive = receive
         self._frames = Frames()
 
     def data_received(self, data: bytes) -> None:
-        for change in self._frames.feed(data):
-            self._apply(change)
+        for message in self._frames.feed(data):
+            self._receive(message)
 
     def eof_received(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

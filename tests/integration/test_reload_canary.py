@@ -115,20 +115,31 @@ def versions_of_sessions(proxy: RunningProxy) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "poison", "words"),
+    ("kind", "poison", "words", "num_workers"),
     [
-        ("full", "poisoned", "mean session reward"),
-        ("lora", "broken", "turns are broken"),
-        pytest.param("lora", "poisoned", "mean session reward", marks=pytest.mark.slow),
-        pytest.param("full", "broken", "turns are broken", marks=pytest.mark.slow),
+        ("full", "poisoned", "mean session reward", 1),
+        ("lora", "broken", "turns are broken", 2),
+        pytest.param("lora", "poisoned", "mean session reward", 2, marks=pytest.mark.slow),
+        pytest.param("full", "broken", "turns are broken", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_poisoned_update_is_rolled_back_automatically_and_a_good_one_is_promoted(
-    engines: list[RunningFakeEngine], start_proxy: StartProxy, tmp_path: Path, kind: str, poison: str, words: str
+    engines: list[RunningFakeEngine],
+    start_proxy: StartProxy,
+    tmp_path: Path,
+    kind: str,
+    poison: str,
+    words: str,
+    num_workers: int,
 ):
-    """Only the canary's share of the sessions samples with it, and only the roll-back moves a running session."""
+    """Only the canary's share of the sessions samples with it, and only the roll-back moves a running session.
+
+    Each call is a connection of its own, so with two workers the sessions move between them.
+    """
     urls = [engine.url for engine in engines][: 2 if kind == "full" else 1]
-    proxy = start_proxy(urls[0], *(flag for url in urls[1:] for flag in ("--engine", url)), *FLAGS)
+    proxy = start_proxy(
+        urls[0], *(flag for url in urls[1:] for flag in ("--engine", url)), *FLAGS, "--workers", str(num_workers)
+    )
     good = publish(proxy, WRITE[kind](tmp_path / "good"), kind=kind)
     wait_for_status(proxy, good, "active")
     with playing(proxy) as agents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import urllib.error
@@ -9,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.control_plane import ask, metric
+from pydantic import PrivateAttr
+from support.control_plane import ask, metric, publish, wait_for_status
 from support.proxies import (
     ProxyAndEngine,
     RunningProxy,
@@ -18,9 +20,11 @@ from support.proxies import (
     wait_until_gone,
 )
 from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
+from support.tiny_checkpoints import write_weights
 from support.waiting import wait_until
 
-from turnwise.fake_engine import Script, running_fake_engine
+from turnwise.fake_engine import Reply, Script, running_fake_engine
+from turnwise.fake_engine.ledger import EngineState
 
 WORKER = b"proxy.main"
 NUM_CONNECTIONS = 16
@@ -115,6 +119,59 @@ def test_a_killed_worker_loses_and_duplicates_no_turn_and_is_replaced(database_u
         assert proxy.process.wait(30) == 0
         for pid in found:
             wait_until_gone(pid)
+
+
+class NamedWeights(Script):
+    """Every reply is the name of the directory that the served weights are from."""
+
+    _state: EngineState = PrivateAttr()
+
+    def take_reply(self, last_message: str, *, offers_tools: bool = False) -> Reply | None:
+        del last_message, offers_tools
+        return Reply(text=Path(self._state.weights_path).name)
+
+
+def test_a_reload_of_two_workers_fails_no_call_and_is_driven_once(tmp_path):
+    """Whole replies name the version that they are from, on both workers, and each engine loads each version once.
+
+    The fake engine chooses a reply when its request arrives, so a stream that crosses a reload says what was served
+    before its first token.
+    """
+    with running_fake_engine() as first, running_fake_engine() as second:
+        for engine in (first, second):
+            engine.state.script = NamedWeights(pace_seconds=0.002)
+            engine.state.script._state = engine.state
+        flags = ("--engine", second.url, "--workers", "2")
+        with running_proxy(first.url, f"sqlite:///{tmp_path}/turnwise.db", tmp_path, *flags) as proxy:
+            wait_for_workers(proxy, 2)
+            names: dict[int, str] = {}
+            for number in range(4):
+                name = f"weights{number}"
+                with playing(proxy.url, 8) if number else contextlib.nullcontext() as agents:
+                    if agents is not None:
+                        agents.go()
+                        wait_for(agents, len(agents.all))
+                    version = publish(proxy, write_weights(tmp_path / name))
+                    names[version] = name
+                    wait_for_status(proxy, version, "active")
+                    if agents is not None:
+                        wait_for(agents, 2 * len(agents.all))
+                        agents.stop()
+            turns = [view.turn for view in proxy.turns()]
+            converse(proxy, "after", **{"x-session-id": "after"})
+            assert metric(proxy, "turnwise_turns_total", outcome="error") == 0
+            assert {view.turn.response["content"] for view in proxy.turns("after")} == {"weights3"}
+    assert {turn.outcome for turn in turns} == {"exact"}
+    seen = [
+        (turn.response["content"], names.get(turn.policy_version_first), names.get(turn.policy_version_last))
+        for turn in turns
+        if turn.ttft_seconds is None
+    ]
+    assert len(seen) > 8
+    assert [each for each in seen if each[0] not in each[1:]] == []
+    assert {turn.policy_version_last for turn in turns} == set(names)
+    loaded = [[Path(path).name for path in engine.state.reloads] for engine in (first, second)]
+    assert loaded == [[*names.values()]] * 2
 
 
 def test_the_workers_end_with_their_killed_parent(tmp_path):
