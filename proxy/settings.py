@@ -95,6 +95,8 @@ class ProxySettings(Settings):
     max_json_depth: int = Field(default=128, gt=0)
     max_json_containers: int = Field(default=32_768, gt=0)
     """Most arrays and objects in one request body: decoding them is what a body costs."""
+    max_json_strings: int = Field(default=131_072, gt=0)
+    """Most strings in one request body, the keys of objects included."""
     max_messages: int = Field(default=10_000, gt=0)
     max_choices: int = Field(default=128, gt=0)
     """Largest `n` of one call."""
@@ -190,6 +192,15 @@ class ProxySettings(Settings):
     needs `pip install 'turnwise[otel]'`. By default none are made."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
+
+    @property
+    def json_limits(self) -> dict[str, int]:
+        """The limits of a request body's JSON, as `proxy.http.asgi` takes them."""
+        return {
+            "max_depth": self.max_json_depth,
+            "max_containers": self.max_json_containers,
+            "max_strings": self.max_json_strings,
+        }
 
     def divided(self) -> Self:
         """Return the settings of one worker: its share of what is a limit of the whole proxy, rounded up."""

@@ -1,4 +1,4 @@
-"""Counts the arrays and objects of a JSON text and their nesting, at the speed of memory.
+"""Counts the strings, arrays and objects of a JSON text and their nesting, at the speed of memory.
 
 Decoding holds the interpreter's lock for the whole text, and a text of a few megabytes such as `[],[],[],…` takes
 seconds. NumPy scans it without the lock and without making objects, in windows so that its memory stays small.
@@ -12,7 +12,9 @@ import numpy.typing as npt
 from turnwise.errors import TooLarge
 
 WINDOW_BYTES = 2**20
-QUOTE, BACKSLASH = 0x22, 0x5C
+MAX_VALUES = 2**20
+"""Most values in one text, each with a comma after it: a prompt of a million token ids passes."""
+QUOTE, BACKSLASH, COMMA = 0x22, 0x5C, 0x2C
 OPEN, CLOSE = 0x5B, 0x5D
 """`[` and `]`; without the bit 0x20, `{` and `}` are the same."""
 CASE_MASK = 0xDF
@@ -20,14 +22,15 @@ Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.intp]
 
 
-def scan(raw: bytes, max_depth: int, max_containers: int) -> None:
-    """Check a JSON text; one that is not valid JSON may pass.
+def scan(raw: bytes, max_depth: int, max_containers: int, max_strings: int | None = None) -> int:
+    """Check a JSON text and return its number of strings, keys included; one that is not valid JSON may pass.
 
     Raises:
-        TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects.
+        TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects, or more
+            than `max_strings` strings, or more than `MAX_VALUES` values.
     """
     text = np.frombuffer(raw, np.uint8)
-    state = _State()
+    state = _State(counts_commas=len(text) > 2 * MAX_VALUES)
     for start in range(0, len(text), WINDOW_BYTES):
         state.feed(text[start : start + WINDOW_BYTES])
         if state.deepest > max_depth:
@@ -36,14 +39,25 @@ def scan(raw: bytes, max_depth: int, max_containers: int) -> None:
             raise TooLarge(
                 f"the request body has more than {max_containers} arrays and objects, which is the limit; send less"
             )
+        if max_strings is not None and state.num_quotes > 2 * max_strings:
+            raise TooLarge(
+                f"the request body has more than {max_strings} strings, keys included, which is the limit; send less"
+            )
+        if state.num_commas > MAX_VALUES:
+            raise TooLarge(f"the request body has more than {MAX_VALUES} values, which is the limit; send less")
+    return state.num_quotes // 2
 
 
 class _State:
     """What is known after the windows so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_commas: bool) -> None:
+        self._counts_commas = counts_commas
+        self.num_commas = 0
+        """Outside of strings."""
         self.deepest = 0
         self.num_containers = 0
+        self.num_quotes = 0
         self._depth = 0
         self._is_in_string = False
         self._num_backslashes = 0
@@ -54,6 +68,7 @@ class _State:
         folded = window & CASE_MASK
         brackets = np.flatnonzero((folded == OPEN) | (folded == CLOSE))
         quotes = self._unescaped_quotes(window)
+        self.num_quotes += len(quotes)
         if len(brackets):
             inside = (np.searchsorted(quotes, brackets) + self._is_in_string) & 1
             is_open = folded[brackets[inside == 0]] == OPEN
@@ -62,6 +77,10 @@ class _State:
                 self.deepest = max(self.deepest, int(depths.max()))
                 self._depth = int(depths[-1])
                 self.num_containers += int(np.count_nonzero(is_open))
+        if self._counts_commas:
+            commas = np.flatnonzero(window == COMMA)
+            inside = (np.searchsorted(quotes, commas) + self._is_in_string) & 1
+            self.num_commas += len(commas) - int(np.count_nonzero(inside))
         self._is_in_string ^= bool(len(quotes) & 1)
 
     def _unescaped_quotes(self, window: Bytes) -> Positions:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
+import pickle
 from array import array
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from proxy.continuation.conversation import call_has_media, tool_call_ids
 from proxy.continuation.encoded_ids import count_ids, encoded, ids_as_text
-from proxy.continuation.plan import KnownTurn, Plan
+from proxy.continuation.plan import KnownTurn, Plan, has_more_text
 from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.writer.process import Sampled
@@ -21,6 +23,9 @@ SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 """vLLM's other finish reasons."""
+PICKLED_HERE = 256 * 2**10
+"""Characters of messages that are pickled in one step of the event loop."""
+SLICE_MESSAGES = 100
 NO_IDS = np.empty(0, np.int32)
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
@@ -256,6 +261,33 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
         ended_at=started_at + turn.duration_seconds,
         tokens=encoded(b",".join(filter(None, own)), turn.prompt_length + len(turn.token_ids), before),
     )
+
+
+async def with_message_pieces(sampled: list[Sampled], call: Call) -> list[Sampled]:
+    """Return turns whose long messages are pickled already, as the decoding process sent them or slice by slice."""
+    messages = sampled[0].turn.messages
+    if len(messages) < SLICE_MESSAGES and not has_more_text(messages, PICKLED_HERE):
+        return sampled
+    skipped = len(call.messages) - len(messages)
+    known = () if call.known_messages is None else call.pieces
+    pieces: list[bytes] = []
+    for num_messages, piece in known:
+        if skipped <= 0:
+            pieces.append(piece)
+        elif skipped < num_messages:
+            pieces.append(pickle.dumps(pickle.loads(piece)[skipped:], pickle.HIGHEST_PROTOCOL))  # noqa: S301  from our own process
+        skipped -= num_messages
+    if not known:
+        for message in messages:
+            pieces.append(pickle.dumps([message], pickle.HIGHEST_PROTOCOL))
+            if len(pieces[-1]) > PICKLED_HERE or not len(pieces) % SLICE_MESSAGES:
+                await asyncio.sleep(0)
+    return [
+        each._replace(turn=dataclasses.replace(each.turn, messages=[]), messages=pieces)
+        if each.turn.messages == messages
+        else each
+        for each in sampled
+    ]
 
 
 def _chain_role(turn: Turn, plan: Plan) -> Role:

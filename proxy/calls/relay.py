@@ -76,7 +76,7 @@ class Relay:
         Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         """
         has_waited = self._sessions.template is None and not await self._pool.wait_for_first()
-        conversation = self._sessions.read_conversation(call)
+        conversation = await self._sessions.read_conversation(call)
         placement = await self._sessions.find(call, conversation, principal)
         try:
             plan = await self._sessions.plan(placement, call, conversation)
@@ -313,7 +313,7 @@ class Relay:
         )
         running.num_prompt_tokens = sampled[0].turn.prompt_length
         self._faults.point("before_commit")
-        endings = await self._writer.append(sampled)
+        endings = await self._writer.append(await capture.with_message_pieces(sampled, running.call))
         self._faults.point("after_commit_before_reply")
         if endings[0].turn_id != running.turn_id:
             self._metrics.coalesced.inc()
@@ -369,7 +369,7 @@ class Relay:
             session=running.session,
             inferred_by=running.placement.inferred_by,
         )
-        await self._writer.append([Sampled(turn, [])])
+        await self._writer.append(await capture.with_message_pieces([Sampled(turn, [])], running.call))
         self._metrics.turns_of("error", reason).inc()
 
 

@@ -163,19 +163,24 @@ def check_same_request(identity: RequestIdentity, first_digest: bytes | None) ->
 
 
 def identify_request(call: Call, principal: Principal, raw: bytes, digest: bytes | None = None) -> RequestIdentity:
-    """Return what a retry of the call must have in common with it; `digest` is of `raw`, if it is known."""
-    request = raw
-    if call.idempotency_key is not None:
-        fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
-        request = orjson.dumps([call.dialect.name, call.num_choices, fields], option=orjson.OPT_SORT_KEYS)
+    """Return what a retry of the call must have in common with it; `digest` is the request's, if it is known."""
+    if digest is None:
+        digest = blake2b(raw, digest_size=DIGEST_BYTES).digest() if call.idempotency_key is None else keyed_digest(call)
     return RequestIdentity(
         principal.tenant,
         principal.key_id,
         principal.session_id or call.session_id or "",
         call.idempotency_key,
-        digest if digest is not None and request is raw else blake2b(request, digest_size=DIGEST_BYTES).digest(),
+        digest,
         (call.dialect.name, call.stream),
     )
+
+
+def keyed_digest(call: Call) -> bytes:
+    """Return the digest of a request under an `Idempotency-Key`: without the fields that decide the answer's form."""
+    fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
+    request = orjson.dumps([call.dialect.name, call.num_choices, fields], option=orjson.OPT_SORT_KEYS)
+    return blake2b(request, digest_size=DIGEST_BYTES).digest()
 
 
 def rebuilt_answer(call: Call, turns: list[Turn]) -> bytes:

@@ -182,6 +182,6 @@ class Shadows:
             previous_turn_id=None,
         )
         placement = Placement(await self._sessions.open(member))
-        plan = await self._sessions.plan(placement, call, self._sessions.read_conversation(call))
+        plan = await self._sessions.plan(placement, call, await self._sessions.read_conversation(call))
         identity = RequestIdentity(member.tenant, SHADOW, member.session_id, None, b"", (call.dialect.name, False))
         return Running(call, placement, plan, identity, uuid.uuid4().hex)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 
 from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history, has_media
 from proxy.dialects.base import Call
 from turnwise.types import Json
+
+SLICE_MESSAGES = 2_000
+"""Known messages whose digests are added in one step of the event loop; each takes 1 µs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +64,17 @@ def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS) -> Convers
     if known is not None:
         known.history, known.digests = history, []
     return Conversation(call.messages, history, reply_position(call.messages))
+
+
+async def read_in_slices(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:
+    """Do what `read_conversation` does; let the event loop run between slices of many known messages."""
+    known = call.known_messages
+    if known is not None and known.digest_fields == fields:
+        context = context_digest(call.tools, call.template_arguments)
+        for end in range(SLICE_MESSAGES, len(known.digests), SLICE_MESSAGES):
+            known.history = digest_history(call.messages[:end], context, fields, known.history, known.digests)
+            await asyncio.sleep(0)
+    return read_conversation(call, fields)
 
 
 def call_has_media(call: Call) -> bool:

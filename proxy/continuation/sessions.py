@@ -19,7 +19,7 @@ from typing import NamedTuple
 from proxy.auth import Principal
 from proxy.continuation.candidates import Candidate, choose_candidate
 from proxy.continuation.chat_template import ChatTemplate
-from proxy.continuation.conversation import Conversation, read_conversation
+from proxy.continuation.conversation import Conversation, read_in_slices
 from proxy.continuation.digests import NO_FIELDS
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.identities import check_id
@@ -190,9 +190,9 @@ class Sessions:
         """What the served template prints beside roles, text and tool calls."""
         return NO_FIELDS if self.template is None else self.template.fields_read
 
-    def read_conversation(self, call: Call) -> Conversation:
+    async def read_conversation(self, call: Call) -> Conversation:
         """Compute the digests of a call's conversation, over what the served template reads."""
-        return read_conversation(call, self.fields_read)
+        return await read_in_slices(call, self.fields_read)
 
     async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
@@ -222,7 +222,7 @@ class Sessions:
 
         It stores nothing: a session that does not exist is not created.
         """
-        conversation = self.read_conversation(call)
+        conversation = await self.read_conversation(call)
         session_id = principal.session_id or call.session_id
         if session_id is None:
             found = await self._find_by_conversation(conversation, Caller(principal.tenant, principal.key_id))

@@ -86,7 +86,9 @@ class Call:
     known: KnownRequest | None = None
     """The call's own messages, with what was derived from those that an earlier request had too."""
     messages_json: memoryview | None = None
-    """The JSON of `known.messages` as the client sent it, without the closing bracket."""
+    """The JSON of `known.messages` for the engine, without the closing bracket."""
+    pieces: tuple[tuple[int, bytes], ...] = ()
+    """Pickles of the messages as they were decoded in another process: `decoding_process.Result.pieces`."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
 

@@ -2,7 +2,8 @@
 
 Decoding JSON holds the interpreter's lock, so a thread would stop the event loop as long as the loop itself. Decoding
 16 MiB of text takes 13 to 19 ms; to read the decoded request from another process takes 2 ms. The process starts with
-the first such request, does one job at a time, and ends with the proxy.
+the first such request, does one job at a time, and ends with the proxy. Its result comes in pieces: to read a pickle of
+many messages at once would hold the interpreter's lock again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from turnwise.errors import ProxyUnavailable, TurnwiseError
 
@@ -25,8 +26,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 JOB_SECONDS = 60.0
 """How long a job may take; the first one includes the start of the process."""
+PIECE_BYTES = 256 * 2**10
+"""Items of a result are pickled together up to this length; a longer item is a piece by itself."""
 _LENGTHS = struct.Struct("<QQ")
-"""Lengths of a job's pickle and of its data; of a result's pickle and zero."""
+"""Lengths of a job's pickle and of its data; of a result's head and of its data; of a piece and its number of items."""
+
+
+class Result(NamedTuple):
+    """What a job returns, if it is long."""
+
+    head: Any
+    items: list[Any]
+    data: bytes = b""
+    pieces: tuple[tuple[int, bytes], ...] = ()
+    """The items as they were sent: the number of items of each pickle, and the pickle of their list."""
 
 
 class DecodingProcess:
@@ -70,8 +83,16 @@ class DecodingProcess:
         link = self._link or self._start()
         link.sendall(_LENGTHS.pack(len(job), len(data)) + job)
         link.sendall(data)
-        length, _ = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
-        return pickle.loads(_receive(link, length))  # noqa: S301  from our own process
+        num_head, num_data = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
+        head = pickle.loads(_receive(link, num_head))  # noqa: S301  from our own process
+        if not isinstance(head, Result):
+            return head
+        returned, items, pieces = _receive(link, num_data), [], []
+        while (lengths := _LENGTHS.unpack(_receive(link, _LENGTHS.size))) != _END:
+            piece = _receive(link, lengths[0])
+            pieces.append((lengths[1], piece))
+            items += pickle.loads(piece)  # noqa: S301  from our own process
+        return Result(head.head, items, returned, tuple(pieces))
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -83,25 +104,43 @@ class DecodingProcess:
                 str(theirs.fileno()),
             ]
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])  # noqa: S603  a fork of our own
-        ours.settimeout(JOB_SECONDS)
+        # Blocking, so that the kernel collects a whole message; Python's own timeout would make it non-blocking.
+        seconds = struct.pack("@ll", int(JOB_SECONDS), 0)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         self._link = ours
         return ours
 
 
-def _receive(link: socket.socket, length: int) -> bytearray:
-    """Return exactly so many bytes.
+_END = (0, 0)
+"""Follows the last piece."""
+
+
+def _receive(link: socket.socket, length: int) -> bytes:
+    """Return exactly so many bytes; the kernel fills them without the interpreter's lock.
 
     Raises:
-        EOFError: the other end has closed the link.
+        EOFError: the other end has closed the link, or was silent for `JOB_SECONDS`.
     """
-    found = bytearray(length)
-    rest = memoryview(found)
-    while rest:
-        received = link.recv_into(rest)
+    found = b""
+    while len(found) < length:
+        received = link.recv(length - len(found), socket.MSG_WAITALL)
         if not received:
             raise EOFError("the link is closed")
-        rest = rest[received:]
+        found = received if not found else found + received
     return found
+
+
+def split(items: list[Any]) -> Iterator[tuple[int, bytes]]:
+    """Yield the items in pickles of about `PIECE_BYTES`: the number of items, and the pickle of their list."""
+    start, size = 0, 0
+    for end, item in enumerate(items, 1):
+        size += len(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL))
+        if size >= PIECE_BYTES:
+            yield end - start, pickle.dumps(items[start:end], protocol=pickle.HIGHEST_PROTOCOL)
+            start, size = end, 0
+    if start < len(items):
+        yield len(items) - start, pickle.dumps(items[start:], protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def serve(link: socket.socket) -> None:
@@ -111,12 +150,23 @@ def serve(link: socket.socket) -> None:
             num_job, num_data = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
             function, options = pickle.loads(_receive(link, num_job))  # noqa: S301  from our own process
             try:
-                result = function(bytes(_receive(link, num_data)), **options)
+                result = function(_receive(link, num_data), **options)
             except TurnwiseError as refusal:
                 result = refusal
-            raw = pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
-            link.sendall(_LENGTHS.pack(len(raw), 0))
-            link.sendall(raw)
+            _send(link, result)
+
+
+def _send(link: socket.socket, result: Any) -> None:
+    is_long = isinstance(result, Result)
+    head = pickle.dumps(Result(result.head, []) if is_long else result, protocol=pickle.HIGHEST_PROTOCOL)
+    data = result.data if is_long else b""
+    link.sendall(_LENGTHS.pack(len(head), len(data)) + head)
+    link.sendall(data)
+    if is_long:
+        for num_items, piece in split(result.items):
+            link.sendall(_LENGTHS.pack(len(piece), num_items))
+            link.sendall(piece)
+        link.sendall(_LENGTHS.pack(*_END))
 
 
 def main() -> None:

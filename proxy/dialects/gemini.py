@@ -83,6 +83,7 @@ class Gemini(ChatCompletions):
     """Google's Gemini API."""
 
     name = "gemini"
+    repeats_messages = False
     routes: ClassVar[Sequence[WireRoute]] = (*_call_routes("v1beta"), *_call_routes("v1"), *MODEL_ROUTES)
     error_prefixes = ("/v1beta",)
     marker_header = b"x-goog-api-key"
@@ -112,7 +113,7 @@ class Gemini(ChatCompletions):
         chat, dropped = chat_body(body)
         call = super().parse(chat, max_choices=max_choices, max_messages=max_messages)
         call.wants_token_ids = False
-        call.original = body
+        call.original = {field: value for field, value in body.items() if field != "contents"}
         call.dropped_tools = dropped
         call.encoder = GeminiEncoder(self.id_prefix, shows_thoughts=_shows_thoughts(body), as_events=is_sse(body))
         return call

@@ -2,8 +2,8 @@
 
 An agent repeats its whole conversation with every call. The part up to the end of the last message is recognised by a
 hash of its bytes. Then only the bytes after it are decoded, and what was derived from the earlier messages is used
-again. The same pass over the bytes gives the digest of the whole request. A request with many megabytes that are new is
-decoded in another process (see `proxy.dialects.decoding_process`), which also digests its messages.
+again. The same pass over the bytes gives the digest of the whole request. A request with much that is new is decoded in
+another process (see `proxy.dialects.decoding_process`), which also digests its messages.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import collections
 import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 from blake3 import blake3
 
-from proxy.dialects.decoding_process import DecodingProcess
-from proxy.http.asgi import check_nesting, decode_object, parse_object
+from proxy.dialects.decoding_process import DecodingProcess, Result
+from proxy.http.asgi import check_limits, decode_object
 from turnwise.json_scan import scan
 from turnwise.types import Json
 
 MIN_BYTES = 64 * 2**10
 """Shorter requests are decoded as a whole."""
 DECODED_HERE_BYTES = 2**20
-"""New bytes of a longer request are decoded in another process."""
+DECODED_HERE_STRINGS = 8_192
+"""A request with more new bytes, or with more strings in them, is decoded in another process."""
 HASHED_HERE_BYTES = 8 * 2**20
 """Longer requests are hashed in a thread, without the interpreter's lock."""
 DIGEST_BYTES = 16
@@ -46,13 +47,15 @@ Caller = tuple[str, str]
 """A tenant and the id of an API key."""
 
 
-class MessageDigest(NamedTuple):
-    """How messages are digested."""
+class MessageFacts(NamedTuple):
+    """What the other process finds out about messages."""
 
-    function: Callable[[Json, frozenset[str]], bytes]
-    """Importable by its name."""
-    fields: frozenset[str]
-    """Its second argument."""
+    digests: list[bytes]
+    """One per message."""
+    num_text: int
+    """As `KnownRequest.num_text`."""
+    num_readable: int
+    """As `KnownRequest.num_readable`."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -74,11 +77,25 @@ class KnownRequest:
     digests: list[bytes] = dataclasses.field(default_factory=list)
     """The digests of the messages, where another process has computed them."""
     digest_fields: frozenset[str] | None = None
-    """The `MessageDigest.fields` of `digests`."""
+    """The `MessageReader.fields` of `digests`."""
     num_text: int = 0
     """Messages, from the first on, that were found to have no media."""
     num_readable: int = 0
     """Messages, from the first on, in which the arguments of all tool calls were found to be objects."""
+
+
+class MessageReader(NamedTuple):
+    """How the other process reads messages."""
+
+    function: Callable[[list[Json], frozenset[str]], MessageFacts]
+    """Importable by its name."""
+    fields: frozenset[str]
+    """Its second argument."""
+
+    def read_into(self, known: KnownRequest, messages: list[Json]) -> None:
+        """Put what is found out about messages into `known`."""
+        known.digests, known.num_text, known.num_readable = self.function(messages, self.fields)
+        known.digest_fields = self.fields
 
 
 class ReadRequest(NamedTuple):
@@ -91,6 +108,8 @@ class ReadRequest(NamedTuple):
     """What a later request is recognised by, with what was derived from an earlier one; None where it cannot be."""
     messages_json: memoryview | None
     """The bytes of `known.messages`, without the bracket that closes the array."""
+    pieces: tuple[tuple[int, bytes], ...] = ()
+    """The messages as the other process has sent them: `Result.pieces`."""
 
 
 class _Rest(NamedTuple):
@@ -117,32 +136,38 @@ class KnownRequests:
         caller: Caller,
         raw: bytes,
         *,
-        max_depth: int,
-        max_containers: int,
-        digest: MessageDigest | None = None,
+        reader: MessageReader | None = None,
+        **limits: int,
     ) -> ReadRequest:
         """Decode a request; messages that are decoded in the other process are digested there.
 
+        Args:
+            caller: whose earlier requests it may begin with.
+            raw: the request.
+            reader: what reads the messages in the other process.
+            limits: of `proxy.http.asgi.check_limits`, for what must be decoded.
+
         Raises:
             InvalidRequest: it is not a JSON object.
-            TooLarge: what must be decoded is nested deeper than `max_depth`, or has more than `max_containers` arrays
-                and objects.
+            TooLarge: what must be decoded exceeds a limit.
             ProxyUnavailable: the other process failed.
         """
         self.num_bytes_read += len(raw)
         earlier, hashed = await self._find(caller, raw)
-        rest = None
+        rest: _Rest | None = None
+        pieces: tuple[tuple[int, bytes], ...] = ()
         if earlier is not None and len(raw) - earlier.num_bytes <= DECODED_HERE_BYTES:
-            rest = await _read_rest(raw, earlier, max_depth=max_depth, max_containers=max_containers)
+            rest = await _read_rest(raw, earlier, limits)
         if rest is not None and earlier is not None:
             body, end = rest
             known = dataclasses.replace(earlier, num_bytes=end)
-        elif len(raw) > DECODED_HERE_BYTES:
-            limits = {"max_depth": max_depth, "max_containers": max_containers}
-            body, known = await self._decoder.do(_decode, raw, digest=digest, **limits)
+        elif await is_decoded_elsewhere(raw, limits):
+            decoded = await self._decoder.do(_decode, raw, reader=reader, limits=limits)
+            (body, known), messages, _, pieces = decoded
+            if known.num_bytes:
+                body["messages"] = messages
         else:
-            body = await parse_object(raw, max_depth=max_depth, max_containers=max_containers)
-            known = _locate_messages(raw)
+            body, known = decode_object(raw), _locate_messages(raw)
         end = known.num_bytes
         start = earlier.num_bytes if earlier is not None else 0
         if not start <= end:
@@ -152,7 +177,7 @@ class KnownRequests:
             return ReadRequest(body, of_all, None, None)
         known.digest, known.tail, known.messages = part, raw[max(0, end - TAIL_BYTES) : end], body["messages"]
         self._replace(caller, earlier if rest is not None else None, known)
-        return ReadRequest(body, of_all, known, memoryview(raw)[known.start : end])
+        return ReadRequest(body, of_all, known, memoryview(raw)[known.start : end], pieces)
 
     async def _find(self, caller: Caller, raw: bytes) -> tuple[KnownRequest | None, Any]:
         """Return the longest known request that this one begins with, and the hash after its bytes."""
@@ -202,20 +227,39 @@ async def _hash(hashed: Any, raw: memoryview, start: int, end: int) -> tuple[byt
     return await asyncio.to_thread(update) if len(raw) - start > HASHED_HERE_BYTES else update()
 
 
-def _decode(
-    raw: bytes, *, max_depth: int, max_containers: int, digest: MessageDigest | None
-) -> tuple[Json, KnownRequest]:
-    """Decode a request; return it with the place of its messages and their digests."""
-    scan(raw, max_depth, max_containers)
+async def is_decoded_elsewhere(raw: bytes, limits: Mapping[str, int]) -> bool:
+    """Return whether a request is to be decoded in the other process, which then checks its limits.
+
+    Raises:
+        TooLarge: a request that is not exceeds a limit.
+    """
+    return len(raw) > DECODED_HERE_BYTES or await check_limits(raw, **limits) > DECODED_HERE_STRINGS
+
+
+async def digest_of(raw: bytes) -> bytes:
+    """Return the digest of a request."""
+    _, of_all = await _hash(blake3(), memoryview(raw), 0, 0)
+    return of_all
+
+
+def _decode(raw: bytes, *, limits: Mapping[str, int], reader: MessageReader | None) -> Result:
+    """Decode a request; return it with the place of its messages and what the reader finds out.
+
+    The messages are the result's items; where they are not found or not valid, they stay in the request.
+    """
+    scan(raw, **limits)
     body, known = decode_object(raw), _locate_messages(raw)
     messages = body.get("messages")
-    if digest is not None and isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
-        known.digests = [digest.function(message, digest.fields) for message in messages]
-        known.digest_fields = digest.fields
-    return body, known
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        known.num_bytes, messages = 0, []
+    if not known.num_bytes:
+        return Result((body, known), [])
+    if reader is not None:
+        reader.read_into(known, messages)
+    return Result(({**body, "messages": []}, known), messages)
 
 
-async def _read_rest(raw: bytes, earlier: KnownRequest, *, max_depth: int, max_containers: int) -> _Rest | None:
+async def _read_rest(raw: bytes, earlier: KnownRequest, limits: Mapping[str, int]) -> _Rest | None:
     """Decode what follows the known messages; None where the request must be decoded as a whole.
 
     The rest of the request is made an object of its own: its first field is the list of the new messages.
@@ -226,7 +270,8 @@ async def _read_rest(raw: bytes, earlier: KnownRequest, *, max_depth: int, max_c
         return None
     begin = b'{"%b":' % _NEW.encode()
     text = begin + b"[" + (rest[1:] if has_more else rest)
-    await check_nesting(text, max_depth=max_depth, max_containers=max_containers)
+    if await check_limits(text, **limits) > DECODED_HERE_STRINGS:
+        return None
     try:
         fields: Json = orjson.loads(text)
         num_array = len(bytes(_fields.decode(text)[_NEW]))

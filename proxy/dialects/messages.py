@@ -41,6 +41,7 @@ class Messages(ChatCompletions):
     """Anthropic's Messages."""
 
     name = "messages"
+    repeats_messages = False
     routes: ClassVar[Sequence[WireRoute]] = (
         WireRoute(
             path="/v1/messages",

@@ -47,6 +47,7 @@ class Responses(ChatCompletions):
     """OpenAI's Responses."""
 
     name = "responses"
+    repeats_messages = False
     routes: ClassVar[Sequence[WireRoute]] = (
         WireRoute(
             path="/v1/responses",
@@ -65,7 +66,7 @@ class Responses(ChatCompletions):
         """
         tools = read_tools(body.get("tools"))
         call = super().parse(chat_body(body, tools), max_choices=max_choices, max_messages=max_messages)
-        call.original = body
+        call.original = {field: value for field, value in body.items() if field != "input"}
         call.dropped_tools = tools.dropped
         call.wants_token_ids = False
         call.previous_turn_id = body.get("previous_response_id")
@@ -73,7 +74,7 @@ class Responses(ChatCompletions):
         call.notes = {"instructions": True} if body.get("instructions") else {}
         if call.conversation_id is not None:
             call.notes[CONVERSATION] = call.conversation_id
-        call.encoder = ResponseEncoder(self.id_prefix, body, tools)
+        call.encoder = ResponseEncoder(self.id_prefix, call.original, tools)
         return call
 
     def referenced_turns(self, body: Json) -> list[str]:

@@ -21,6 +21,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON_HEADER = (b"content-type", b"application/json")
 SCANNED_HERE_BYTES = 32 * 2**10
 """Longer bodies are scanned in a thread."""
+JOINED_HERE_BYTES = 2**20
+"""Longer bodies are joined in a thread, without the interpreter's lock."""
+MAX_STRINGS = 131_072
+"""Default of `max_json_strings`: most strings, keys included, in one request body."""
 
 
 async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
@@ -42,7 +46,16 @@ async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
         if size > max_bytes:
             break
         parts.append(part)
-    return _checked_size(b"".join(parts), max_bytes, size)
+    _checked_size(b"", max_bytes, size)
+    return await asyncio.to_thread(_join, parts) if size > JOINED_HERE_BYTES else b"".join(parts)
+
+
+def _join(parts: list[bytes]) -> bytes:
+    """Return the joined parts; free them one by one, so that other threads can run in between."""
+    joined = b"".join(parts)
+    while parts:
+        parts.pop()
+    return joined
 
 
 async def _next_part(receive: Receive) -> Message:
@@ -58,14 +71,14 @@ def _checked_size(data: bytes, max_bytes: int, size: int | None = None) -> bytes
     return data
 
 
-async def parse_object(raw: bytes, *, max_depth: int, max_containers: int) -> Json:
+async def parse_object(raw: bytes, *, max_depth: int, max_containers: int, max_strings: int = MAX_STRINGS) -> Json:
     """Decode a JSON object.
 
     Raises:
         InvalidRequest: it is not JSON, or not an object.
-        TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects.
+        TooLarge: it exceeds one of the limits.
     """
-    await check_nesting(raw, max_depth=max_depth, max_containers=max_containers)
+    await check_limits(raw, max_depth=max_depth, max_containers=max_containers, max_strings=max_strings)
     return decode_object(raw)
 
 
@@ -88,16 +101,20 @@ def decode_object(raw: bytes) -> Json:
     return decoded
 
 
-async def check_nesting(raw: bytes, *, max_depth: int, max_containers: int) -> None:
+async def check_limits(raw: bytes, *, max_depth: int, max_containers: int, max_strings: int = MAX_STRINGS) -> int:
     """Check a JSON body before it is decoded; a long body is scanned in a thread, without the interpreter's lock.
 
+    Returns:
+        The number of its strings, keys included; 0 for a short body, which was not counted.
+
     Raises:
-        TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects.
+        TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects, or more
+            than `max_strings` strings.
     """
     if len(raw) > SCANNED_HERE_BYTES:
-        await asyncio.to_thread(scan, raw, max_depth, max_containers)
-    elif raw.count(b"[") + raw.count(b"{") > min(max_depth, max_containers):
-        scan(raw, max_depth, max_containers)
+        return await asyncio.to_thread(scan, raw, max_depth, max_containers, max_strings)
+    is_short = raw.count(b"[") + raw.count(b"{") <= min(max_depth, max_containers) and raw.count(b'"') <= max_strings
+    return 0 if is_short else scan(raw, max_depth, max_containers, max_strings)
 
 
 async def send_whole(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

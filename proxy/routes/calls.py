@@ -16,15 +16,16 @@ from urllib.parse import parse_qsl
 
 from proxy.auth import Principal
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
-from proxy.calls.replays import RequestIdentity, identify_request, rebuilt_answer
+from proxy.calls.replays import RequestIdentity, identify_request, keyed_digest, rebuilt_answer
 from proxy.calls.running import Running
-from proxy.continuation.digests import message_digest
 from proxy.continuation.identities import name_session
 from proxy.continuation.lasting_ids import newest_turn
+from proxy.continuation.message_facts import read_messages
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
-from proxy.dialects.known_requests import MIN_BYTES, MessageDigest
-from proxy.http.asgi import Receive, Scope, Send, parse_object, read_body
+from proxy.dialects.known_requests import MIN_BYTES, MessageReader, digest_of, is_decoded_elsewhere
+from proxy.dialects.long_calls import LongRequest, digest_call, read_call
+from proxy.http.asgi import Receive, Scope, Send, decode_object, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.limits.calls import Admission
 from proxy.routes.reply import Reply
@@ -32,6 +33,7 @@ from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
 from turnwise.telemetry import random_hex
+from turnwise.types import Json
 
 if TYPE_CHECKING:
     from proxy.services import Services
@@ -227,26 +229,51 @@ class Sample:
     async def _read_call(
         self, raw: bytes, scope: Scope, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
     ) -> tuple[Call, bytes | None]:
-        """Return the call, and the digest of a long request."""
-        settings = self._services.settings
-        limits = {"max_depth": settings.max_json_depth, "max_containers": settings.max_json_containers}
-        known, digest, messages_json = None, None, None
-        if self._dialect.repeats_messages and len(raw) >= MIN_BYTES:
-            caller = principal.tenant, principal.key_id
-            body, digest, known, messages_json = await self._services.known_requests.read(
-                caller, raw, **limits, digest=MessageDigest(message_digest, self._services.sessions.fields_read)
-            )
-        else:
+        """Return the call, and the digest of a long request; what would hold the event loop is done elsewhere."""
+        services, settings = self._services, self._services.settings
+        limits, reader = settings.json_limits, MessageReader(read_messages, services.sessions.fields_read)
+        request = LongRequest(
+            self._dialect.name,
+            self._route.path,
+            scope.get("path_params", {}),
+            query,
+            limits,
+            settings.max_choices,
+            settings.max_messages,
+        )
+        read, call, digest = None, None, None
+        if len(raw) < MIN_BYTES:
             body = await parse_object(raw, **limits)
+        elif self._dialect.repeats_messages:
+            caller = principal.tenant, principal.key_id
+            read = await services.known_requests.read(caller, raw, reader=reader, **limits)
+            body, digest = read.body, read.digest
+        elif await is_decoded_elsewhere(raw, limits):
+            call, body = await read_call(services.decoder, raw, request, reader)
+            digest = await digest_of(raw)
+        else:
+            body = decode_object(raw)
+        if call is None:
+            call = await self._parse(body, scope, query, principal)
+        if read is not None:
+            call.known, call.messages_json, call.pieces = read.known, read.messages_json, read.pieces
+        call.dialect = self._dialect
+        identify(call, scope, headers, settings.ignored_ids)
+        if call.idempotency_key is not None:
+            is_whole = call.previous_turn_id is None and not self._dialect.referenced_turns(body)
+            is_long = is_whole and len(raw) >= MIN_BYTES and await is_decoded_elsewhere(raw, limits)
+            digest = await digest_call(services.decoder, raw, request, keyed_digest) if is_long else None
+        return call, digest
+
+    async def _parse(self, body: Json, scope: Scope, query: dict[str, str], principal: Principal) -> Call:
+        """Return the call that a decoded request asks for."""
+        settings = self._services.settings
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query)
         if turn_ids := self._dialect.referenced_turns(body)[: settings.max_messages]:
             views = await self._read_turns(turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
-        call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
-        call.known, call.messages_json = known, messages_json
-        identify(call, scope, headers, settings.ignored_ids)
-        return call, digest
+        return self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
 
 
 def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:

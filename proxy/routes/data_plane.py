@@ -74,7 +74,7 @@ class Query:
         principal.require("call")
         services, settings = self._services, self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
-        body = await parse_object(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
+        body = await parse_object(raw, **settings.json_limits)
         body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
         request = self._dialect.count_request(body)
         services.model_names.check(str(request.get("model") or ""), services.pool.engines)

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import Field
 
-from proxy.http.asgi import check_nesting, read_body
+from proxy.http.asgi import check_limits, read_body
 from proxy.services import services_of
 
 TEXT = r"^[^\x00-\x1f\x7f]*$"
@@ -73,7 +73,7 @@ class LimitedRoute(APIRoute):
             checked = LimitedRequest(request.scope, request.receive)
             if request.method in ("POST", "PUT"):
                 raw = await read_body(request.receive, max_bytes=settings.max_body_bytes)
-                await check_nesting(raw, max_depth=settings.max_json_depth, max_containers=settings.max_json_containers)
+                await check_limits(raw, **settings.json_limits)
                 checked._body = raw  # noqa: SLF001  Starlette's cache of the body
             return await handle(checked)
 

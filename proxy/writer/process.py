@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +69,8 @@ class Sampled(NamedTuple):
     logprobs: list[bytes]
     prompt_ids: bytes = b""
     """`turn.prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
+    messages: Sequence[bytes] = ()
+    """`turn.messages` as pickled lists; none where the turn has them already."""
 
 
 class Packed(NamedTuple):
@@ -80,6 +82,7 @@ class Packed(NamedTuple):
     """From `rows.TURNS.pack`."""
     logprobs: list[bytes]
     prompt_ids: bytes
+    messages: Sequence[bytes] = ()
 
 
 class Work(NamedTuple):
@@ -158,7 +161,8 @@ class Frames:
 def pack(sampled: Sampled) -> Packed:
     """Return the form in which a turn is sent."""
     turn = sampled.turn
-    return Packed(turn.tenant, turn.session_id, rows.TURNS.pack(turn), sampled.logprobs, sampled.prompt_ids)
+    values = rows.TURNS.pack(turn)
+    return Packed(turn.tenant, turn.session_id, values, sampled.logprobs, sampled.prompt_ids, sampled.messages)
 
 
 def complete(packed: Packed) -> NewTurn:
@@ -168,6 +172,9 @@ def complete(packed: Packed) -> NewTurn:
     row["logprobs"] = np.array(logprobs, np.float32).tobytes()
     if packed.prompt_ids:
         row["prompt_delta"] = ids_from_text(packed.prompt_ids)
+    if packed.messages:
+        messages = [message for piece in packed.messages for message in pickle.loads(piece)]  # noqa: S301  from our own process
+        row |= rows.TURNS.values({"messages": messages})
     if row["outcome"] in TRAINABLE_OUTCOMES and not is_complete:
         row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": "no_logprobs"}
     return NewTurn(packed.tenant, packed.session_id, row)

@@ -21,6 +21,13 @@ VALUES = st.recursive(
 )
 
 
+def count_strings(value: Any) -> int:
+    """Return the number of strings in a value, keys included."""
+    if isinstance(value, dict):
+        return len(value) + sum(map(count_strings, value.values()))
+    return sum(map(count_strings, value)) if isinstance(value, list) else int(isinstance(value, str))
+
+
 def measure(value: Any) -> tuple[int, int]:
     """Return depth and number of the arrays and objects in a value."""
     if not isinstance(value, list | dict):
@@ -35,7 +42,11 @@ def test_the_limits_are_exact_for_any_strings_and_any_window_boundary(value: Any
     raw = orjson.dumps(value)
     before, json_scan.WINDOW_BYTES = json_scan.WINDOW_BYTES, window
     try:
-        scan(raw, depth, count)
+        num_strings = count_strings(value)
+        assert scan(raw, depth, count, num_strings) == num_strings
+        if num_strings:
+            with pytest.raises(TooLarge, match="strings, keys included"):
+                scan(raw, depth, count, num_strings - 1)
         if depth:
             with pytest.raises(TooLarge, match="nested deeper"):
                 scan(raw, depth - 1, count)
@@ -48,3 +59,13 @@ def test_the_limits_are_exact_for_any_strings_and_any_window_boundary(value: Any
 def test_a_text_that_is_not_json_is_left_to_the_parser():
     for raw in (b"", b"]]]", b'"', b'\\"[', b'"\\'):
         scan(raw, 3, 3)
+
+
+@pytest.mark.parametrize("window", [7, 2**20])
+def test_more_values_than_the_limit_are_refused_without_being_decoded(window: int, monkeypatch):
+    """[1,1,1,1] has three commas; those in a string do not count, also where a window ends within the string."""
+    monkeypatch.setattr(json_scan, "WINDOW_BYTES", window)
+    monkeypatch.setattr(json_scan, "MAX_VALUES", 3)
+    scan(b'[1,1,1,",,,,,,,,"]', 3, 3)
+    with pytest.raises(TooLarge, match="more than 3 values"):
+        scan(b'[1,1,1,",,,,,,,,",1]', 3, 3)

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import pickle
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import orjson
 import pytest
 
-from proxy.continuation.conversation import read_conversation
-from proxy.continuation.digests import NAME, digest_history, message_digest
+from proxy.calls.capture import with_message_pieces
+from proxy.calls.replays import keyed_digest
+from proxy.continuation.conversation import read_conversation, read_in_slices
+from proxy.continuation.digests import NAME, digest_history
+from proxy.continuation.message_facts import read_messages
+from proxy.dialects import registry
+from proxy.dialects.base import Call, Dialect, encode_request
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.decoding_process import DecodingProcess
-from proxy.dialects.known_requests import KnownRequests, MessageDigest
+from proxy.dialects.known_requests import KnownRequests, MessageReader, digest_of
+from proxy.dialects.long_calls import LongRequest, digest_call, read_call
+from proxy.writer.process import Sampled, complete, frame, pack
 from turnwise.errors import InvalidRequest, ProxyUnavailable, TooLarge
+from turnwise.types import Json, Turn
 
 CALLER = ("default", "key")
-LIMITS = {"max_depth": 64, "max_containers": 10_000}
+LIMITS = {"max_depth": 64, "max_containers": 20_000, "max_strings": 30_000}
 FIELDS = frozenset({NAME})
-TEXT = "The quick brown fox jumps over the lazy dog. " * 373_000
-"""16 MiB."""
+TEXT = "The quick brown fox jumps over the lazy dog. " * 93_000
+"""4 MiB."""
 BODY = {"model": "m", "messages": [{"role": "user", "name": "kim", "content": TEXT}], "n": 1}
 
 
@@ -41,30 +52,116 @@ async def longest_hold(stop: asyncio.Event) -> float:
     return longest
 
 
-async def test_decoding_sixteen_mebibytes_holds_the_loop_for_a_fraction_of_its_time(decoder):
-    """The same work in the loop's thread is the measure: it decodes the request and digests its messages."""
-    raw, requests = orjson.dumps(BODY), KnownRequests(10**9, decoder)
+def bodies(num_messages: int) -> dict[str, dict[str, Any]]:
+    """Return a request of 4 MiB in each format: with one message, or with many."""
+    texts = [TEXT[number::num_messages] for number in range(num_messages)]
+    turns = [{"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(texts)]
+    return {
+        "chat": {"model": "m", "messages": turns},
+        "messages": {"max_tokens": 9, "messages": turns},
+        "responses": {"model": "m", "input": turns, "instructions": "Be brief."},
+        "gemini": {
+            "contents": [
+                {"role": "model" if number % 2 else "user", "parts": [{"text": text}]}
+                for number, text in enumerate(texts)
+            ]
+        },
+    }
+
+
+def long_request(name: str) -> tuple[Dialect, LongRequest]:
+    dialect = next(each for each in registry.DIALECTS if each.name == name)
+    return dialect, LongRequest(name, dialect.routes[0].path, {"model": "m"}, {}, LIMITS, 1, 10_000)
+
+
+async def read_elsewhere(decoder: DecodingProcess, name: str, raw: bytes) -> Call:
+    """Return the call of a long request, as the data plane reads it."""
+    reader, (dialect, request) = MessageReader(read_messages, FIELDS), long_request(name)
+    if not dialect.repeats_messages:
+        call, _ = await read_call(decoder, raw, request, reader)
+        await digest_of(raw)
+        return call
+    read = await KnownRequests(10**9, decoder).read(CALLER, raw, reader=reader, **LIMITS)
+    call = dialect.parse(read.body, max_choices=1, max_messages=10_000)
+    call.known, call.messages_json, call.pieces = read.known, read.messages_json, read.pieces
+    return call
+
+
+def turn_of(call: Call) -> Sampled:
+    return Sampled(Turn(turn_id="t", session_id="s", chain_id="t", messages=call.messages), [])
+
+
+def stored_messages(sampled: Sampled) -> list[Json]:
+    return orjson.loads(complete(pack(sampled)).row["messages"])
+
+
+@pytest.mark.parametrize("num_messages", [1, 4_001])
+@pytest.mark.parametrize("name", ["chat", "messages", "responses", "gemini"])
+async def test_four_mebibytes_hold_the_loop_for_a_fraction_of_their_time(name, num_messages, decoder):
+    """Reading, digesting, and the messages to the engine and to the writer; the measure is the same in the loop."""
+    raw = orjson.dumps(bodies(num_messages)[name])
+    dialect, request = long_request(name)
     started = time.thread_time()
-    messages = orjson.loads(raw)["messages"]
-    message_digest(messages[0], FIELDS)
+    here = request.parse(*request.decode(raw))
+    history = digest_history(here.messages, b"", FIELDS)
+    sent = b"".join(encode_request(here.dialect.engine_body(here, None, {})))
+    whole = frame(pack(turn_of(here)))
     in_the_loop = time.thread_time() - started
     stop = asyncio.Event()
     watch = asyncio.create_task(longest_hold(stop))
-    read = await requests.read(CALLER, raw, **LIMITS, digest=MessageDigest(message_digest, FIELDS))
-    call = ChatCompletions().parse(read.body, max_choices=1, max_messages=10)
-    call.known, call.messages_json = read.known, read.messages_json
-    history = read_conversation(call, FIELDS).history
+    call = await read_elsewhere(decoder, name, raw)
     await asyncio.sleep(0)
+    conversation = await read_in_slices(call, FIELDS)
+    await asyncio.sleep(0)
+    pieces = encode_request(dialect.engine_body(call, None, {}))
+    await asyncio.sleep(0)
+    (light,) = await with_message_pieces([turn_of(call)], call)
+    await asyncio.sleep(0)
+    frame(pack(light))
     stop.set()
     assert await watch < in_the_loop / 3
-    assert read.body == BODY
-    assert history.full == digest_history(messages, b"", FIELDS).full
+    assert conversation.history.full == history.full
+    assert orjson.loads(b"".join(pieces)) == orjson.loads(sent)
+    assert [message for piece in light.messages for message in pickle.loads(piece)] == here.messages
+    assert sum(map(len, frame(pack(light)))) < 1.1 * sum(map(len, whole))
+    assert (call.sampling, call.tools, call.notes, call.stream) == (here.sampling, here.tools, here.notes, here.stream)
+
+
+async def test_a_short_request_of_many_strings_is_decoded_elsewhere(decoder):
+    """A body of 700 KiB may hold 50,000 keys, which take 30 ms."""
+    few, many = (
+        orjson.dumps({**bodies(4_001)["chat"], "messages": [], "x": {f"k{number}": 1 for number in range(size)}})
+        for size in (8_000, 9_000)
+    )
+    await KnownRequests(10**9, decoder).read(CALLER, few, **LIMITS)
+    assert decoder._process is None
+    await KnownRequests(10**9, decoder).read(CALLER, many, **LIMITS)
+    assert decoder._process is not None
+
+
+async def test_only_the_new_messages_of_a_long_request_are_pickled(decoder):
+    """A turn that extends another stores what follows; here 2,000 of 4,001 messages, from the middle of a piece on."""
+    call = await read_elsewhere(decoder, "chat", orjson.dumps(bodies(4_001)["chat"]))
+    sampled = turn_of(call)
+    sampled = sampled._replace(turn=dataclasses.replace(sampled.turn, messages=call.messages[2_001:]))
+    (light,) = await with_message_pieces([sampled], call)
+    assert stored_messages(light) == call.messages[2_001:]
+    call.messages = call.messages[:]  # a conversation that was put together, so that the pieces are of other messages
+    (light,) = await with_message_pieces([sampled], call)
+    assert stored_messages(light) == call.messages[2_001:]
+
+
+async def test_a_long_request_under_a_key_has_the_digest_of_a_short_one(decoder):
+    raw = orjson.dumps(bodies(3)["responses"])
+    _, request = long_request("responses")
+    here = request.parse(*request.decode(raw))
+    assert await digest_call(decoder, raw, request, keyed_digest) == keyed_digest(here)
 
 
 async def test_digests_for_another_template_are_not_used(decoder):
     """The template may change between the decoding and the use of the digests."""
     requests = KnownRequests(10**9, decoder)
-    read = await requests.read(CALLER, orjson.dumps(BODY), **LIMITS, digest=MessageDigest(message_digest, FIELDS))
+    read = await requests.read(CALLER, orjson.dumps(BODY), **LIMITS, reader=MessageReader(read_messages, FIELDS))
     call = ChatCompletions().parse(read.body, max_choices=1, max_messages=10)
     call.known, call.messages_json = read.known, read.messages_json
     assert read_conversation(call).history.full == digest_history(BODY["messages"], b"").full
