@@ -19,6 +19,7 @@ from typing import Any
 import transformers
 from learner import GOOD, POOR, Outcome, learn, warmed_model
 from recipes import RECIPES, ROOT
+from tiny import learn_tiny
 
 from turnwise.types import Json
 
@@ -30,7 +31,7 @@ def main() -> int:
     """Run the chosen algorithms and seeds; print the progress of each run, and a table of all runs."""
     options = _options()
     transformers.utils.logging.disable_progress_bar()
-    names = options.algorithm or list(RECIPES)
+    names = options.algorithm or [name for name, recipe in RECIPES.items() if not (options.tiny and recipe.coin)]
     seeds = options.seed or list(SEEDS)
     outcomes: list[Outcome] = []
     for name, seed in itertools.product(names, seeds):
@@ -48,6 +49,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--algorithm", action="append", choices=list(RECIPES), help="again for more")
     parser.add_argument("--seed", action="append", type=int, help="again for more; by default 0, 1 and 2")
     parser.add_argument("--all", action="store_true", help="every algorithm with every seed")
+    parser.add_argument("--tiny", action="store_true", help="the tiny task, seconds of CPU a run, for the demo's")
     parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=JSON", help="of the trainer")
     parser.add_argument("--max-updates", type=int, help="instead of the recipe's own")
     parser.add_argument("--models", type=Path, default=ROOT / "runs/learning", help="where warmed models are kept")
@@ -69,9 +71,11 @@ def _run(name: str, seed: int, options: argparse.Namespace) -> Outcome:
         settings=RECIPES[name].settings | dict(options.set),
         max_updates=options.max_updates or RECIPES[name].max_updates,
     )
-    model = warmed_model(options.models, seed)
     with tempfile.TemporaryDirectory(prefix="turnwise-learning-") as directory:
-        outcome = learn(name, recipe, seed, model, Path(directory), _say)
+        if options.tiny:
+            outcome = learn_tiny(name, recipe, seed, Path(directory), _say)
+        else:
+            outcome = learn(name, recipe, seed, warmed_model(options.models, seed), Path(directory), _say)
     wanted = f"at least {GOOD}" if recipe.learns else f"at most {POOR}"
     verdict = "which is" if outcome.passed else "which should be"
     print(f"{name} seed {seed}: {outcome.before:.2f} → {outcome.after:.2f}, {verdict} {wanted}", flush=True)

@@ -30,6 +30,8 @@ class Recipe:
     learns: bool = True
     """Whether it must reach `GOOD`; otherwise it must stay below `POOR`."""
     max_updates: int = 48
+    tiny: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of the tiny task that override the recipe's."""
 
 
 CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}

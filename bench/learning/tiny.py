@@ -1,0 +1,231 @@
+"""A task that a model of 15 thousand parameters learns in seconds of CPU, through the same ledger and the same trainer.
+
+A prompt is a class token and a random token. Each session has two turns of three sampled tokens; a token is right if it
+has the remainder of the class, modulo the number of classes, and the session's reward is the share of right tokens, so
+chance is 0.25. Held-out prompts have random tokens that no training prompt has. Sampling is batched in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from learner import Outcome, Say
+from recipes import Recipe
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from trainer.loop.off_policy import OffPolicyWorkflow
+from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.settings import TrainerSettings
+from turnwise.store import ledger, policies
+from turnwise.store.database import Database
+from turnwise.types import Json, Reward, Session, Turn
+
+VOCABULARY = 48
+NUM_CLASSES = 4
+RANDOM_TOKENS = {"train": range(8, 40), "eval": range(40, 48)}
+NUM_TURNS = 2
+REPLY_TOKENS = 3
+GROUPS = 8
+GROUP_SIZE = 8
+NUM_EVAL_SESSIONS = 256
+EVALUATE_EVERY = 4
+ENOUGH = 0.85
+"""Held-out share of right tokens that counts as learnt."""
+MAX_UPDATES = 40
+
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 5e-3,
+    "betas": [0.9, 0.99],
+    "adam_epsilon": 1e-5,
+    "clip_low": 0.3,
+    "clip_high": 0.5,
+    "groups_per_batch": GROUPS,
+    "num_minibatches": 4,
+    "wait_seconds": 0.0,
+    "poll_seconds": 0.05,
+    "row_tokens": 1024,
+    "progress": False,
+}
+OWN = ("learning_rate", "max_grad_norm", "groups_per_batch", "buffer_groups", "buffer_min_groups")
+"""Settings of a recipe that depend on the size of the task, and are not taken over from the demo's task."""
+
+
+class TinyRun:
+    """A ledger, sessions that are sampled into it, and the trainer that learns from it."""
+
+    def __init__(self, settings: dict[str, Any], seed: int, directory: Path) -> None:
+        url = f"sqlite:///{directory / 'ledger.db'}"
+        self.db = Database(url)
+        self.db.upgrade()
+        model = make_model(directory / "model", seed)
+        values = {"database": url, "model": str(model), "policies_dir": directory / "policies"}
+        config = TrainerSettings(**(SETTINGS | settings | values))
+        workflow = OffPolicyWorkflow if config.workflow == "off_policy" else OnPolicyWorkflow
+        self.workflow = workflow.build_from_config(config, enable_jit=False)
+        self.state = self.workflow.setup(seed)
+        self._random = np.random.default_rng(seed)
+        self._torch = torch.Generator().manual_seed(seed)
+        self.num_sessions = 0
+        self._num_groups = 0
+        self._follow()
+
+    def play_groups(self) -> None:
+        """Play the next training tasks, each with a whole group, and store sessions, turns and rewards."""
+        prompts = [prompt for prompt in self._prompts("train", GROUPS) for _ in range(GROUP_SIZE)]
+        replies, logprobs = self._play(prompts)
+        rewards = _rewards(prompts, replies)
+        with self.db.write() as conn:
+            for index, prompt in enumerate(prompts):
+                group, run = self._num_groups + index // GROUP_SIZE, index % GROUP_SIZE
+                session = Session(
+                    session_id=f"{group}-{run}",
+                    task_id=f"t{group}",
+                    run=run,
+                    group_id=f"g{group}",
+                    group_size=GROUP_SIZE,
+                )
+                ledger.create_session(conn, session)
+                ledger.append_turns(conn, self._turns(session.session_id, prompt, replies[index], logprobs[index]))
+                ledger.add_rewards(conn, [Reward(session_id=session.session_id, value=rewards[index])])
+                ledger.end_session(conn, session.tenant, session.session_id)
+        self._num_groups += GROUPS
+        self.num_sessions += len(prompts)
+
+    def update(self) -> Json:
+        """Train on one batch and sample from the new version; return the batch's gauges."""
+        metrics, self.state = self.workflow.step(self.state)
+        self._follow()
+        return metrics
+
+    def evaluate(self, count: int = NUM_EVAL_SESSIONS) -> float:
+        """Return the mean reward of held-out prompts; nothing is stored."""
+        prompts = self._prompts("eval", count)
+        return float(np.mean(_rewards(prompts, self._play(prompts)[0])))
+
+    def close(self) -> None:
+        """Close the ledger."""
+        self.workflow.close()
+        self.db.close()
+
+    def _follow(self) -> None:
+        """Load the newest published version."""
+        with self.db.read() as conn:
+            newest = policies.newest_policy(conn)
+        assert newest is not None, "the trainer publishes version 0 at its start"
+        self._version = newest.version
+        self._model = AutoModelForCausalLM.from_pretrained(newest.path, dtype=torch.float32).eval()
+
+    def _prompts(self, split: str, count: int) -> list[list[int]]:
+        classes = self._random.integers(1, NUM_CLASSES + 1, count)
+        others = self._random.choice(RANDOM_TOKENS[split], count)
+        return [[int(which), int(other)] for which, other in zip(classes, others, strict=True)]
+
+    @torch.inference_mode()
+    def _play(self, prompts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sampled tokens of each session and their logprobs, [B, turns, reply tokens] each."""
+        tokens = torch.tensor(prompts)
+        replies, logprobs = [], []
+        for turn in range(NUM_TURNS):
+            for _ in range(REPLY_TOKENS):
+                log_p = torch.log_softmax(self._model(tokens).logits[:, -1], -1)
+                sampled = torch.multinomial(log_p.exp(), 1, generator=self._torch)
+                replies.append(sampled)
+                logprobs.append(log_p.gather(1, sampled))
+                tokens = torch.cat([tokens, sampled], 1)
+            tokens = torch.cat([tokens, torch.full((len(tokens), 1), _between(turn))], 1)
+        shape = (len(prompts), NUM_TURNS, REPLY_TOKENS)
+        return torch.cat(replies, 1).numpy().reshape(shape), torch.cat(logprobs, 1).numpy().reshape(shape)
+
+    def _turns(self, session_id: str, prompt: list[int], replies: np.ndarray, logprobs: np.ndarray) -> list[Turn]:
+        turns: list[Turn] = []
+        length = 0
+        for number in range(NUM_TURNS):
+            fresh = prompt if not turns else [_between(number - 1)]
+            length += len(fresh)
+            turns.append(
+                Turn(
+                    turn_id=f"{session_id}-t{number}",
+                    session_id=session_id,
+                    parent_turn_id=turns[-1].turn_id if turns else None,
+                    chain_id=f"{session_id}-t0",
+                    prompt_delta=np.array(fresh, np.int32),
+                    prompt_length=length,
+                    token_ids=replies[number].astype(np.int32),
+                    logprobs=logprobs[number].astype(np.float32),
+                    policy_version_first=self._version,
+                    policy_version_last=self._version,
+                )
+            )
+            length += REPLY_TOKENS
+        return turns
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """Write a Qwen3 with random weights."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=0,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def learn_tiny(name: str, recipe: Recipe, seed: int, directory: Path, say: Say) -> Outcome:
+    """Train on the tiny task until an evaluation is good enough, or until the maximum number of updates."""
+    torch.set_num_threads(1)
+    started = time.process_time()
+    settings = {
+        key: value for key, value in (recipe.settings | recipe.tiny).items() if key not in OWN or key in recipe.tiny
+    }
+    run = TinyRun(settings, seed, directory)
+    try:
+        outcome = Outcome(name=name, seed=seed, before=run.evaluate())
+        run.play_groups()
+        staleness: list[float] = []
+        for number in range(1, MAX_UPDATES + 1):
+            run.play_groups()  # with the version before the one in training, as with a real trainer
+            metrics = run.update()
+            staleness.append(metrics.get("staleness_mean", 0.0))
+            if number % EVALUATE_EVERY == 0:
+                outcome.num_updates = run.state.progress.policy_version
+                outcome.curve.append((outcome.num_updates, run.evaluate()))
+                say(outcome, metrics)
+                if outcome.curve[-1][1] >= ENOUGH:
+                    break
+        outcome.after = outcome.curve[-1][1]
+        outcome.num_sessions = run.num_sessions
+        outcome.num_tokens = run.num_sessions * NUM_TURNS * REPLY_TOKENS
+        outcome.staleness = sum(staleness) / len(staleness)
+    finally:
+        run.close()
+    outcome.cpu_seconds = time.process_time() - started
+    outcome.passed = outcome.after >= ENOUGH
+    return outcome
+
+
+def _between(turn: int) -> int:
+    """Return the prompt token between a turn and the next."""
+    return 5 + turn
+
+
+def _rewards(prompts: Sequence[list[int]], replies: np.ndarray) -> list[float]:
+    classes = np.array([prompt[0] for prompt in prompts])[:, None, None]
+    rewards: list[float] = (replies % NUM_CLASSES == classes % NUM_CLASSES).mean((1, 2)).tolist()
+    return rewards
