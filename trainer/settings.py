@@ -87,6 +87,14 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
         return defaults | values
 
     @model_validator(mode="after")
+    def _teachers_fit(self) -> Self:
+        if self.estimator == "teacher" and not self.teachers:
+            raise ValueError("estimator='teacher' takes all advantages from teachers, and there is none: set teachers")
+        if self.teachers and self.algorithm in ("sft", "dpo"):
+            raise ValueError(f"algorithm={self.algorithm!r} takes no advantages: remove teachers, or use 'ppo'")
+        return self
+
+    @model_validator(mode="after")
     def _gae_fits(self) -> Self:
         if self.estimator == "gae" and (self.algorithm in ("sft", "dpo") or self.custom_advantage is not None):
             raise ValueError(

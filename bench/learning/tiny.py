@@ -187,7 +187,9 @@ def make_model(directory: Path, seed: int) -> Path:
     return directory
 
 
-def learn_tiny(name: str, recipe: Recipe, seed: int, directory: Path, say: Say) -> Outcome:
+def learn_tiny(
+    name: str, recipe: Recipe, seed: int, directory: Path, say: Say, *, max_updates: int = MAX_UPDATES
+) -> Outcome:
     """Train on the tiny task until an evaluation is good enough, or until the maximum number of updates."""
     torch.set_num_threads(1)
     started = time.process_time()
@@ -199,7 +201,7 @@ def learn_tiny(name: str, recipe: Recipe, seed: int, directory: Path, say: Say) 
         outcome = Outcome(name=name, seed=seed, before=run.evaluate())
         run.play_groups()
         staleness: list[float] = []
-        for number in range(1, MAX_UPDATES + 1):
+        for number in range(1, max_updates + 1):
             run.play_groups()  # with the version before the one in training, as with a real trainer
             metrics = run.update()
             staleness.append(metrics.get("staleness_mean", 0.0))

@@ -21,12 +21,20 @@ from turnwise.types import Credit, Experience, GroupKey, SessionKey
 Floats = npt.NDArray[np.float64]
 
 Estimator = Literal[
-    "reinforce", "rloo", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "gae"
+    "reinforce",
+    "rloo",
+    "grpo",
+    "dr_grpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gdpo",
+    "gae",
+    "teacher",
 ]
 GroupBy = Literal["auto", "session", "step"]
 Singleton = Literal["zero", "raw"]
 
-BY_TOKEN = ("gae",)
+BY_TOKEN = ("gae", "teacher")
 """Estimators that need a model: their advantages are computed token by token once the batch is built."""
 
 UNIFORM_TOLERANCE = 1e-12

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from trainer.learning.advantages import BY_TOKEN, AdvantageRule, Floats, assign, uniform_groups
+from trainer.learning.distillation import DistillationRule
 from trainer.learning.losses import Algorithm
 from trainer.learning.rewards import is_truncated, shape_rewards
 from trainer.learning.sampling import why_untrainable
@@ -46,7 +47,7 @@ class Selection:
         return by_session
 
 
-class SelectionRule(AdvantageRule):
+class SelectionRule(AdvantageRule, DistillationRule):
     """What is trained of a batch."""
 
     sft_min_reward: float = 1.0
@@ -79,7 +80,8 @@ def select(
         return _pairs(fit, keys, refused, rule)
     # Turns that are left out still count in their group's baseline.
     advantages = assign(experiences, rule)
-    uniform = set() if rule.estimator in BY_TOKEN else uniform_groups(experiences, advantages)
+    # With advantages token by token, groups of equal rewards teach too.
+    uniform = set() if rule.estimator in BY_TOKEN or rule.teachers else uniform_groups(experiences, advantages)
     kept = [
         (experience, turns)
         for experience, turns, reason in zip(experiences, advantages, reasons, strict=True)

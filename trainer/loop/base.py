@@ -60,7 +60,7 @@ class RLWorkflow(abc.ABC):
         self.recorder = ChainRecorder([])
         self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
         self.commits = Commits(env, self.checkpoints, self.config.checkpoint_every)
-        self.token_credit = TokenCredit(agent)
+        self.token_credit = TokenCredit(agent, self.config)
         self.gap_check = GapCheck(agent, self.checkpoints, self.config)
         self.weights: WeightServer | None = None
         """Hands weights to engines; None where they read directories. In the first process alone."""
@@ -168,6 +168,7 @@ class RLWorkflow(abc.ABC):
     def close(self) -> None:
         """Release what is held, and flush."""
         self.commits.close()
+        self.token_credit.close()
         if self.weights is not None:
             self.env.announce_weights(None)
             self.weights.close()

@@ -1,0 +1,196 @@
+"""On-policy distillation: the advantage by hand, and teachers over HTTP that fail in every way."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+from support.experience_factory import experience
+from support.trainer_ledger import Rollouts, load_model, settings_for, train
+
+from trainer.learning.batch import build
+from trainer.learning.distillation import DistillationRule, Teacher, TeacherScores, with_teachers
+from trainer.settings import TrainerSettings
+from trainer.teachers import Teachers
+from turnwise.fake_engine import running_fake_engine
+from turnwise.fake_engine.sampling import logprobs_of
+
+Answer = Callable[[dict], tuple[int, object]]
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6, rtol=0)
+
+
+def batch_of(*sessions):
+    return build(sessions, [np.full(len(one.turn_ids), 0.5) for one in sessions], policy_version=0)
+
+
+def prompt_logprobs(body, logprob=-0.5):
+    shown = [None, *({str(token): {"logprob": logprob, "rank": 1}} for token in body["prompt"][1:])]
+    return 200, {"choices": [{"prompt_logprobs": shown}]}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], str]]:
+    """Return a function that serves a teacher which answers by a function of the request, and gives its address."""
+    servers = []
+
+    def start(answer: Answer) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, found = answer(body)
+                raw = found if isinstance(found, bytes) else json.dumps(found).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/v1"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def teachers() -> Iterator[Callable[..., Teachers]]:
+    """Return a function that makes the client of some teachers."""
+    made = []
+
+    def make(*those: Teacher, **changes: object) -> Teachers:
+        made.append(Teachers(DistillationRule(**({"teachers": those, "teacher_retry_seconds": 5.0} | changes))))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_the_advantage_is_the_teachers_logprob_minus_the_students_by_hand():
+    """μ = -1 and -2, teacher -0.5 and -5, coefficient 2: 0.5 + 2 · 0.5 = 1.5, and 0.5 + 2 · -3 = -5.5; KL = 1.25."""
+    batch = batch_of(experience(logprobs=[0, -1.0, -2.0]), experience(session_id="b"))
+    scores = TeacherScores(
+        logprobs=np.array([-0.5, -5.0, 0, 0], np.float32),
+        is_scored=np.array([True, True, False, False]),
+        unscored={"too_long": 1},
+    )
+    taught, gauges = with_teachers(batch, scores, 2.0)
+    close(taught.table.advantages, [1.5, -5.5, 0.5, 0.5])
+    assert gauges == {"teacher_tokens": 2, "teacher_kl": 1.25, "num_teacher_unscored": 1, "num_teacher_too_long": 1}
+
+
+def test_several_teachers_are_chosen_by_task_and_averaged_by_weight(serve, teachers):
+    """Both rate the first session: (3 · -1 + 1 · -2) / 4 = -1.25; the second one's task has one teacher alone."""
+    one = Teacher(url=serve(lambda body: prompt_logprobs(body, -1.0)), model="m", weight=3.0)
+    two = Teacher(url=serve(lambda body: prompt_logprobs(body, -2.0)), model="m", tasks="maths-*")
+    first, second = experience(), experience(session_id="b")
+    object.__setattr__(first.eid, "task", "maths-1")
+    scores = teachers(one, two).score(batch_of(first, second), [0, 1])
+    close(scores.logprobs, [-1.25, -1.25, -1.0, -1.0])
+    assert scores.is_scored.all()
+
+
+def test_an_overloaded_teacher_is_asked_again(serve, teachers):
+    statuses = iter([503, 429, 200])
+    bodies = []
+
+    def answer(body):
+        bodies.append(body)
+        status = next(statuses)
+        return prompt_logprobs(body) if status == 200 else (status, {"error": "busy"})
+
+    scores = teachers(Teacher(url=serve(answer), model="m")).score(batch_of(experience()), [0])
+    close(scores.logprobs, [-0.5, -0.5])
+    assert bodies == [{"model": "m", "prompt": [1, 2, 3], "max_tokens": 1, "prompt_logprobs": 0}] * 3
+
+
+UNUSABLE = {
+    "refused": lambda _: (404, {"error": "no such model"}),
+    "unreadable": lambda _: (200, b"<html>"),
+    "unreadable ids": lambda _: (200, {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -1.0}}, None]}]}),
+    "unreadable numbers": lambda body: prompt_logprobs(body, float("nan")),
+    "unreadable length": lambda body: (
+        200,
+        {"choices": [{"prompt_logprobs": prompt_logprobs(body)[1]["choices"][0]["prompt_logprobs"] + [None]}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_a_teacher_cannot_score_is_counted_and_gets_no_advantage(name, serve, teachers):
+    scores = teachers(Teacher(url=serve(UNUSABLE[name]), model="m")).score(batch_of(experience()), [0])
+    assert scores.unscored == {name.split()[0]: 1}
+    assert not scores.is_scored.any()
+
+
+def test_chains_over_the_limit_and_tasks_without_a_teacher_are_not_sent(serve, teachers):
+    teacher = Teacher(url=serve(prompt_logprobs), model="m", tasks="maths-*")
+    long = experience(turns=2)
+    object.__setattr__(long.eid, "task", "maths-1")
+    scores = teachers(teacher, teacher_max_tokens=5).score(batch_of(long, experience(session_id="b")), [0, 1])
+    assert scores.unscored == {"too_long": 1, "without_teacher": 1}
+
+
+def test_a_teacher_that_nobody_serves_counts_as_unreachable(teachers):
+    nobody = teachers(Teacher(url="http://127.0.0.1:9/v1", model="m"), teacher_retry_seconds=0.0)
+    assert nobody.score(batch_of(experience()), [0]).unscored == {"unreachable": 1}
+
+
+def test_the_wire_format_is_that_of_an_engine(teachers):
+    """The fake engine has vLLM's format, and logprobs that depend on the token alone."""
+    with running_fake_engine() as engine:
+        teacher = Teacher(url=f"{engine.url}/v1", model=engine.state.script.model)
+        scores = teachers(teacher).score(batch_of(experience(turns=2)), [0])
+    close(scores.logprobs, [logprobs_of(token, 1.0, count=0)[0] for token in (2, 3, 5, 6)])
+
+
+def test_a_student_moves_towards_its_teacher_and_the_gauges_say_so(tmp_path, model, ledger, serve):
+    """The teacher prefers tokens below 24; rewards are not read. What is served next samples more of them."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+
+    def answer(body):
+        shown = [None, *({str(t): {"logprob": -1.0 if t < 24 else -8.0}} for t in body["prompt"][1:])]
+        return 200, {"choices": [{"prompt_logprobs": shown}]}
+
+    teacher = {"url": serve(answer), "model": "m"}
+    settings = settings_for(
+        tmp_path, model, estimator="teacher", teachers=[teacher], total_batches=1, num_minibatches=4, learning_rate=1e-2
+    )
+    state = train(settings)
+    assert (state.metrics["teacher_tokens"], state.metrics["num_teacher_unscored"]) == (3 * 4 * 8, 0)
+    after = load_model(tmp_path / "policies" / "v000001")
+    prompt = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        before_p, after_p = (torch.softmax(m(prompt).logits[0, -1], -1)[:24].sum() for m in (load_model(model), after))
+    assert after_p > before_p + 0.05
+
+
+def test_a_batch_that_no_teacher_scored_is_refused(tmp_path, model, ledger):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3, group_size=2)
+    nobody = {"url": "http://127.0.0.1:9/v1", "model": "m"}
+    state = train(
+        settings_for(
+            tmp_path, model, estimator="teacher", teachers=[nobody], teacher_retry_seconds=0.0, total_batches=1
+        )
+    )
+    assert "no teacher scored a chain ({'unreachable': 6})" in state.metrics["refused"]
+
+
+def test_teachers_are_tables_in_the_settings_and_must_fit():
+    given = TrainerSettings(teachers='[{"url": "http://t/v1", "model": "m"}]')
+    assert given.teachers == (Teacher(url="http://t/v1", model="m"),)
+    with pytest.raises(ValueError, match="there is none: set teachers"):
+        TrainerSettings(estimator="teacher")

@@ -1,0 +1,153 @@
+"""Asking teachers for the logprobs of a batch's tokens, over HTTP from any vLLM, by `prompt_logprobs`.
+
+One request carries the tokens of one chain. A teacher that is not reachable or overloaded is asked again for
+`teacher_retry_seconds`; what no teacher could score is counted by reason and gets no advantage from a teacher.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from trainer.learning.batch import Batch
+from trainer.learning.distillation import DistillationRule, Teacher, TeacherScores
+from trainer.learning.forest import Indices
+from turnwise.types import Json, TokenIds
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 10.0
+TOO_MANY_REQUESTS = 429
+SERVER_ERRORS = 500
+
+
+class Unscored(Exception):
+    """A teacher gave no usable answer."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Teachers:
+    """The teachers of a run."""
+
+    def __init__(self, rule: DistillationRule) -> None:
+        self._rule = rule
+        self._http = httpx2.Client(timeout=rule.teacher_timeout_seconds)
+
+    def score(self, batch: Batch, members: Sequence[int]) -> TeacherScores:
+        """Return the teachers' logprobs of the members' trained tokens."""
+        asked = [(member, teacher) for member in members for teacher in self._teachers_of(batch, member)]
+        unscored = Counter(
+            "without_teacher"
+            for member in members
+            if not self._teachers_of(batch, member) and self._has_tokens(batch, member)
+        )
+        sums, weights = np.zeros(len(batch.table)), np.zeros(len(batch.table))
+        with ThreadPoolExecutor(self._rule.teacher_concurrency, thread_name_prefix="teacher") as pool:
+            answers = pool.map(lambda one: self._score_chain(batch, *one), asked)
+            for (member, teacher), answer in zip(asked, answers, strict=True):
+                if isinstance(answer, Unscored):
+                    unscored[answer.reason] += 1
+                    log.warning("chain of session %s: %s", batch.experiences[member].session_id, answer)
+                    continue
+                tokens = batch.tokens_of[member]
+                sums[tokens] += teacher.weight * answer
+                weights[tokens] += teacher.weight
+        is_scored = weights > 0
+        logprobs = np.divide(sums, weights, out=np.zeros_like(sums), where=is_scored)
+        return TeacherScores(logprobs=logprobs.astype(np.float32), is_scored=is_scored, unscored=dict(unscored))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    @staticmethod
+    def _has_tokens(batch: Batch, member: int) -> bool:
+        return len(batch.tokens_of[member]) > 0
+
+    def _teachers_of(self, batch: Batch, member: int) -> list[Teacher]:
+        """Return the teachers of a chain's task; none where the chain has no trained token."""
+        if not self._has_tokens(batch, member):
+            return []
+        task = batch.experiences[member].eid.task
+        return [teacher for teacher in self._rule.teachers if fnmatch.fnmatchcase(task, teacher.tasks)]
+
+    def _score_chain(self, batch: Batch, member: int, teacher: Teacher) -> np.ndarray | Unscored:
+        """Return a teacher's logprobs of a chain's trained tokens, or why there are none."""
+        places = batch.table.place[batch.tokens_of[member]]
+        tokens = batch.experiences[member].tokens[: places[-1] + 1]
+        limit = self._rule.teacher_max_tokens
+        if limit is not None and len(tokens) > limit:
+            return Unscored("too_long", f"{len(tokens)} tokens are more than teacher_max_tokens={limit}")
+        try:
+            return read_logprobs(self._ask(teacher, tokens), tokens, places)
+        except Unscored as error:
+            return error
+
+    def _ask(self, teacher: Teacher, tokens: TokenIds) -> Json:
+        """Return a teacher's answer; ask again while it is not reachable or overloaded.
+
+        Raises:
+            Unscored: It stayed so for `teacher_retry_seconds`, or refused the request.
+        """
+        started, pause = time.monotonic(), FIRST_PAUSE
+        while True:
+            try:
+                return self._post(teacher, tokens)
+            except Unscored as error:
+                if (
+                    error.reason != "unreachable"
+                    or time.monotonic() + pause - started > self._rule.teacher_retry_seconds
+                ):
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _post(self, teacher: Teacher, tokens: TokenIds) -> Json:
+        headers = {} if teacher.key is None else {"Authorization": f"Bearer {teacher.key.get_secret_value()}"}
+        body = {"model": teacher.model, "prompt": tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+        try:
+            reply = self._http.post(f"{teacher.url.rstrip('/')}/completions", json=body, headers=headers)
+        except httpx2.HTTPError as error:
+            raise Unscored("unreachable", f"teacher {teacher.url} cannot be reached: {error}") from error
+        if reply.status_code == TOO_MANY_REQUESTS or reply.status_code >= SERVER_ERRORS:
+            raise Unscored("unreachable", f"teacher {teacher.url} answered {reply.status_code}: {reply.text[:200]}")
+        if reply.is_error:
+            raise Unscored("refused", f"teacher {teacher.url} refused it with {reply.status_code}: {reply.text[:200]}")
+        try:
+            answer: Json = reply.json()
+        except ValueError as error:
+            raise Unscored("unreadable", f"teacher {teacher.url} answered no JSON: {reply.text[:200]}") from error
+        return answer
+
+
+def read_logprobs(answer: Json, tokens: TokenIds, places: Indices) -> np.ndarray:
+    """Return the logprobs of the tokens at these places from vLLM's `prompt_logprobs`.
+
+    Raises:
+        Unscored: They are missing, not numbers, or of other tokens.
+    """
+    try:
+        shown: list[dict[str, dict[str, Any]] | None] = answer["choices"][0]["prompt_logprobs"]
+        found = [(shown[place] or {})[str(tokens[place])]["logprob"] for place in places]
+        logprobs = np.array(found, np.float64)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Unscored(
+            "unreadable",
+            f"its answer has no prompt_logprobs of these token ids ({error!r}): check that it is vLLM, and "
+            "that the teacher has the student's tokenizer",
+        ) from error
+    if len(shown) != len(tokens) or not np.isfinite(logprobs).all():
+        raise Unscored("unreadable", "its prompt_logprobs are not one finite number a token")
+    return logprobs
