@@ -49,6 +49,21 @@ def test_side_calls_are_stored_with_their_role_and_not_trained(proxy: RunningPro
     assert 'turnwise_turns_by_role_total{role="sub_agent"} 1.0' in httpx2.get(f"{proxy.url}/metrics").text
 
 
+def test_a_sub_agent_without_a_path_is_in_the_session_of_its_harness(proxy: RunningProxy):
+    """Claude Code's headers name the session and the agent; each agent id has its own chain, also under equal messages."""
+    of_session = {"x-claude-code-session-id": "c1"}
+    for headers in ({}, {"x-claude-code-agent-id": "a1"}, {"x-claude-code-agent-id": "a2"}):
+        body = {"model": "fake", "messages": [USER]}
+        httpx2.post(f"{proxy.v1}/chat/completions", json=body, headers={**of_session, **headers}).raise_for_status()
+    turns = httpx2.get(f"{proxy.v1}/sessions/claude-code:c1/turns").json()["data"]
+    assert [(turn["role"], turn["role_reason"]) for turn in turns] == [
+        ("main", "first_chain"),
+        ("sub_agent", "agent_id"),
+        ("sub_agent", "agent_id"),
+    ]
+    assert len({turn["chain_id"] for turn in turns}) == 3
+
+
 def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy: RunningProxy):
     """The summary is a side call of the first chain; the agent goes on under its system message without a history."""
     first = call(proxy, CODER, USER, tools=TOOLS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
 import pytest
-from support.ledger_samples import add_session, finish
+from support.ledger_samples import add_session, finish, make_turn
 from support.trainer_ledger import Rollouts, load_model, settings_for
 from support.waiting import wait_until
 
@@ -19,7 +20,7 @@ from turnwise.store import ledger as ledger_of
 from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
-from turnwise.types import Reward, UpdateRecord
+from turnwise.types import Reward, Role, UpdateRecord
 
 PATIENCE_SECONDS = 10.0
 STALLED_SECONDS = 0.3
@@ -78,6 +79,25 @@ def test_the_trainer_waits_for_an_incomplete_group_by_default_and_until_it_is_st
             add_session(database, session_id, group_id="g", group_size=3)
         finish(database, session_id)
     assert source_for(database, **rule)._look(Position()).num_ready == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "trained"),
+    [({}, [["s-t1"], ["s-t2"]]), ({"train_roles": [Role.SIDE, Role.RETRY]}, [["s-t3"], ["s-t4"]])],
+    ids=["main and sub-agents by default", "other roles"],
+)
+def test_the_batch_holds_the_chains_of_the_trained_roles(database, rule, trained):
+    """A session with a chain of each role; the session's reward reaches each of them."""
+    add_session(database, group_id="g", group_size=1, turns=0)
+    with database.write() as connection:
+        for number, role in enumerate((Role.MAIN, Role.SUB_AGENT, Role.SIDE, Role.RETRY), start=1):
+            turn = make_turn(f"t{number}", role=role, seq=number - 1)
+            name = f"s-t{number}"
+            ledger_of.append_turns(connection, [dataclasses.replace(turn, turn_id=name, chain_id=name)])
+    finish(database)
+    batch = source_for(database, **rule).next_batch(Position())
+    assert sorted(list(experience.turn_ids) for experience in batch.experiences) == trained
+    assert {tuple(experience.turn_rewards) for experience in batch.experiences} == {(1.0,)}
 
 
 def test_groups_of_two_tenants_with_equal_names_are_centred_separately(database):
