@@ -21,21 +21,23 @@ from turnwise.fake_engine import Reply, Script
 
 SCRIPT_VARIABLE = "FORCED_TOKENS_SCRIPT"
 """Environment variable with the path of the script."""
+REQUIRED_CALLS = "tags_with_separator"
+"""In vLLM's structural tag, the format that allows only calls."""
 START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 
 
 class ForcedReply:
     """Forces the tokens of one request's reply."""
 
-    def __init__(self, processor: ForcedTokens, *, calls_must_be_json: bool) -> None:
+    def __init__(self, processor: ForcedTokens, *, only_calls: bool) -> None:
         self._processor = processor
-        self._calls_must_be_json = calls_must_be_json
+        self._only_calls = only_calls
         self._token_ids: list[int] | None = None
 
     def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         """Leave the next token of the reply as the only candidate; change nothing without a reply."""
         if self._token_ids is None:
-            self._token_ids = self._processor.reply_ids(prompt_ids, calls_must_be_json=self._calls_must_be_json)
+            self._token_ids = self._processor.reply_ids(prompt_ids, only_calls=self._only_calls)
         if not self._token_ids:
             return logits
         position = min(len(output_ids), len(self._token_ids) - 1)
@@ -62,17 +64,16 @@ class ForcedTokens(AdapterLogitsProcessor):
         """Return the processor of one request; None for a call that checks the engine."""
         if params.logit_bias or params.max_tokens == 1:
             return None
-        # With `tool_choice: required` vLLM lets the model sample nothing but a JSON list of calls.
-        return ForcedReply(self, calls_must_be_json=params.structured_outputs is not None)
+        return ForcedReply(self, only_calls=allows_only_calls(params.structured_outputs))
 
-    def reply_ids(self, prompt_ids: Sequence[int], *, calls_must_be_json: bool) -> list[int]:
+    def reply_ids(self, prompt_ids: Sequence[int], *, only_calls: bool) -> list[int]:
         """Return the tokens of the reply to a prompt; empty without a matching rule."""
         prompt = self._tokenizer.decode(prompt_ids)
         last_message = prompt.split(START_OF_TURN)[-2]
         reply = self._current_script().take_reply(last_message, offers_tools="<tools>" in prompt)
         if reply is None:
             return []
-        text = json_text(reply) if calls_must_be_json and reply.tool_calls else hermes_text(reply)
+        text = hermes_text(reply, only_calls=only_calls)
         return list(self._tokenizer.encode(text + END_OF_TURN, add_special_tokens=False))
 
     def _current_script(self) -> Script:
@@ -83,15 +84,18 @@ class ForcedTokens(AdapterLogitsProcessor):
         return self._script
 
 
-def hermes_text(reply: Reply) -> str:
-    """Return a reply as a model with Hermes tool calls writes it."""
-    blocks = [reply.text] if reply.text else []
+def allows_only_calls(structured_outputs: Any) -> bool:
+    """Return whether the grammar of a request allows nothing but calls: with `tool_choice: required`.
+
+    Strict tools without a required call have a grammar as well, which allows text and checks only the calls.
+    """
+    return structured_outputs is not None and REQUIRED_CALLS in (structured_outputs.structural_tag or "")
+
+
+def hermes_text(reply: Reply, *, only_calls: bool) -> str:
+    """Return a reply as a model with Hermes tool calls writes it; calls alone have no separator."""
+    blocks = [reply.text] if reply.text and not only_calls else []
     for call in reply.tool_calls:
         body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
         blocks.append(f"<tool_call>\n{body}\n</tool_call>")
-    return "\n".join(blocks)
-
-
-def json_text(reply: Reply) -> str:
-    """Return the tool calls of a reply in the form that vLLM demands when a call is required."""
-    return json.dumps([{"name": call.name, "parameters": call.arguments} for call in reply.tool_calls])
+    return ("" if only_calls else "\n").join(blocks)
