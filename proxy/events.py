@@ -25,6 +25,8 @@ READ_SECONDS = 1.0
 """Pause between two readings of the store."""
 MAX_LISTENERS = 100
 """Listeners of one process."""
+MAX_TENANT_LISTENERS = 25
+"""Listeners of one tenant in one process, so that no tenant takes the places of the others."""
 MAX_WAITING = 1000
 """Events that wait for one listener; a listener that reads slower loses them and is told so."""
 
@@ -89,12 +91,17 @@ class Events:
     def _num_listeners(self) -> int:
         return sum(map(len, self._listeners.values()))
 
-    def check_room(self) -> None:
-        """Check that another client may listen.
+    def check_room(self, tenant: str) -> None:
+        """Check that another client of a tenant may listen.
 
         Raises:
-            Overloaded: there are `MAX_LISTENERS` listeners.
+            Overloaded: there are `MAX_LISTENERS` listeners, or `MAX_TENANT_LISTENERS` of the tenant.
         """
+        if len(self._listeners.get(tenant, ())) >= MAX_TENANT_LISTENERS:
+            raise Overloaded(
+                f"{MAX_TENANT_LISTENERS} clients of this tenant listen to events, which is the limit; close one, or "
+                "retry later"
+            )
         if self._num_listeners >= MAX_LISTENERS:
             raise Overloaded(f"{MAX_LISTENERS} clients listen to events, which is the limit; retry later")
 

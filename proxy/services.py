@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 NUM_READERS = 8
 """Database connections for reading."""
+MAX_SEARCHES = 2
+"""Searches in what sessions hold that run at once in one process; others wait."""
 NUM_EXPORTS = 4
 """Maximum number of concurrent exports; each holds a database connection until its client has read everything."""
 SWEEP_SECONDS = 5.0
@@ -81,6 +83,8 @@ class Services:
     known_requests: KnownRequests
     decoder: DecodingProcess
     events: Events
+    searches: asyncio.Semaphore
+    """Places for searches in what sessions hold: each may take a thread and a connection for seconds."""
     peers: Peers
 
     def forget_session(self, tenant: str, session_id: str) -> None:
@@ -201,6 +205,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         known_requests=KnownRequests(settings.request_cache_bytes, decoder),
         decoder=decoder,
         events=Events(database, metrics),
+        searches=asyncio.Semaphore(MAX_SEARCHES),
         peers=peers,
     )
 

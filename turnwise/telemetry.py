@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from turnwise.tracing import RequestTrace
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+log = logging.getLogger(__name__)
 LogFormat = Literal["text", "json"]
 SAMPLED = "01"
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -114,10 +115,21 @@ class AccessLog:
         except OSError as error:
             raise SettingsError(f"cannot write the access log {str(path)!r}: {error.strerror}") from error
         self._is_own = str(path) != "-"
+        self._is_failing = False
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; one system call, so that lines of several processes do not mix."""
-        os.write(self._file, json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        """Append a line; one system call, so that lines of several processes do not mix.
+
+        A line that cannot be written, for example to a full disk, is lost: its request is answered all the same.
+        """
+        try:
+            os.write(self._file, json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("lines of the access log are lost: %s; free the disk or leave it out", error.strerror)
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     def close(self) -> None:
         """Close the file."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Container, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from turnwise.types import Json, Role, TokenIds
 
 RENDERED_HERE = 4 * 2**10
 """Characters that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
+RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
+"""Threads of their own: a text of many megabytes takes seconds, and other calls read the store in the common ones."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -246,7 +249,7 @@ async def _extended_prompt(
 
     num_outlined = min(len(outlines), replied) if template.shortens else 0
     is_long = has_more_text(messages[num_outlined:], RENDERED_HERE)
-    extended = await asyncio.to_thread(extend) if is_long else extend()
+    extended = await asyncio.get_running_loop().run_in_executor(RENDERING, extend) if is_long else extend()
     if call.known is not None:
         call.known.outlines = outlines
     return extended

@@ -64,5 +64,5 @@ async def fork_turn(
         **fields | {name: getattr(forked, name) for name in left_out},
     )
     stored, _ = await services.writer.do(fork_session, session, turn_id, before=wanted.at == "before")
-    services.sessions.forget(stored.tenant, stored.session_id)
+    services.forget_session(stored.tenant, stored.session_id)
     return answer(new_session_json(stored, wanted, request, services, principal))

@@ -161,7 +161,10 @@ async def list_sessions(
         listed = page([record_json(session) for session in found.sessions], found.next_after is not None)
         return {**listed, "next_after": found.next_after, "num_searched": found.num_searched}
 
-    return answer(await asyncio.to_thread(read))
+    if held.is_empty:
+        return answer(await asyncio.to_thread(read))
+    async with services.searches:
+        return answer(await asyncio.to_thread(read))
 
 
 @router.get("/sessions/{session_id}", responses=describe_answer(SessionAnswer))

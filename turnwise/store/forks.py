@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import sqlalchemy as sa
 
+from turnwise.errors import Conflict
 from turnwise.store import ledger, queries
 from turnwise.store.session_records import turn_path
 from turnwise.types import FORKED, Outcome, Session, Turn
@@ -20,6 +21,8 @@ def fork_session(
     conn: sa.Connection, session: Session, turn_id: str, *, before: bool, is_sampled_here: bool = False
 ) -> tuple[Session, list[Turn]]:
     """Create a session that begins with copies of a turn and its ancestors; idempotent by the new session's id.
+
+    A session that exists and holds no copy of the turn's root is another one, and stays as it is.
 
     Args:
         conn: A transaction of `Database.write`.
@@ -33,11 +36,16 @@ def fork_session(
 
     Raises:
         NotFound: no such turn.
-        Conflict: the session's group takes no more sessions.
+        Conflict: the session's group takes no more sessions, or the session exists and is no fork of the turn.
     """
     path = turn_path(conn, session.tenant, turn_id)[: -1 if before else None]
-    stored, _ = ledger.create_session(conn, session)
+    stored, is_new = ledger.create_session(conn, session)
     names = {turn.turn_id: _copy_id(session, turn.turn_id) for turn in path}
+    if path and not is_new and queries.session_of_turn(conn, session.tenant, names[path[0].turn_id]) is None:
+        raise Conflict(
+            f"session {session.session_id!r} exists and is no fork of turn {turn_id!r}; choose another session_id",
+            param="session_id",
+        )
     sampled_here = turn_id if is_sampled_here else None
     copies = [
         dataclasses.replace(

@@ -158,6 +158,16 @@ def test_bad_lines_are_reported_with_number_and_reason_and_the_rest_is_stored(
     assert "prompt" in found[9]
 
 
+def test_a_line_that_is_nested_too_deep_is_a_bad_line(database: Database, tmp_path: Path, model: Path) -> None:
+    deep = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+    report = run_import(tmp_path, model, [deep, HELLO], "openai", status=1)
+    assert (report["sessions"], [bad["reason"] for bad in report["bad"]]) == (1, ["its JSON is nested too deep"])
+    lines = "[" * 100_000 + "]" * 100_000
+    (tmp_path / "file.json").write_text(lines)
+    refused = run_import(tmp_path, model, None, "openai", name="file.json", status=2)
+    assert "nested too deep; write one object a line" in refused["error"]
+
+
 def test_a_message_with_weight_0_is_only_part_of_the_prompt(database: Database, tmp_path: Path, model: Path) -> None:
     messages = [*HELLO["messages"], {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}]
     messages[1] = {**messages[1], "weight": 0}

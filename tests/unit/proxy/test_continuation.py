@@ -191,7 +191,7 @@ async def test_the_prompt_is_the_stored_tokens_followed_by_the_templates_tokens(
 
 
 class Waiting(Canned):
-    """A template that answers once the event loop has run another callback."""
+    """A template that answers once the event loop has run other callbacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,6 +216,16 @@ async def test_the_event_loop_runs_while_a_long_message_is_tokenised(message: Js
     asyncio.get_running_loop().call_soon(template.loop_ran.set)
     plan = await planned(template, [USER, said("A"), message])
     assert plan.prompt.decoded().tolist() == [0, 1, 2, 8, 9]
+
+
+async def test_many_long_messages_leave_the_threads_that_read_the_store_free():
+    """The common threads are few: as many texts of many megabytes would stop all calls that read the store."""
+    template = Waiting()
+    long = {"role": "user", "content": "long " * 10_000}
+    plans = [asyncio.ensure_future(planned(template, [USER, said("A"), long])) for _ in range(40)]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(asyncio.to_thread(template.loop_ran.set), 60)
+    assert {len(plan.between) for plan in await asyncio.gather(*plans)} == {2}
 
 
 @pytest.mark.parametrize(

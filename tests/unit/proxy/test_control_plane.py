@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from support.in_process import in_process_proxy
+from support.waiting import wait_until
 
+from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
 from turnwise.store import claims, search
 from turnwise.store.database import Database
@@ -166,3 +170,29 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) 
     assert gauges["turnwise_last_update_reward_mean",] == 1.0
     assert gauges["turnwise_groups", "ready"] == 0
     assert gauges["turnwise_groups", "open"] >= 1
+
+
+def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypatch) -> None:
+    """Each reads for two seconds: as many searches as there are threads would stop the calls that read the store."""
+    going, longest, lock = 0, 0, threading.Lock()
+    are_enough = threading.Event()
+    plain = search.search_sessions
+
+    def slow(connection, wanted, held, **page):
+        nonlocal going, longest
+        if not held.is_empty:
+            with lock:
+                going, longest = going + 1, max(longest, going + 1)
+            assert are_enough.wait(60)
+            with lock:
+                going -= 1
+        return plain(connection, wanted, held, **page)
+
+    monkeypatch.setattr(search, "search_sessions", slow)
+    with ThreadPoolExecutor(12) as clients:
+        searches = [clients.submit(http.get, "/v1/sessions?text=x") for _ in range(12)]
+        wait_until(lambda: longest == MAX_SEARCHES, "the searches that have a place run")
+        assert http.get("/v1/sessions").status_code == 200
+        are_enough.set()
+        assert {each.result(60).status_code for each in searches} == {200}
+    assert longest == MAX_SEARCHES

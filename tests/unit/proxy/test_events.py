@@ -85,11 +85,26 @@ def test_the_number_of_listeners_is_limited(database: Database, monkeypatch: pyt
 
     async def go() -> None:
         hub = Events(database, Metrics())
-        hub.check_room()
+        hub.check_room("mine")
         async with hub.listener("mine"):
             with pytest.raises(Overloaded, match="1 clients listen to events, which is the limit"):
-                hub.check_room()
-        hub.check_room()
+                hub.check_room("mine")
+        hub.check_room("mine")
+
+    asyncio.run(go())
+
+
+def test_one_tenant_leaves_places_for_the_listeners_of_others(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_TENANT_LISTENERS", 1)
+
+    async def go() -> None:
+        hub = Events(database, Metrics())
+        async with hub.listener("mine"):
+            with pytest.raises(Overloaded, match="1 clients of this tenant listen"):
+                hub.check_room("mine")
+            hub.check_room("another")
 
     asyncio.run(go())
 

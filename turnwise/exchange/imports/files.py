@@ -94,6 +94,8 @@ class JsonArray:
             self._documents: list[Any] = json.loads(path.read_bytes())
         except ValueError as error:
             raise InvalidRequest(f"{str(path)!r} is not JSON: {error}") from error
+        except RecursionError as error:
+            raise InvalidRequest(f"the JSON of {str(path)!r} is nested too deep; write one object a line") from error
 
     def read(self) -> Iterator[tuple[int, Json | BadLine]]:
         """Yield each document, or why it is none."""
@@ -133,6 +135,8 @@ def _document(line: bytes) -> Json | BadLine:
         document = json.loads(line)
     except ValueError as error:
         return BadLine(f"it is not JSON: {error}")
+    except RecursionError:
+        return BadLine("its JSON is nested too deep")
     return document if isinstance(document, dict) else BadLine(f"{document!r:.80} is not a JSON object")
 
 
