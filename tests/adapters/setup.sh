@@ -34,3 +34,10 @@ make_environment trinity "$python" requests httpx openai
 install trinity --no-deps trinity-rft==0.6.0 || rm -rf "${target:?}/trinity"
 make_environment areal "$python" aiohttp tenacity pydantic colorlog httpx openai
 install areal --no-deps areal==1.0.4 || rm -rf "${target:?}/areal"
+# Of OpenEnv the server and the generic client; the command-line tool and the web page need more.
+make_environment openenv "$python" openai requests websockets fastapi uvicorn pydantic fastmcp
+install openenv --no-deps openenv-core==0.3.0 || rm -rf "${target:?}/openenv"
+# Of agent-lightning the emitter and its tracer; the processor that posts rewards needs the SDK's requirements.
+make_environment agentlightning "$python" opentelemetry-sdk opentelemetry-exporter-otlp-proto-http \
+    opentelemetry-instrumentation agentops fastapi pydantic openai aiohttp "httpx2>=2.16" "numpy>=1.26"
+install agentlightning --no-deps agentlightning==0.3.0 || rm -rf "${target:?}/agentlightning"

@@ -110,3 +110,20 @@ def test_areals_client_plays_a_session_with_rewards_for_its_turns(proxy: Running
     assert [turn["turn_id"] for turn in turns] == found["ids"]
     assert [turn["outcome"] for turn in turns] == ["exact", "exact"]
     assert [one["turn_rewards"] for one in experiences] == [[0.25], [1.0]]
+
+
+def test_rewards_of_agent_lightnings_emitter_are_those_of_the_session_and_of_the_linked_turn(
+    proxy: RunningProxy,
+) -> None:
+    program = str(Path(__file__).parent / "parts" / "agent_lightning_agent.py")
+    command = [str(python_of("agentlightning")), program, proxy.url, "s"]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with Client(proxy.url) as client:
+        turns = list(client.turns("s"))
+        session = client.session("s")
+    lines = [[(line["name"], line["value"]) for line in turn["rewards"]] for turn in turns]
+    assert lines == [[("reward", 0.25)], []]
+    assert session["reward"] == 1.0
