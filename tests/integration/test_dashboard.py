@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
 from openai import OpenAI
-from support.proxies import RunningProxy, StartProxy
+from support.migrated import migrated
+from support.proxies import RunningProxy, running_proxy
 
-from turnwise.fake_engine import RunningFakeEngine
+from turnwise.fake_engine import running_fake_engine
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -24,16 +26,20 @@ SCRIPTS = sorted(name for name in FILES if name.endswith(".js"))
 ODD = "<img src=x onerror=alert(1)> שלום 🙂"
 
 
-@pytest.fixture
-def http(fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path):
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     """A client without a key, and a proxy that requires one."""
-    url = f"sqlite:///{tmp_path}/turnwise.db"
+    directory = tmp_path_factory.mktemp("keyed")
+    url = migrated(f"sqlite:///{directory}/turnwise.db")
     database = Database(url)
-    database.upgrade()
     with database.write() as connection:
         keys.create_key(connection, "default", keys.Role.ADMIN, "me")
     database.close()
-    with httpx2.Client(base_url=start_proxy(fake_engine.url, database_url=url).url) as client:
+    with (
+        running_fake_engine() as engine,
+        running_proxy(engine.url, url, directory) as proxy,
+        httpx2.Client(base_url=proxy.url) as client,
+    ):
         yield client
 
 

@@ -7,17 +7,18 @@ schema does not allow may be accepted.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
 
 from turnwise.fake_engine import running_fake_engine
-from turnwise.processes.stack import command
+from turnwise.store import keys
+from turnwise.store.database import Database
 
 REVOKE = "/v1/keys/{key_id}/revoke"
 EXAMPLES = [pytest.param(3), pytest.param(100, marks=pytest.mark.slow)]
@@ -28,11 +29,12 @@ def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, str]]:
     """A proxy and one of its admin keys."""
     directory = tmp_path_factory.mktemp("openapi")
     url = f"sqlite:///{directory}/turnwise.db"
-    for arguments in (["db", "upgrade"], ["keys", "create", "--role", "admin"]):
-        argv = command(*arguments, "--database", url, "--json")
-        printed = json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
+    database = Database(migrated(url))
+    with database.write() as connection:
+        _, key = keys.create_key(connection, "default", keys.Role.ADMIN, "me")
+    database.close()
     with running_fake_engine() as engine, running_proxy(engine.url, url, directory) as proxy:
-        yield proxy, printed["key"]
+        yield proxy, key
 
 
 def schemathesis(proxy: RunningProxy, key: str, directory: Path, *arguments: str) -> None:

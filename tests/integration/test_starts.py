@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import sqlite3
-import subprocess
 from pathlib import Path
 
 import pytest
+from support.commands import run_turnwise
 from support.private_postgres import PrivatePostgres
 from support.proxies import StartProxy
 
@@ -19,8 +19,8 @@ from turnwise.processes.supervisor import Child, Supervisor
 
 
 def _refused(directory: Path, *arguments: str) -> tuple[int, str]:
-    """Run a command that must not start; return its status and its last line on stderr."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False, cwd=directory)
+    """Run a command that must not start; return its status and its sentence on stderr."""
+    done = run_turnwise(*arguments, cwd=directory, cold=arguments[0] == "train")
     assert "Traceback" not in done.stderr + done.stdout
     sentences = [line for line in done.stderr.splitlines() if line.startswith("turnwise: ")]
     assert len(sentences) == 1, done.stderr

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import subprocess
 import urllib.parse
 from collections.abc import Iterator
 
 import httpx2
 import pytest
+from support.commands import run_turnwise
 from support.proxies import RunningProxy, running_proxy
 from support.waiting import wait_until
 
 from turnwise.fake_engine import running_fake_engine
-from turnwise.processes.stack import command
 
 NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0, "trainers": []}
 HEALTH = {"/healthz", "/readyz"}
@@ -26,8 +25,9 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
 def turnwise(proxy_database: str, *arguments: str) -> dict:
     """Run one of the operator's commands."""
-    argv = [*command(*arguments), "--database", proxy_database, "--json"]
-    return json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
+    done = run_turnwise(*arguments, "--database", proxy_database, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def new_key(database: str, role: str, tenant: str) -> dict:
@@ -174,10 +174,9 @@ def test_without_keys_the_proxy_is_open_until_the_first_key_is_created(start_pro
 def test_without_keys_the_proxy_refuses_to_listen_beyond_loopback(tmp_path, fake_engine, host):
     url = f"sqlite:///{tmp_path}/turnwise.db"
     turnwise(url, "db", "upgrade")
-    argv = command("proxy", "--engine", fake_engine.url, "--database", url, "--host", host, "--port", "0")
-    done = subprocess.run(argv, capture_output=True, timeout=60, check=False)
+    done = run_turnwise("proxy", "--engine", fake_engine.url, "--database", url, "--host", host, "--port", "0")
     assert done.returncode != 0
-    assert b"turnwise keys create" in done.stderr + done.stdout
+    assert "turnwise keys create" in done.stderr
 
 
 FRAGMENTS = [

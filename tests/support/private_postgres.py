@@ -63,6 +63,7 @@ class PrivatePostgres:
             os.chown(self.directory, self._identity["user"], self._identity["group"])
         self._process: subprocess.Popen[bytes] | None = None
         self._num_databases = 0
+        self._strategy = ""
         self._run(binary("initdb"), "-D", self.directory / "data", "-U", "turnwise", "-A", "trust", "-E", "UTF8", "-N")
 
     def start(self) -> None:
@@ -81,6 +82,8 @@ class PrivatePostgres:
                     raise
                 time.sleep(0.05)
             else:
+                # Copied files cost half of what the default does, a copy through the log; before 15 there is only this.
+                self._strategy = "STRATEGY FILE_COPY" if connection.info.server_version >= 150_000 else ""
                 connection.close()
                 return
 
@@ -101,7 +104,7 @@ class PrivatePostgres:
         """Make a database and return its name."""
         self._num_databases += 1
         name = f"turnwise_{self._num_databases}"
-        self._sql(f"CREATE DATABASE {name} TEMPLATE {template}")
+        self._sql(f"CREATE DATABASE {name} TEMPLATE {template} {self._strategy}")
         return name
 
     def drop_database(self, name: str) -> None:

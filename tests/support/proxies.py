@@ -6,10 +6,8 @@ fixtures cover the common case; `running_proxy` is for modules that share a prox
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
-import functools
 import os
 import re
 import signal
@@ -20,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from support.commands import warm_commands
 from support.migrated import migrated
-from support.warm_commands import WarmCommands, WarmProcess
+from support.warm_commands import WarmProcess
 
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.processes.stack import command, free_port
@@ -149,14 +148,6 @@ def running_proxy(
         yield RunningProxy(url, database_url, log, process)
     finally:
         _end_group(process)
-
-
-@functools.cache
-def warm_commands() -> WarmCommands:
-    """The program that starts this process's proxies."""
-    commands = WarmCommands()
-    atexit.register(commands.close)
-    return commands
 
 
 def _started_cold(

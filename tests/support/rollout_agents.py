@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from support.commands import run_turnwise
+
 from turnwise.processes.stack import command
 
 AGENT = """\
@@ -57,10 +59,4 @@ def start_run(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def finished_run(directory: Path, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run `turnwise run` to its end."""
-    process = start_run(directory, *arguments)
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return run_turnwise("run", *arguments, cwd=directory, seconds=timeout)

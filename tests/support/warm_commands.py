@@ -100,9 +100,18 @@ class WarmCommands:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
 
-    def start(self, arguments: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> WarmProcess:
-        """Start `turnwise` with these arguments; its output is appended to the log."""
-        order = {"arguments": list(arguments), "log": str(log), "cwd": str(cwd), "environment": dict(environment)}
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        cwd: Path,
+        environment: Mapping[str, str],
+        errors: Path | None = None,
+    ) -> WarmProcess:
+        """Start `turnwise` with these arguments; its output is appended to the log, its stderr to `errors` if given."""
+        order = {"arguments": list(arguments), "log": str(log), "errors": str(errors or log)}
+        order |= {"cwd": str(cwd), "environment": dict(environment)}
         with self._lock:
             _pipe(self._process.stdin).write(json.dumps(order).encode() + b"\n")
             _pipe(self._process.stdin).flush()
@@ -153,8 +162,8 @@ def become(order: dict[str, Any]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for target, source in ((0, nothing), (1, log), (2, log)):
+    log, errors = (os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for name in ("log", "errors"))
+    for target, source in ((0, nothing), (1, log), (2, errors)):
         os.dup2(source, target)
     os.closerange(3, 64)
     os.chdir(order["cwd"])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.commands import run_turnwise
 from support.proxies import RunningProxy
 from support.rollout_agents import write_program
 
@@ -46,9 +47,8 @@ def start(directory: Path, proxy: RunningProxy, *arguments: str) -> subprocess.P
 
 def finished(directory: Path, proxy: RunningProxy, *arguments: str) -> tuple[int, dict[str, object], str]:
     """Run `turnwise reward` to its end; return its exit status, its counts and its output."""
-    process = start(directory, proxy, "--json", *arguments)
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    return process.returncode, json.loads(out) if out else {}, err
+    done = run_turnwise("reward", "--proxy", proxy.url, "--json", *arguments, cwd=directory, seconds=DEADLINE_SECONDS)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
 def test_a_command_rewards_every_ended_session_once(proxy, client, tmp_path):
@@ -205,9 +205,7 @@ def wait_for_reward(client: Client, session_id: str) -> None:
     ],
 )
 def test_a_source_that_cannot_start_is_reported_in_one_sentence(tmp_path, arguments, sentence):
-    done = subprocess.run(
-        command("reward", *arguments), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_turnwise("reward", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,0 +1,47 @@
+"""`turnwise` commands for tests, as processes that need no imports of their own: see warm_commands.py."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from support.warm_commands import WarmCommands
+
+from turnwise.processes.stack import command
+
+RUN_SECONDS = 120.0
+
+
+@functools.cache
+def warm_commands() -> WarmCommands:
+    """The program that starts this process's commands."""
+    commands = WarmCommands()
+    atexit.register(commands.close)
+    return commands
+
+
+def run_turnwise(
+    *arguments: str, cwd: Path | None = None, seconds: float = RUN_SECONDS, cold: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a `turnwise` command to its end, whatever its exit status.
+
+    `cold` starts a new interpreter, as an operator does; else the command cannot import torch.
+    """
+    if cold:
+        return subprocess.run(
+            command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        output, errors = Path(directory) / "stdout", Path(directory) / "stderr"
+        process = warm_commands().start(
+            arguments, log=output, errors=errors, cwd=cwd or Path.cwd(), environment=os.environ
+        )
+        try:
+            status = process.wait(seconds)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, status, output.read_text(), errors.read_text())
