@@ -34,7 +34,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def world(shared_proxy: ProxyAndEngine) -> RunningProxy:
-    shared_proxy.engine.state.script.max_model_len = 2_000_000
+    shared_proxy.engine.state.script.max_model_len = 400_000
     observe_run(shared_proxy.proxy, shared_proxy.engine)
     return shared_proxy.proxy
 
@@ -149,26 +149,28 @@ def test_the_page_says_when_it_is_not_live_and_asks_for_a_key(window: Visit) -> 
     assert window.console.pop().startswith("error: Failed to load resource")
 
 
-@pytest.mark.parametrize(("width", "colour_scheme"), [(400, "dark"), (1100, "light")])
-def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(
-    browser: Any, world: RunningProxy, width: int, colour_scheme: str
-) -> None:
-    axe, faults = Axe(), []
-    with visit(browser, world, viewport={"width": width, "height": 800}, color_scheme=colour_scheme) as window:
-        for name, address in VIEWS.items():
-            page = window.open(address)
-            if name == "session":
-                page.click("summary:text('Tokens')")
-                page.wait_for_selector(".tokens span")
-            found = axe.run(page).response["violations"]
-            faults += [
-                (name, each["id"], each["nodes"][0]["html"])
-                for each in found
-                if each["impact"] in ("serious", "critical")
-            ]
-            excess = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-            faults += [(name, "wider than the window", excess)] if excess > 0 else []
-    assert faults == []
+def faults_of(page: Any) -> list[tuple[str, Any]]:
+    """Return the serious accessibility faults of the view as it is, and by how many pixels it exceeds the window."""
+    violations = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    found = [each for each in violations if each["impact"] in ("serious", "critical")]
+    faults = [(each["id"], each["nodes"][0]["html"]) for each in found]
+    excess = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    return faults + [("wider than the window", excess)] * (excess > 0)
+
+
+def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(window: Visit) -> None:
+    """In a narrow, dark window, and in a wide, light one."""
+    faults = {}
+    for name, address in VIEWS.items():
+        page = window.open(address)
+        if name == "session":
+            page.click("summary:text('Tokens')")
+            page.wait_for_selector(".tokens span")
+        for width, colour_scheme in ((400, "dark"), (1100, "light")):
+            page.set_viewport_size({"width": width, "height": 800})
+            page.emulate_media(color_scheme=colour_scheme)
+            faults[name, width] = faults_of(page)
+    assert {where: each for where, each in faults.items() if each} == {}
 
 
 def test_the_page_is_used_by_keyboard(window: Visit) -> None:
@@ -188,7 +190,7 @@ def test_the_page_is_used_by_keyboard(window: Visit) -> None:
 
 
 def test_odd_names_and_long_text_are_shown_as_text(window: Visit, world: RunningProxy) -> None:
-    long = "x" * 1_000_000
+    long = "x" * 200_000
     with httpx2.Client(base_url=world.url, timeout=60) as http:
         wanted = {"session_id": "odd", "task_id": ODD, "metadata": {"a": ODD}, "group_id": f"{ODD}#1"}
         session = http.post("/v1/sessions", json=wanted).raise_for_status().json()

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx2
 import sqlalchemy as sa
-from openai import OpenAI
 from support.proxies import RunningProxy
 
 from turnwise.fake_engine import RunningFakeEngine
@@ -55,12 +54,9 @@ def _play_group(http: httpx2.Client, task_id: str, number: int, num_updates: int
         wanted = {"session_id": f"{task_id}-{number}-{run}", "task_id": task_id, "run": run}
         grouped = {"group_id": f"{task_id}-{number}", "group_size": GROUP_SIZE}
         session = http.post("/v1/sessions", json=wanted | grouped).raise_for_status().json()
-        client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
         messages: list[Any] = [SYSTEM, {"role": "user", "content": TASKS[task_id][0]}]
-        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=120)
-        said = {"role": "assistant", "content": reply.choices[0].message.content}
-        messages += [said, {"role": "user", "content": "Thank you."}]
-        client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
+        reply = {"role": "assistant", "content": _reply(http, session, messages, 120)}
+        _reply(http, session, [*messages, reply, {"role": "user", "content": "Thank you."}], 40)
         values = _rewards_of(task_id, run, number, num_updates)
         target = {"session_id": session["session_id"]}
         rewards = [target | {"name": name, "value": value} for name, value in values.items()]
@@ -73,6 +69,16 @@ def _rewards_of(task_id: str, run: int, number: int, num_updates: int) -> dict[s
     """Return the rewards of one session by name."""
     solved = float(run < math.ceil(GROUP_SIZE * number / num_updates - (task_id != "refund-17")))
     return {"solved": solved, "polite": 0.25 * (run % 2)}
+
+
+def _reply(http: httpx2.Client, session: dict[str, Any], messages: list[Any], max_tokens: int) -> str:
+    """Make a call in a session and return the text of its reply; a client for each session would load TLS each time."""
+    answer = http.post(
+        f"{session['base_url']}/chat/completions",
+        json={"model": "fake", "messages": messages, "max_completion_tokens": max_tokens},
+        headers={"authorization": f"Bearer {session['api_key']}"},
+    )
+    return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
 
 
 def _train(database: Database, number: int, num_updates: int) -> None:
@@ -157,10 +163,8 @@ def _arms(number: int, progress: float) -> dict[str, Any]:
 def _play_branch(http: httpx2.Client) -> None:
     """Play an open session whose client shortens a stored reply, so that its history starts a new chain."""
     session = http.post("/v1/sessions", json={"session_id": "edited", "task_id": "refund-17"}).raise_for_status().json()
-    client = OpenAI(base_url=session["base_url"], api_key=session["api_key"])
     messages: list[Any] = [SYSTEM, {"role": "user", "content": TASKS["refund-17"][0]}]
-    for said in (None, "I have started the refund."):
-        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=120)
-        said = said or reply.choices[0].message.content
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Thank you."}]
-    client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
+    for edited in (None, "I have started the refund."):
+        reply = _reply(http, session, messages, 120)
+        messages += [{"role": "assistant", "content": edited or reply}, {"role": "user", "content": "Thank you."}]
+    _reply(http, session, messages, 40)
