@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from turnwise.experience import Experience
 from turnwise.store import experiences, ledger
 from turnwise.store.database import Database
-from turnwise.types import Experience, Reward, Session, Turn
+from turnwise.types import Reward, Session, Turn
 
 GROUP_SIZE = 4
 

@@ -12,7 +12,7 @@ from proxy.auth import ACTION_OF_ROUTE, MAY, PHRASES
 from proxy.routes.models import field_docs
 from proxy.routes.openapi import describe
 from proxy.settings import ProxySettings
-from turnwise.types import EID, Experience
+from turnwise.experience import EID, Experience
 
 Schema = Mapping[str, Any]
 

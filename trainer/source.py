@@ -19,13 +19,14 @@ from pydantic import Field
 from trainer.lease import Lease
 from trainer.pacing import Look, PacingRule, Position, Rewind, WaitingLog, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
+from turnwise.experience import Experience
 from turnwise.store import claims, evaluations, experiences, groups, policies, queries, regression, weight_servers
 from turnwise.store.claims import LONGEST_LEASE_SECONDS
 from turnwise.store.database import Database, clock, from_micros
 from turnwise.store.regression import SessionLabels
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerStatus, report_status
-from turnwise.types import Experience, GroupKey, PolicyVersion, Role, SessionKey, UpdateRecord
+from turnwise.types import GroupKey, PolicyVersion, Role, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 

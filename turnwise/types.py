@@ -1,7 +1,7 @@
 """The records that proxy, trainer, SDK and tables share; columns and JSON are derived from their fields.
 
 Token arrays are numpy arrays, never lists, so a token id takes 4 bytes in memory and on disk; only the API converts
-them to JSON. Shapes: P prompt tokens of a turn, R sampled tokens of a turn, L tokens of a whole experience.
+them to JSON. Shapes: P prompt tokens of a turn, R sampled tokens of a turn.
 """
 
 from __future__ import annotations
@@ -331,71 +331,6 @@ class PolicyVersion:
     arms: Json | None = None
     """Sessions of its canary, as last compared: `canary` and `control`, each with `version`, `num_sessions`,
     `num_turns`, `broken_share` and `mean_reward`; None without a canary."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EID:
-    """Identity of an experience, as in Trinity-RFT."""
-
-    batch: str = ""
-    task: str = ""
-    run: int = 0
-    step: int = 0
-    suffix: str = ""
-
-    @property
-    def uid(self) -> str:
-        """The whole id: `batch/task/run/step/suffix`."""
-        return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Experience:
-    """The trainable unit: one turn, or one chain of turns merged into one sequence."""
-
-    eid: EID
-    session_id: str
-    group_id: str
-    tenant: str = "default"
-    turn_ids: tuple[str, ...]
-    """The turns whose sampled tokens are trained here, in order. [K]"""
-    turn_steps: tuple[int, ...]
-    """Step of each turn. [K]"""
-    tokens: TokenIds
-    """Prompt and sampled tokens, including the prompt tokens between turns. [L]"""
-    prompt_length: int
-    """Number of tokens before the first sampled token."""
-    loss_mask: npt.NDArray[np.bool_]
-    """True for sampled tokens that are trained. [L]"""
-    turn_index: TokenIds
-    """Index in `turn_ids` of the turn that sampled the token; -1 for prompt tokens. [L]"""
-    logprobs: Logprobs
-    """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
-    turn_rewards: npt.NDArray[np.float64]
-    """Reward of each turn after credit assignment. [K]"""
-    turn_returns: npt.NDArray[np.float64]
-    """Return of each turn: `turn_rewards` after bonus and discount. [K]"""
-    reward: float
-    """Reward of the whole session."""
-    policy_version_first: int
-    """Oldest policy version among the turns."""
-    policy_version_last: int
-    """Newest policy version among the turns."""
-    split: Split = Split.TRAIN
-    trained_in: tuple[TrainedIn, ...] = ()
-    """The updates that trained one of its turns, oldest first."""
-    metrics: Json = dataclasses.field(default_factory=dict)
-    info: Json = dataclasses.field(default_factory=dict)
-
-    @property
-    def group_key(self) -> GroupKey:
-        """The key of its group."""
-        return self.tenant, self.group_id
-
-    @property
-    def session_key(self) -> SessionKey:
-        """The key of its session."""
-        return self.tenant, self.session_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

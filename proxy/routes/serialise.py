@@ -10,10 +10,11 @@ from fastapi import Request
 from proxy.auth import ACTION_OF_ROUTE, Principal
 from proxy.routes.models import PUBLIC
 from proxy.services import services_of
+from turnwise.experience import Experience
 from turnwise.store import policies
 from turnwise.store.lineage import TurnView
 from turnwise.store.trained import UpdateView
-from turnwise.types import Experience, Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
+from turnwise.types import Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
 
 
 async def caller(request: Request) -> Principal:

@@ -14,7 +14,7 @@ from openai import OpenAI
 from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
 
-from turnwise.fake_engine import running_fake_engine
+from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.store import keys
 from turnwise.store.database import Database
 

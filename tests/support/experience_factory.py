@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from turnwise.types import EID, Experience
+from turnwise.experience import EID, Experience
 
 
 def experience(

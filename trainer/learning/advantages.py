@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from trainer.learning.imports import import_function
 from trainer.learning.rewards import RewardRule, rewards_by_name
-from turnwise.types import Credit, Experience, GroupKey, SessionKey
+from turnwise.experience import Experience
+from turnwise.types import Credit, GroupKey, SessionKey
 
 Floats = npt.NDArray[np.float64]
 

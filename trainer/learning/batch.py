@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from trainer.learning.forest import Forest, Indices, Layout
 from trainer.learning.sampling import temperatures, why_untrainable
-from turnwise.types import Experience, SessionKey, TokenIds
+from turnwise.experience import Experience
+from turnwise.types import SessionKey, TokenIds
 
 Aggregation = Literal["token_mean", "session_mean", "session_sum"]
 Packing = Literal["forest", "chain"]

@@ -19,8 +19,9 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from trainer.learning.batch import Batch, Reals
+from turnwise.experience import Experience
 from turnwise.settings import Settings
-from turnwise.types import Experience, Json, SessionKey
+from turnwise.types import Json, SessionKey
 
 NUM_STANDARD_ERRORS = 2.0
 """Confidence of a refusal: about 2.5 % of normal draws lie beyond."""

@@ -15,8 +15,9 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from trainer.learning.imports import import_function
+from turnwise.experience import Experience
 from turnwise.settings import Settings
-from turnwise.types import Credit, Experience, SessionKey
+from turnwise.types import Credit, SessionKey
 
 
 class RewardRule(Settings):

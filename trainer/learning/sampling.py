@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.types import Experience, Json
+from turnwise.experience import Experience
+from turnwise.types import Json
 
 MASKS: dict[str, Callable[[Any], bool]] = {
     "top_p": lambda value: value < 1,

@@ -19,7 +19,8 @@ from trainer.learning.distillation import DistillationRule
 from trainer.learning.losses import Algorithm
 from trainer.learning.rewards import is_truncated, shape_rewards
 from trainer.learning.sampling import why_untrainable
-from turnwise.types import Experience, GroupKey, SessionKey
+from turnwise.experience import Experience
+from turnwise.types import GroupKey, SessionKey
 
 UNIFORM = "uniform_rewards"
 

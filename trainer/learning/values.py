@@ -20,8 +20,9 @@ from torch import Tensor
 from trainer.learning.advantages import Floats, whiten
 from trainer.learning.batch import Batch, Reals
 from trainer.learning.forest import Indices
+from turnwise.experience import Experience
 from turnwise.settings import Settings
-from turnwise.types import Credit, Experience, Json
+from turnwise.types import Credit, Json
 
 
 class ValueRule(Settings):

@@ -23,9 +23,10 @@ from trainer.pacing import Position
 from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, LedgerSource, Source, SourceRule
+from turnwise.experience import Experience
 from turnwise.store import experiences
 from turnwise.store.database import Database
-from turnwise.types import Experience, GroupKey, Json
+from turnwise.types import GroupKey, Json
 
 Sampling = Literal["uniform", "recency", "priority"]
 

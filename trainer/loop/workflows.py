@@ -33,8 +33,9 @@ from trainer.publish import directory
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, FinishedBatch, LedgerSource
 from turnwise.errors import BatchRefused
+from turnwise.experience import Experience
 from turnwise.store.database import Database
-from turnwise.types import Experience, GroupKey, Json, PolicyVersion, UpdateRecord
+from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
 from turnwise.version_directory import weights_digest
 
 log = logging.getLogger(__name__)

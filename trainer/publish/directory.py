@@ -13,7 +13,8 @@ import torch
 
 from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints
-from turnwise.types import Experience, Json, PolicyVersion
+from turnwise.experience import Experience
+from turnwise.types import Json, PolicyVersion
 
 PROBE_TOKENS = 48
 """Length of the probe's text."""

@@ -14,11 +14,12 @@ from typing import Any, Literal, TextIO
 
 from turnwise.commands.operate import experience_json, opened
 from turnwise.errors import InvalidRequest, NotFound, SettingsError
+from turnwise.experience import Experience
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter, experiences
 from turnwise.store.session_records import SessionRecord, session_records
-from turnwise.types import Credit, Experience, Json, Split
+from turnwise.types import Credit, Json, Split
 
 SESSION_FORMATS = {"openai": "openai_chat", "atif": "atif", "replay": "recorded_calls", "otlp": "otlp"}
 """Formats of whole sessions, by the module of `turnwise.exchange` that makes their lines."""

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from turnwise.commands.secrets_files import OWNER_MODE, write_once
+from turnwise.experience import Experience
 from turnwise.store import keys, queries, retention, usage
 from turnwise.store.database import Connection, Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.types import Experience, Json, utc_now
+from turnwise.types import Json, utc_now
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import __version__
-from turnwise.types import Experience, Json
+from turnwise.experience import Experience
+from turnwise.types import Json
 
 ROWS_IN_GROUP = 256
 """Rows that are held in memory and written together."""

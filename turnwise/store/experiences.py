@@ -15,13 +15,12 @@ import sqlalchemy as sa
 
 from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
+from turnwise.experience import EID, Experience
 from turnwise.store import lineage, rows, trained
 from turnwise.store.tables import session_labels, sessions
 from turnwise.types import (
-    EID,
     TRAINED_ROLES,
     Credit,
-    Experience,
     Outcome,
     Role,
     Session,

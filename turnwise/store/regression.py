@@ -7,10 +7,11 @@ from typing import TypeAlias
 
 import sqlalchemy as sa
 
+from turnwise.experience import Experience
 from turnwise.store.experiences import experiences_of_sessions
 from turnwise.store.labels import labels_of
 from turnwise.store.tables import session_labels, sessions
-from turnwise.types import Experience, Role, SessionKey, SessionStatus, Split
+from turnwise.types import Role, SessionKey, SessionStatus, Split
 
 SessionLabels: TypeAlias = Mapping[SessionKey, frozenset[str]]
 """The labels of each session."""

@@ -16,8 +16,9 @@ from trainer.learning.losses import loss_of
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from turnwise.chains import merge_session, split_session
+from turnwise.experience import EID, Experience
 from turnwise.store import experiences
-from turnwise.types import EID, Experience, Turn
+from turnwise.types import Turn
 
 CPU = torch.device("cpu")
 

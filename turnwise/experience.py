@@ -1,0 +1,78 @@
+"""The trainable unit: what the store makes of turns and rewards, and what the trainer, exports and workflows read.
+
+Shapes: L tokens of an experience, K turns whose sampled tokens it trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.types import GroupKey, Json, Logprobs, SessionKey, Split, TokenIds, TrainedIn
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EID:
+    """Identity of an experience, as in Trinity-RFT."""
+
+    batch: str = ""
+    task: str = ""
+    run: int = 0
+    step: int = 0
+    suffix: str = ""
+
+    @property
+    def uid(self) -> str:
+        """The whole id: `batch/task/run/step/suffix`."""
+        return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """The trainable unit: one turn, or one chain of turns merged into one sequence."""
+
+    eid: EID
+    session_id: str
+    group_id: str
+    tenant: str = "default"
+    turn_ids: tuple[str, ...]
+    """The turns whose sampled tokens are trained here, in order. [K]"""
+    turn_steps: tuple[int, ...]
+    """Step of each turn. [K]"""
+    tokens: TokenIds
+    """Prompt and sampled tokens, including the prompt tokens between turns. [L]"""
+    prompt_length: int
+    """Number of tokens before the first sampled token."""
+    loss_mask: npt.NDArray[np.bool_]
+    """True for sampled tokens that are trained. [L]"""
+    turn_index: TokenIds
+    """Index in `turn_ids` of the turn that sampled the token; -1 for prompt tokens. [L]"""
+    logprobs: Logprobs
+    """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
+    turn_rewards: npt.NDArray[np.float64]
+    """Reward of each turn after credit assignment. [K]"""
+    turn_returns: npt.NDArray[np.float64]
+    """Return of each turn: `turn_rewards` after bonus and discount. [K]"""
+    reward: float
+    """Reward of the whole session."""
+    policy_version_first: int
+    """Oldest policy version among the turns."""
+    policy_version_last: int
+    """Newest policy version among the turns."""
+    split: Split = Split.TRAIN
+    trained_in: tuple[TrainedIn, ...] = ()
+    """The updates that trained one of its turns, oldest first."""
+    metrics: Json = dataclasses.field(default_factory=dict)
+    info: Json = dataclasses.field(default_factory=dict)
+
+    @property
+    def group_key(self) -> GroupKey:
+        """The key of its group."""
+        return self.tenant, self.group_id
+
+    @property
+    def session_key(self) -> SessionKey:
+        """The key of its session."""
+        return self.tenant, self.session_id
