@@ -27,6 +27,8 @@ CLOSING = "turnwise.closing"
 """Name of the scope's extension with a future that is done when the server stops: a reply without an end ends then."""
 LINE_BYTES = 4
 """Bytes of a header line in addition to name and value."""
+COPIED_BYTES = 64 * 2**10
+"""A shorter part of a body is sent in one piece with the head."""
 INTERIM = b"HTTP/1.1 1"
 """Begin of `100 Continue`, which the client waits for."""
 
@@ -46,8 +48,11 @@ class ReplyTransport:
     def write(self, data: bytes) -> None:
         """Send data; hold the first, which is the head, for the rest of this round of the event loop."""
         if self._is_begun or data.startswith(INTERIM):
-            if self._head:
-                data, self._head = self._head + data, b""
+            head, self._head = self._head, b""
+            if head and len(data) > COPIED_BYTES:
+                self._transport.write(head)
+            elif head:
+                data = head + data
             self._transport.write(data)
         else:
             self._is_begun, self._head = True, data

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import textwrap
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import orjson
@@ -248,6 +249,12 @@ PolicyPage = page_model(
 def describe_answer(model: type[Answer]) -> dict[int | str, dict[str, Any]]:
     """Return the argument `responses` of a route's decorator, which documents its answer."""
     return {200: {"model": model}}
+
+
+def encode_page(rows: Iterable[Json], *, has_more: bool) -> bytes:
+    """Return the JSON of a page; each row is encoded by itself, so that in a thread it does not hold the event loop."""
+    encoded = b",".join([orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
+    return b"".join((b'{"object":"list","data":[', encoded, b'],"has_more":', orjson.dumps(has_more), b"}"))
 
 
 def answer(content: Json) -> Response:

@@ -24,6 +24,7 @@ from proxy.routes.models import (
     TurnPage,
     answer,
     describe_answer,
+    encode_page,
 )
 from proxy.routes.search import contents
 from proxy.routes.serialise import caller, page, record_json, turn_json
@@ -194,14 +195,14 @@ async def list_turns(
     """
     principal.require_session(session_id)
 
-    def read() -> Json:
+    def read() -> bytes:
         with services.database.read() as connection:
             views, more = queries.turns(
                 connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=prompt == "whole"
             )
-            return page([turn_json(view) for view in views], more)
+        return encode_page(map(turn_json, views), has_more=more)
 
-    return answer(await asyncio.to_thread(read))
+    return Response(await asyncio.to_thread(read), media_type="application/json")
 
 
 @router.get("/turns/{turn_id}", responses=describe_answer(TurnAnswer))
