@@ -31,7 +31,9 @@ def main() -> int:
     """Run the chosen algorithms and seeds; print the progress of each run, and a table of all runs."""
     options = _options()
     transformers.utils.logging.disable_progress_bar()
-    names = options.algorithm or [name for name, recipe in RECIPES.items() if not (options.tiny and recipe.coin)]
+    names = options.algorithm or [
+        name for name, recipe in RECIPES.items() if not (recipe.coin if options.tiny else recipe.has_teacher)
+    ]
     seeds = options.seed or list(SEEDS)
     outcomes: list[Outcome] = []
     for name, seed in itertools.product(names, seeds):

@@ -16,6 +16,12 @@ ROOT = Path(__file__).parents[2]
 DEMO_SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "examples/trail/train.toml").read_text(encoding="utf-8"))
 
 
+VOCABULARY = 48
+"""Tokens of the tiny task."""
+NUM_CLASSES = 4
+"""Classes of the tiny task."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """The settings with which one algorithm learns the task."""
@@ -32,6 +38,8 @@ class Recipe:
     max_updates: int = 48
     tiny: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of the tiny task that override the recipe's."""
+    has_teacher: bool = False
+    """Whether a teacher that knows the rule is served, and all rewards are 0; for the tiny task alone."""
 
 
 CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}
@@ -63,7 +71,8 @@ RECIPES = {
     "kl_loss": Recipe(settings={"kl_coef": 0.003}),
     "kl_reward": Recipe(settings={"kl_coef": 0.003, "kl_in": "reward"}),
     "overlong": Recipe(settings={"overlong_tokens": 80, "overlong_buffer": 40, "overlong_mask": True}),
-    "sft": Recipe(settings={"algorithm": "sft"}),
+    "sft": Recipe(settings={"algorithm": "sft"}, tiny={"sft_min_reward": 0.5}),
+    "teacher": Recipe(settings={"estimator": "teacher"}, has_teacher=True),
     "dpo": Recipe(settings={"algorithm": "dpo", "learning_rate": 1e-4}),
     "replay": Recipe(
         settings=CALM

@@ -7,6 +7,7 @@ chance is 0.25. Held-out prompts have random tokens that no training prompt has.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from learner import Outcome, Say
-from recipes import Recipe
+from recipes import NUM_CLASSES, VOCABULARY, Recipe
+from teacher import serving_teacher
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.loop.off_policy import OffPolicyWorkflow
@@ -25,8 +27,6 @@ from turnwise.store import ledger, policies
 from turnwise.store.database import Database
 from turnwise.types import Json, Reward, Session, Turn
 
-VOCABULARY = 48
-NUM_CLASSES = 4
 RANDOM_TOKENS = {"train": range(8, 40), "eval": range(40, 48)}
 NUM_TURNS = 2
 REPLY_TOKENS = 3
@@ -58,7 +58,7 @@ OWN = ("learning_rate", "max_grad_norm", "groups_per_batch", "buffer_groups", "b
 class TinyRun:
     """A ledger, sessions that are sampled into it, and the trainer that learns from it."""
 
-    def __init__(self, settings: dict[str, Any], seed: int, directory: Path) -> None:
+    def __init__(self, settings: dict[str, Any], seed: int, directory: Path, *, has_rewards: bool = True) -> None:
         url = f"sqlite:///{directory / 'ledger.db'}"
         self.db = Database(url)
         self.db.upgrade()
@@ -70,6 +70,7 @@ class TinyRun:
         self.state = self.workflow.setup(seed)
         self._random = np.random.default_rng(seed)
         self._torch = torch.Generator().manual_seed(seed)
+        self._has_rewards = has_rewards
         self.num_sessions = 0
         self._num_groups = 0
         self._follow()
@@ -78,7 +79,7 @@ class TinyRun:
         """Play the next training tasks, each with a whole group, and store sessions, turns and rewards."""
         prompts = [prompt for prompt in self._prompts("train", GROUPS) for _ in range(GROUP_SIZE)]
         replies, logprobs = self._play(prompts)
-        rewards = _rewards(prompts, replies)
+        rewards = _rewards(prompts, replies) if self._has_rewards else [0.0] * len(prompts)
         with self.db.write() as conn:
             for index, prompt in enumerate(prompts):
                 group, run = self._num_groups + index // GROUP_SIZE, index % GROUP_SIZE
@@ -196,8 +197,11 @@ def learn_tiny(
     settings = {
         key: value for key, value in (recipe.settings | recipe.tiny).items() if key not in OWN or key in recipe.tiny
     }
-    run = TinyRun(settings, seed, directory)
-    try:
+    with contextlib.ExitStack() as stack:
+        if recipe.has_teacher:
+            settings["teachers"] = [{"url": stack.enter_context(serving_teacher()), "model": "teacher"}]
+        run = TinyRun(settings, seed, directory, has_rewards=not recipe.has_teacher)
+        stack.callback(run.close)
         outcome = Outcome(name=name, seed=seed, before=run.evaluate())
         run.play_groups()
         staleness: list[float] = []
@@ -215,8 +219,6 @@ def learn_tiny(
         outcome.num_sessions = run.num_sessions
         outcome.num_tokens = run.num_sessions * NUM_TURNS * REPLY_TOKENS
         outcome.staleness = sum(staleness) / len(staleness)
-    finally:
-        run.close()
     outcome.cpu_seconds = time.process_time() - started
     outcome.passed = outcome.after >= ENOUGH
     return outcome
