@@ -18,7 +18,7 @@ from typing import Any
 
 import transformers
 from learner import GOOD, POOR, Outcome, learn, warmed_model
-from recipes import RECIPES, ROOT
+from recipes import RECIPES, ROOT, TINY_ALONE
 from tiny import learn_tiny
 
 from turnwise.types import Json
@@ -32,7 +32,7 @@ def main() -> int:
     options = _options()
     transformers.utils.logging.disable_progress_bar()
     names = options.algorithm or [
-        name for name, recipe in RECIPES.items() if not (recipe.coin if options.tiny else recipe.has_teacher)
+        name for name, recipe in RECIPES.items() if not (recipe.coin if options.tiny else name in TINY_ALONE)
     ]
     seeds = options.seed or list(SEEDS)
     outcomes: list[Outcome] = []
@@ -50,7 +50,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", action="append", choices=list(RECIPES), help="again for more")
     parser.add_argument("--seed", action="append", type=int, help="again for more; by default 0, 1 and 2")
-    parser.add_argument("--all", action="store_true", help="every algorithm with every seed")
+    parser.add_argument("--all", action="store_true", help="every algorithm that was measured on the task")
     parser.add_argument("--tiny", action="store_true", help="the tiny task, seconds of CPU a run, for the demo's")
     parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=JSON", help="of the trainer")
     parser.add_argument("--max-updates", type=int, help="instead of the recipe's own")
@@ -59,6 +59,8 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if not options.all and not options.algorithm:
         parser.error("say which --algorithm, or --all")
+    if not options.tiny and any(RECIPES[name].has_teacher for name in options.algorithm or ()):
+        parser.error("the teacher knows the rule of the tiny task alone: add --tiny")
     return options
 
 

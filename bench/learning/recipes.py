@@ -88,3 +88,23 @@ RECIPES = {
     "coin_step_wise": Recipe(settings={}, coin=True, credit=Credit.STEP_WISE),
     "coin_propagate": Recipe(settings={}, coin=True, credit=Credit.PROPAGATE, learns=False, max_updates=32),
 }
+
+TINY_ALONE = {
+    "gae_head",
+    "gae_model",
+    "reinforce",
+    "rf_pp_baseline",
+    "gdpo",
+    "masked_is",
+    "dppo",
+    "mis",
+    "sequence_tis",
+    "off_policy_mask",
+    "kl_loss",
+    "kl_reward",
+    "overlong",
+    "sft",
+    "dpo",
+    "teacher",
+}
+"""Recipes that were measured on the tiny task alone; `--all` leaves them out on the demo's task, to stay below an hour."""
