@@ -107,4 +107,4 @@ TINY_ALONE = {
     "dpo",
     "teacher",
 }
-"""Recipes that were measured on the tiny task alone; `--all` leaves them out on the demo's task, to stay below an hour."""
+"""Recipes that were measured on the tiny task alone; without `--tiny`, `--all` leaves them out."""
