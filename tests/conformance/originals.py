@@ -1,6 +1,6 @@
 """Run an original class and Turnwise's on the same scripted model, and print the results as one line of JSON.
 
-This runs in the environment of `setup.sh`, never in the project's: `originals.py versions | trinity CASES | verl`.
+This runs in the environment of `setup.sh`, never in the project's: `originals.py versions | compare CASES`.
 """
 
 from __future__ import annotations
@@ -128,10 +128,13 @@ def compare_trinity(name: str, plan: Json) -> Json:
         return {"original": original, "ours": ported, "ledger": [[t["session_id"], t["step"]] for t in state.turns]}
 
 
-def trinity_pairs(cases: str) -> list[Json]:
-    """Run all cases in this one process: importing the original takes longer than running it."""
+def compare(cases: str) -> Json:
+    """Run all cases of Trinity-RFT, then verl, in this one process: importing them takes longer than running them."""
     without_multi_modal_modules()
-    return [compare_trinity(name, plan) for name, plan in json.loads(cases)]
+    pairs = [compare_trinity(name, plan) for name, plan in json.loads(cases)]
+    from verl_batches import batches
+
+    return {"trinity": pairs, "verl": batches()}
 
 
 def versions() -> Json:
@@ -141,13 +144,6 @@ def versions() -> Json:
     return {name: importlib.metadata.version(name) for name in ("trinity-rft", "verl")}
 
 
-def verl_batches() -> Json:
-    from verl_batches import batches
-
-    return batches()
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    commands = {"versions": versions, "verl": verl_batches, "trinity": trinity_pairs}
-    print(json.dumps(commands[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps({"versions": versions, "compare": compare}[sys.argv[1]](*sys.argv[2:])))

@@ -15,14 +15,6 @@ PYTHON = HERE.parents[1] / ".conformance" / "bin" / "python"
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="run tests/conformance/setup.sh first")
 
 
-def run(*arguments):
-    answer = subprocess.run(
-        [PYTHON, HERE / "originals.py", *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    return json.loads(answer.stdout.splitlines()[-1])
-
-
 SYNC = ["StepWiseRewardWorkflow", "RewardPropagationWorkflow"]
 KINDS = [*SYNC, *(f"Async{kind}" for kind in SYNC)]
 PLANS = {
@@ -36,13 +28,22 @@ STREAMING = {"calls": [1, 2], "stream": True}
 BREAKING = {"calls": [1, 2, 1], "break": 1}
 
 
+CASES = [(kind, plan) for kind in KINDS for plan in [*PLANS.values(), BREAKING]] + [(kind, STREAMING) for kind in SYNC]
+
+
 @pytest.fixture(scope="module")
-def pairs():
-    """The results of the original and of Turnwise, by class and plan."""
-    cases = [(kind, plan) for kind in KINDS for plan in [*PLANS.values(), BREAKING]]
-    cases += [(kind, STREAMING) for kind in SYNC]
-    made = run("trinity", json.dumps(cases))
-    return {(kind, json.dumps(plan)): pair for (kind, plan), pair in zip(cases, made, strict=True)}
+def compared():
+    """The results of both projects' classes and of Turnwise's."""
+    argv = [PYTHON, HERE / "originals.py", "compare", json.dumps(CASES)]
+    answer = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def pairs(compared):
+    """The results of Trinity-RFT's class and of Turnwise's, by class and plan."""
+    return {(kind, json.dumps(plan)): pair for (kind, plan), pair in zip(CASES, compared["trinity"], strict=True)}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -71,9 +72,9 @@ def test_an_exception_ends_both_and_turnwise_keeps_the_sampled_turns(pairs, kind
     assert [step for session, step in made["ledger"] if session != "original"] == [0, 1, 1]
 
 
-@pytest.fixture(scope="module")
-def verl():
-    return run("verl")
+@pytest.fixture
+def verl(compared):
+    return compared["verl"]
 
 
 LONG = "torch.int64"
