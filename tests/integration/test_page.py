@@ -127,6 +127,30 @@ def test_a_branch_shows_its_reason_and_both_texts(window: Visit) -> None:
     assert "What the client sent in this turn" in text
 
 
+def test_tokens_are_compared_with_the_served_version(window: Visit) -> None:
+    page = window.open("#session/edited")
+    page.click("summary:text('Tokens')")
+    page.wait_for_selector(".tokens .scaffold")
+    page.click("button:text('Compare with the served version')")
+    # The stand-in gives every token the logprob that it was sampled with.
+    page.wait_for_selector("text=Under version 0, 0 of 26 tokens are more probable")
+    assert page.input_value("select[name=colour]") == "change"
+    page.locator(".tokens .sampled").last.click()
+    assert "under version 0" in page.inner_text(".token-detail")
+
+
+def test_values_of_a_proxy_that_does_not_answer_are_marked_as_old(window: Visit) -> None:
+    page = window.open("#health")
+    page.route("**/readyz", lambda route: route.abort())
+    page.wait_for_selector("#problem:text('The proxy does not answer')", timeout=60_000)
+    assert page.inner_text("#state") == "no answer"
+    page.unroute("**/readyz")
+    page.wait_for_selector("#state .good", timeout=60_000)
+    page.wait_for_selector("#problem:empty", state="attached")
+    assert {line for line in window.console if "ERR_FAILED" not in line} == set()
+    window.console.clear()
+
+
 def test_live_turns_appear_without_a_reload(window: Visit, world: RunningProxy) -> None:
     page = window.open("#sessions")
     call(world, "live-session")
