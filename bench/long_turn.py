@@ -35,6 +35,8 @@ LIVE_TOKENS = 1_000_000
 WARM_UP_TURNS = 2
 SETTLE_SECONDS = 7.0
 """Until the proxy has returned freed memory to the system."""
+TRIM_BYTES = 8 * 2**20
+"""Of long requests, after which the proxy returns freed memory; see `proxy.allocator`."""
 CACHE_BYTES = 10**9
 """Of ids in memory: all conversations stay there."""
 
@@ -151,7 +153,9 @@ def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, st
     conversations = [
         Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), seed) for seed in range(num_conversations)
     ]
-    server.turn(f"{name}-other", Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 98), stream=stream)
+    other, num_sent = Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 98), 0
+    while num_sent < TRIM_BYTES:
+        num_sent += server.turn(f"{name}-other", other, stream=stream)
     time.sleep(SETTLE_SECONDS)
     resident, before = resident_bytes(server.pid), server.cpu()
     for number, conversation in enumerate(conversations):

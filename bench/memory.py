@@ -1,8 +1,9 @@
-"""Measure the memory of open sessions: `python bench/memory.py [--soak-seconds 300]`.
+"""Measure the memory of open sessions: `python bench/memory.py [--sessions 1000] [--soak-seconds 300]`.
 
 Creates sessions, plays turns in each through a proxy in front of a fake engine, and measures the growth of the resident
 memory of the proxy and of its writing process: at most 300 MB together for 10,000 sessions of 20 turns. The limit and
-the caches are proportional to the number of sessions. A soak then plays sessions that end, which must not use memory.
+the caches are proportional to the number of sessions. A soak then plays sessions that end, which must not use memory:
+the growth since its middle is compared with a limit, because pools grow at its start. Figures are printed as it goes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +24,16 @@ LIMIT_BYTES = 300 * 10**6
 FULL_SESSIONS = 10_000
 CACHE_BYTES = 32 * 2**20
 """The settings' defaults."""
-WARM_UP_SESSIONS = 200
-"""The allocator's own pools grow until then."""
+WARM_UP_SESSIONS = 400
+"""Pools and caches of fixed size grow until then."""
+SOAKED_SESSIONS = 100
+"""In one round of the soak."""
 SOAK_BYTES = 10 * 10**6
 """Maximum growth in a soak, in which all sessions end; it allows for changes of pools and pages."""
 CONCURRENCY = 32
 FORGET_EVERY = 50
+NUM_PRINTS = 10
+JSON = {"content-type": "application/json"}
 TEXT = "The quick brown fox jumps over the lazy dog."
 
 
@@ -76,13 +82,13 @@ async def play(http: aiohttp.ClientSession, url: str, session_id: str, num_turns
     for number in range(num_turns):
         messages.append({"role": "user", "content": f"{session_id} {number}: {TEXT}"})
         body = orjson.dumps({"model": "fake", "messages": messages})
-        async with http.post(f"{url}/sessions/{session_id}/v1/chat/completions", data=body) as response:
+        async with http.post(f"{url}/sessions/{session_id}/v1/chat/completions", data=body, headers=JSON) as response:
             response.raise_for_status()
             reply = orjson.loads(await response.read())
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
 
 
-async def play_all(served: Served, name: str, num_sessions: int, num_turns: int, *, end: bool = False) -> None:
+async def play_all(served: Served, name: str, numbers: Iterable[int], num_turns: int, *, end: bool = False) -> None:
     """Play many sessions, some concurrently; with `end`, end each session after its turns."""
     places = asyncio.Semaphore(CONCURRENCY)
 
@@ -96,22 +102,40 @@ async def play_all(served: Served, name: str, num_sessions: int, num_turns: int,
                 if number % FORGET_EVERY == 0:  # the fake engine lists all its calls; this memory is not measured
                     (await http.delete(f"{served.engine_url}/fake/calls")).release()
 
-        await asyncio.gather(*(one(number) for number in range(num_sessions)))
+        await asyncio.gather(*(one(number) for number in numbers))
 
 
-def soak(served: Served, num_turns: int, seconds: float) -> int:
-    """Play sessions that end, for some seconds; return their number."""
-    rounds, stop = 0, time.monotonic() + seconds
-    while time.monotonic() < stop:
-        asyncio.run(play_all(served, f"soak-{rounds}", WARM_UP_SESSIONS, num_turns, end=True))
-        rounds += 1
-    return rounds * WARM_UP_SESSIONS
+def fill(served: Served, watched: Watched, num_sessions: int, num_turns: int) -> Grown:
+    """Play sessions that stay open; print the growth as it goes, and return it."""
+    started, step = time.perf_counter(), max(1, num_sessions // NUM_PRINTS)
+    for first in range(0, num_sessions, step):
+        last = min(first + step, num_sessions)
+        asyncio.run(play_all(served, "memory", range(first, last), num_turns))
+        rate = last * num_turns / (time.perf_counter() - started)
+        print(f"{last} open sessions of {num_turns} turns: {watched.grown()} ({rate:.0f} calls/s)", flush=True)
+    return watched.grown()
+
+
+def soak(served: Served, watched: Watched, num_turns: int, seconds: float) -> Grown:
+    """Play sessions that end, for some seconds; print the growth as it goes, and return that of the second half."""
+    watched.start()
+    middle, rounds, started = Grown(0, 0), 0, time.monotonic()
+    printed = passed = 0.0
+    while passed < seconds:
+        asyncio.run(play_all(served, f"soak-{rounds}", range(SOAKED_SESSIONS), num_turns, end=True))
+        rounds, passed = rounds + 1, time.monotonic() - started
+        if passed < seconds / 2:
+            middle = watched.grown()
+        if passed - printed >= seconds / NUM_PRINTS:
+            printed = passed
+            print(f"{passed:.0f} s, {rounds * SOAKED_SESSIONS} sessions that ended: {watched.grown()}", flush=True)
+    return Grown(*(now - then for now, then in zip(watched.grown(), middle, strict=True)))
 
 
 def main() -> int:
-    """Print the growth; return 1 if it is above the sessions' share of the limit, or if the soak's is too large."""
+    """Return 1 if the growth is above the sessions' share of the limit, or if that of the soak's second half is."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=int, default=FULL_SESSIONS)
+    parser.add_argument("--sessions", type=int, default=1_000)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--soak-seconds", type=float, default=0.0)
     given = parser.parse_args()
@@ -119,20 +143,13 @@ def main() -> int:
     limit = int(LIMIT_BYTES * share)
     cache = str(int(CACHE_BYTES * share))
     with proxy_and_engine("--replay-bytes", cache, "--token-cache-bytes", cache) as served:
-        asyncio.run(play_all(served, "warm", WARM_UP_SESSIONS, given.turns))
-        watched, started = Watched(served.pid), time.perf_counter()
-        asyncio.run(play_all(served, "memory", given.sessions, given.turns))
-        grown, seconds = watched.grown(), time.perf_counter() - started
-        print(
-            f"{given.sessions} open sessions of {given.turns} turns: {grown}, "
-            f"{sum(grown) / given.sessions / 1e3:.1f} KB a session; the limit is {limit / 1e6:.0f} MB "
-            f"({given.sessions * given.turns / seconds:.0f} calls/s)"
-        )
-        watched.start()
-        num_soaked = soak(served, given.turns, given.soak_seconds)
-        soaked = watched.grown()
-        if num_soaked:
-            print(f"{given.soak_seconds:.0f} s more, of {num_soaked} sessions that end: {soaked}")
+        asyncio.run(play_all(served, "warm", range(WARM_UP_SESSIONS), given.turns))
+        watched = Watched(served.pid)
+        grown = fill(served, watched, given.sessions, given.turns)
+        print(f"{sum(grown) / given.sessions / 1e3:.1f} KB a session; the limit is {limit / 1e6:.0f} MB")
+        soaked = soak(served, watched, given.turns, given.soak_seconds) if given.soak_seconds else Grown(0, 0)
+        if given.soak_seconds:
+            print(f"in the second half of the soak: {soaked}; the limit is {SOAK_BYTES / 1e6:.0f} MB")
     return 1 if sum(grown) > limit or sum(soaked) > SOAK_BYTES else 0
 
 
