@@ -8,6 +8,7 @@ chain trains them and they are masked in the others.
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ TRAINABLE_OUTCOMES = frozenset({Outcome.EXACT, Outcome.RETOKENISED})
 """Outcomes of turns that are captured completely and bit-exactly."""
 
 
+ROUTING_DIMENSIONS = 3
+"""Tokens, layers, experts of a token."""
 IMPORTED = "imported"
 """Reason of an untrainable turn whose reply was imported: it has tokens, but no policy sampled them."""
 
@@ -39,6 +42,8 @@ class ChainTokens:
     """Index in `turns` of the turn that sampled the token; -1 for prompt tokens. [L]"""
     logprobs: Logprobs
     """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
+    routed_experts: npt.NDArray[np.int16] | None
+    """Experts of each token by layer, -1 where they are not known; None if none is. [L, layers, experts a token]"""
 
 
 def is_trainable(turn: Turn) -> bool:
@@ -105,7 +110,43 @@ def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = froze
         loss_mask=turn_index >= 0,
         turn_index=turn_index,
         logprobs=np.concatenate(logprobs),
+        routed_experts=_routing(used, len(turn_index)),
     )
+
+
+def pack_routing(array: bytes, start: int) -> bytes | None:
+    """Return the part of an engine's routing that a turn stores; None if it is not readable.
+
+    Args:
+        array: The routing of a call from the first token of its prompt on, as an .npy array.
+        start: Place of the turn's first token that is not its parent's.
+    """
+    try:
+        found = np.load(io.BytesIO(array), allow_pickle=False)
+    except (ValueError, EOFError, OSError):
+        return None
+    if found.ndim != ROUTING_DIMENSIONS:
+        return None
+    with io.BytesIO() as own:
+        np.save(own, found[max(start - 1, 0) :], allow_pickle=False)
+        return own.getvalue()
+
+
+def _routing(path: Sequence[Turn], length: int) -> npt.NDArray[np.int16] | None:
+    """Return the routing of a path's first tokens, from what its turns have of it."""
+    routing: npt.NDArray[np.int16] | None = None
+    place = 0
+    for turn in path:
+        if turn.routed_experts is not None:
+            own = np.load(io.BytesIO(turn.routed_experts), allow_pickle=False)
+            if routing is None:
+                routing = np.full((length, *own.shape[1:]), -1, np.int16)
+            if own.shape[1:] == routing.shape[1:]:
+                start = max(place - 1, 0)
+                own = own[: length - start]
+                routing[start : start + len(own)] = own
+        place += turn.prompt_delta.size + turn.token_ids.size
+    return routing
 
 
 def merge_session(turns: Sequence[Turn]) -> list[ChainTokens]:

@@ -51,6 +51,9 @@ class Experience:
     """Index in `turn_ids` of the turn that sampled the token; -1 for prompt tokens. [L]"""
     logprobs: Logprobs
     """Behaviour logprobs; 0 if `loss_mask` is False. [L]"""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """Experts by layer to which the engine routed each token, -1 where they are not known; None if none is.
+    [L, layers, experts a token]"""
     turn_rewards: npt.NDArray[np.float64]
     """Reward of each turn after credit assignment. [K]"""
     turn_returns: npt.NDArray[np.float64]

@@ -250,6 +250,9 @@ class Turn:
     ttft_seconds: float | None = None
     """Time from the call to the first token; None without a token, or if the first token's time is unknown."""
     duration_seconds: float = 0.0
+    routed_experts: bytes | None = None
+    """Experts by layer to which the engine routed this turn's tokens, as an .npy array: from the token before
+    `prompt_delta` to the last but one of `token_ids`. None where the engine did not return them."""
     digest: bytes | None = None
     """Digest of the stored turn; set by the store. None on turns of older releases."""
 

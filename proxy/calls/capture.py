@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import dataclasses
 import datetime
 import pickle
@@ -17,6 +19,7 @@ from proxy.continuation.plan import KnownTurn, Plan, has_more_text
 from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.writer.process import Sampled
+from turnwise.chains import pack_routing
 from turnwise.types import Json, Outcome, Role, Session, TokenIds, Turn
 
 SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
@@ -110,6 +113,7 @@ def build_turns(
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
             prompt_length=prompt.length,
             token_ids=as_token_ids(choice.token_ids),
+            routed_experts=_own_routing(choice, prompt),
             finish_reason=choice.finish_reason,
             outcome=outcome,
             reason=reason,
@@ -175,6 +179,17 @@ def _echoed_prompt(echo: bytes, plan: Plan) -> _Prompt:
     if sent is not None and plan.prompt is not None and echo == plan.prompt.json()[1:-1]:
         return sent
     return _Prompt(count_ids(echo), NO_IDS, echo, sent is None, None)
+
+
+def _own_routing(choice: Choice, prompt: _Prompt) -> bytes | None:
+    """Return the experts of the tokens that a turn stores; None where the engine did not return them."""
+    if choice.routed_experts is None:
+        return None
+    start = 0 if prompt.parent is None else prompt.length - len(prompt.between)
+    try:
+        return pack_routing(base64.b64decode(choice.routed_experts, validate=True), start)
+    except binascii.Error:
+        return None
 
 
 def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, Any]:

@@ -173,6 +173,8 @@ class Choice:
     finish_reason: str | None = None
     prompt_ids: bytes = b""
     """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
+    routed_experts: str | None = None
+    """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
 
 
 @dataclasses.dataclass(slots=True)

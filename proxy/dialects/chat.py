@@ -110,9 +110,13 @@ class ChatCompletions(Dialect):
         captured = Captured(engine_reply.ids_text(reply.prompt_token_ids), model=reply.model or "")
         for position, choice in enumerate(reply.choices):
             captured.choices[choice.index] = Choice(
-                choice.message or {}, choice.token_ids or [], extracted.logprobs[position:][:1], choice.finish_reason
+                choice.message or {},
+                choice.token_ids or [],
+                extracted.logprobs[position:][:1],
+                choice.finish_reason,
+                routed_experts=choice.routed_experts,
             )
-        stripped = extracted.raw if call.wants_logprobs else extracted.rest
+        stripped = engine_reply.without_routing(extracted.raw if call.wants_logprobs else extracted.rest)
         stripped = stripped if call.wants_token_ids else engine_reply.without_ids(stripped)
         return captured, _without_thinking(stripped, "message") if _hides_thinking(call.body) else stripped
 

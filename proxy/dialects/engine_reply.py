@@ -18,6 +18,8 @@ from turnwise.types import Json
 
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 """A list of token ids (sampled or prompt), with the end of its key."""
+ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
+"""The experts of each token; no JSON string can contain this text, because it escapes quotes."""
 PROMPT_IDS = b'"prompt_token_ids":'
 NULL = b"null"
 NO_IDS = msgspec.Raw(NULL)
@@ -39,6 +41,8 @@ class EngineChoice(msgspec.Struct):
     logprobs: None = None
     """Always null: they have been cut out."""
     token_ids: list[int] | None = None
+    routed_experts: str | None = None
+    """An .npy array in base64, in whole replies of an engine that returns them."""
 
 
 class EngineReply(msgspec.Struct):
@@ -163,6 +167,11 @@ def ids_text(array: msgspec.Raw) -> bytes:
 def without_ids(replies: bytes) -> bytes:
     """Return one or several replies or chunks with `null` for every list of token ids."""
     return IDS.sub(b'token_ids":null', replies)
+
+
+def without_routing(reply: bytes) -> bytes:
+    """Return a reply with `null` for the experts of its tokens, which no client asks for."""
+    return ROUTING.sub(b'"routed_experts":null', reply) if b'"routed_experts":"' in reply else reply
 
 
 def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:

@@ -73,6 +73,7 @@ HIDDEN: dict[type, frozenset[str]] = {
             "request_key",
             "request_digest",
             "inferred_by",
+            "routed_experts",
             "digest",
         }
     ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ledger_samples import make_turn
 
-from turnwise.chains import chain_paths, is_trainable, merge_chain, merge_session, split_session
+from turnwise.chains import chain_paths, is_trainable, merge_chain, merge_session, pack_routing, split_session
 from turnwise.types import Outcome, Turn
 
 
@@ -27,6 +28,28 @@ def test_a_chain_is_the_concatenation_of_its_turns_with_the_prompts_masked() -> 
     assert chain.logprobs.tolist() == [0, 0, -1, -1.25, 0, 0, -2, -2.25]
     assert chain.prompt_length == 2
     assert [turn.turn_id for turn in chain.turns] == ["t1", "t2"]
+
+
+def routing(experts: list[int]) -> bytes:
+    """Return the routing of a whole call: one expert a token in one layer."""
+    with io.BytesIO() as array:
+        np.save(array, np.array(experts, np.uint8)[:, None, None])
+        return array.getvalue()
+
+
+def test_the_experts_of_a_chain_come_from_all_of_its_turns() -> None:
+    """Four tokens a turn, and a call routes all but its last one: the next call routes that one."""
+    first = make_turn("t1")
+    first = dataclasses.replace(first, routed_experts=pack_routing(routing([0, 1, 2]), 0))
+    second = make_turn("t2", first)
+    second = dataclasses.replace(second, routed_experts=pack_routing(routing([0, 1, 2, 3, 4, 5, 6]), 4))
+    third = make_turn("t3", second)  # streamed, for example
+    assert pack_routing(b"no array", 0) is None
+    [chain] = merge_session([first, second, third])
+    assert chain.routed_experts is not None
+    assert chain.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, -1, -1, -1, -1, -1]
+    [short] = merge_session([make_turn("t1")])
+    assert short.routed_experts is None
 
 
 def test_a_trunk_is_trained_in_the_first_chain_that_holds_it_and_masked_in_the_others() -> None:

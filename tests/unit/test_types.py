@@ -45,6 +45,7 @@ WHOLE = Turn(
     created_at=datetime.datetime(2026, 11, 21, 15, 4, 5, 999_999, datetime.UTC),
     ttft_seconds=0.25,
     duration_seconds=1.5,
+    routed_experts=b"e",
     digest=b"h",
 )
 

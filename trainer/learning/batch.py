@@ -62,6 +62,8 @@ class Row:
     """Row token whose output predicts the trained token. [m]"""
     token: Indices
     """Index of the trained token in the table. [m]"""
+    routing: Indices | None = None
+    """Experts of each row token by layer, -1 where they are not known. [N, layers, experts a token]"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +215,23 @@ def _row(batch: Batch, forest: Forest, members: Sequence[int]) -> Row:
         layout=layout,
         predictor=np.concatenate(predictors),
         token=np.concatenate([batch.tokens_of[member] for member in members]),
+        routing=_routing(batch, forest, members, len(layout.tokens)),
     )
+
+
+def _routing(batch: Batch, forest: Forest, members: Sequence[int], length: int) -> Indices | None:
+    """Return the experts of a row's tokens; what several sequences share has the experts of one of them."""
+    known = {member: routed for member in members if (routed := batch.experiences[member].routed_experts) is not None}
+    if not known:
+        return None
+    routing = np.full((length, *next(iter(known.values())).shape[1:]), -1, np.int64)
+    for member, routed in known.items():
+        if routed.shape[1:] == routing.shape[1:]:
+            places = forest.places(_inputs(batch, member))
+            own = routed[: len(places)]
+            has = (own >= 0).all((1, 2))
+            routing[places[has]] = own[has]
+    return routing
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:

@@ -67,6 +67,12 @@ class RowPart:
         padded[: self.stop - self.start] = values[self.start : self.stop]
         return padded
 
+    def padded_routing(self, routing: Indices) -> Indices:
+        """Return this process's part of a row's routing, unknown behind it. [N, …] to [L, …]."""
+        padded = np.full((self.length, *routing.shape[1:]), -1, np.int64)
+        padded[: self.stop - self.start] = routing[self.start : self.stop]
+        return padded
+
     def own_places(self) -> Indices:
         """Return the place of each padded query in the row; behind the part, that of its last token. [L]."""
         places: Indices = np.minimum(self.start + np.arange(self.length), max(self.stop - 1, 0))

@@ -43,6 +43,8 @@ class RowInputs:
     """The trained tokens. [m]"""
     temperature: Tensor
     """Of each kept place. [U]"""
+    routing: Tensor | None = None
+    """Experts of each token by layer, -1 where they are not known; None if none is. [N, layers, experts a token]"""
     share: Share | None = None
     """Which trained tokens of the row these are; None for all of them."""
 
@@ -72,6 +74,7 @@ def part_inputs(
         which=on_device(which, device),
         target=on_device(target[own].long(), device),
         temperature=on_device(distinct[1].float(), device),
+        routing=None if row.routing is None else on_device(torch.from_numpy(part.padded_routing(row.routing)), device),
         share=Share(on_device(torch.from_numpy(own), device), len(row.predictor)),
     )
 
@@ -98,6 +101,7 @@ def row_inputs(row: Row, temperature: Tensor, target: Tensor, attention: str, de
         which=on_device(which, device),
         target=on_device(target.long(), device),
         temperature=on_device(distinct[1].float(), device),
+        routing=None if row.routing is None else on_device(torch.from_numpy(row.routing), device),
     )
 
 

@@ -24,6 +24,7 @@ from trainer.policy.head import OutputLayer
 from trainer.policy.inputs import RowInputs, part_inputs, row_inputs
 from trainer.policy.loading import allocate, base_of, copy_tokenizer, empty_model, load_model, tied_names
 from trainer.policy.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
+from trainer.policy.router_replay import RouterReplay
 from trainer.policy.tuning import checkpoint_layers, needs_checkpointing, use_liger, uses_liger
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.settings import Settings
@@ -68,6 +69,9 @@ class PolicySpec(Settings):
     liger: bool | None = None
     """Use the norm, rotary embedding and SwiGLU kernels of the package liger-kernel. By default where it is installed,
     on CUDA."""
+    router_replay: bool = True
+    """Of a mixture of experts, use the experts that the engine chose for each token, where turns have them: from an
+    engine with `--enable-return-routed-experts`, for calls that do not stream."""
     lora_rank: int = Field(default=16, ge=1)
     lora_alpha: int = Field(default=32, ge=1)
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -115,6 +119,7 @@ class Policy:
             self.model = self._tuned(load_model(self.spec, self.attention).to(self.device))
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
+        self._replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
         self._head = OutputLayer.of(base_of(self.model)) if self.mesh_axis is None else None
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self._keeps_logits = "logits_to_keep" in inspect.signature(base_of(self.model).forward).parameters
@@ -271,12 +276,14 @@ class Policy:
             arguments["attention_mask"] = inputs.mask
         if self._keeps_logits:
             arguments["logits_to_keep"] = inputs.keep
+        self._replay.use(inputs.routing)
         with self._autocast():
             logits = self.model(**arguments).logits[0]
         return cast("Tensor", logits if self._keeps_logits else logits[inputs.keep])
 
     def next_logprobs(self, tokens: list[int]) -> Tensor:
         """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""
+        self._replay.use(None)
         with torch.no_grad():
             output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
         return torch.log_softmax(output.logits[0].float(), dim=-1).cpu()

@@ -6,9 +6,13 @@ vLLM writes it. A test compares it with a real vLLM.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from turnwise.fake_engine import tokens
 from turnwise.fake_engine.sampling import FORCING_BIAS, Piece, Sample, logprobs_of
@@ -35,6 +39,9 @@ class Call:
     """Nats that the weights add to the logprobs of tokens that are asked for by id."""
     hide_token_ids: bool = False
     """A fault: the reply lacks the requested token ids."""
+
+    routed_layers: int = 0
+    """As in the script."""
 
     @property
     def shows_metadata(self) -> bool:
@@ -94,8 +101,17 @@ def _choice(call: Call, index: int, sample: Sample) -> Json:
         "finish_reason": finish_reason,
         "stop_reason": sample.stop_reason,
         "token_ids": sample.token_ids if call.shows_ids else None,
-        "routed_experts": None,
+        "routed_experts": _routing(call, sample) if call.routed_layers else None,
     }
+
+
+def _routing(call: Call, sample: Sample) -> str:
+    """Return experts of all tokens but the last one, as vLLM encodes them. [tokens, layers, 2]."""
+    tokens = np.array([*call.prompt_ids, *sample.token_ids][:-1])
+    layers = tokens[:, None, None] + np.arange(call.routed_layers)[:, None] + np.arange(2)
+    with io.BytesIO() as encoded:
+        np.save(encoded, (layers % 256).astype(np.uint8), allow_pickle=False)
+        return base64.b64encode(encoded.getbuffer()).decode()
 
 
 def _message(call: Call, choice: int, sample: Sample, calls: list[tuple[str, str]]) -> Json:

@@ -114,6 +114,9 @@ class Script(_Strict):
     max_model_len: int = 32768
     lora: bool = False
     """Whether it was started with LoRA: it has the routes that load adapters, and a metric of them."""
+    routed_layers: int = 0
+    """Layers of the mixture of experts whose routing whole replies contain: token 7 goes to experts 7 and 8 of 256 in
+    layer 0, to 8 and 9 in layer 1, and so on; 0 returns none, as a vLLM without --enable-return-routed-experts."""
     weight_transfer: bool = False
     """Take weights from a trainer's memory, as a vLLM that was started with our backend."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"

@@ -238,6 +238,7 @@ def _call(state: EngineState, body: Json, seen: SeenCall, prompt_ids: list[int],
         temperature=1.0 if raw else temperature,
         biases_count=not raw,
         logprob_shift=state.logprob_shift(body.get("model")),
+        routed_layers=state.script.routed_layers,
         hide_token_ids=fault is not None and fault.kind is FaultKind.NO_TOKEN_IDS,
     )
 

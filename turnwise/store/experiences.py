@@ -229,6 +229,7 @@ def _experience(
         loss_mask=sequence.loss_mask,
         turn_index=sequence.turn_index,
         logprobs=sequence.logprobs,
+        routed_experts=sequence.routed_experts,
         turn_rewards=np.array([credit.turn_rewards[turn_id] for turn_id in turn_ids], np.float64),
         turn_returns=np.array([credit.turn_returns[turn_id] for turn_id in turn_ids], np.float64),
         reward=credit.reward,

@@ -15,6 +15,7 @@ from trainer.learning.logprobs import linear_logprobs, selected_logprobs
 from trainer.learning.losses import loss_of
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
+from trainer.policy.row_data import row_data
 from turnwise.chains import merge_session, split_session
 from turnwise.experience import EID, Experience
 from turnwise.store import experiences
@@ -180,7 +181,7 @@ def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorith
     total = 0.0
     rows = pack(batch, range(len(experiences)), row_tokens, packing)
     for row in rows:
-        loss = loss_of(agent._tokens(batch, row, weights, None), agent.rule)
+        loss = loss_of(agent._tokens(row_data(policy, batch, row, weights, None, is_first=False)), agent.rule)
         loss.backward()
         total += loss.item()
     gradient = torch.cat([p.grad.flatten().clone() for p in policy.parameters()])

@@ -1,0 +1,63 @@
+"""Replay of the engine's routing in a mixture of experts.
+
+Small differences between two kernels change which experts a token is routed to, and with them its logprobs by far more
+than the differences themselves. So the trainer takes the experts that the engine chose, where a turn has them; the
+weights of the chosen experts are the trainer's own, and gradients reach the router through them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.errors import BatchRefused
+
+ROUTERS = ("Qwen3MoeTopKRouter",)
+"""Classes of transformers whose forward pass returns logits, weights and numbers of the chosen experts."""
+Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class RouterReplay:
+    """The routers of a model, which follow the routing of the present row."""
+
+    def __init__(self, routers: dict[int, nn.Module]) -> None:
+        self._routing: Tensor | None = None
+        """Experts of each token of the row by layer, -1 where they are not known. [N, layers, k]"""
+        for layer, router in routers.items():
+            router.forward = functools.partial(self._route, router, layer, router.forward)  # type: ignore[method-assign]
+
+    @classmethod
+    def of(cls, model: nn.Module, *, is_wanted: bool) -> RouterReplay:
+        """Return the replay for a model; it changes nothing in one without a router that is known."""
+        found: dict[int, nn.Module] = {}
+        for name, module in model.named_modules():
+            layer = re.search(r"\blayers\.(\d+)\.", name)
+            if is_wanted and type(module).__name__ in ROUTERS and layer is not None:
+                found[int(layer[1])] = module
+        return cls(found)
+
+    def use(self, routing: Tensor | None) -> None:
+        """Follow this routing in the next forward pass, and where that is recomputed in the backward pass."""
+        self._routing = routing
+
+    def _route(self, router: Any, layer: int, route: Route, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, experts = route(hidden)
+        if self._routing is None:
+            return logits, weights, experts
+        _, layers, count = self._routing.shape
+        if layer >= layers or count != experts.shape[-1]:
+            raise BatchRefused(
+                f"the turns were routed to {count} experts in each of {layers} layers, and this model routes to "
+                f"{experts.shape[-1]} in layer {layer}: train the model that was served, or set router_replay=false"
+            )
+        forced = self._routing[:, layer]
+        experts = torch.where((forced >= 0).all(-1, keepdim=True), forced, experts)
+        chosen = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, experts)
+        if router.norm_topk_prob:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        return logits, chosen.to(logits.dtype), experts
