@@ -31,8 +31,8 @@ def test_after_a_restart_the_row_that_did_not_fit_is_not_computed_again(tmp_path
     settings = settings_for(tmp_path, model, packing=packing, row_tokens=64, total_batches=1, num_threads=1)
     rows = []
 
-    def logprobs(_policy, row, *_rest):
-        rows.append(len(row.layout.tokens))
+    def logprobs(_policy, inputs):
+        rows.append(inputs.tokens.shape[1])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Policy, "logprobs", logprobs)
