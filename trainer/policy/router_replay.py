@@ -29,7 +29,7 @@ class RouterReplay:
         self._routing: Tensor | None = None
         """Experts of each token of the row by layer, -1 where they are not known. [N, layers, k]"""
         for layer, router in routers.items():
-            router.forward = functools.partial(self._route, router, layer, router.forward)  # type: ignore[method-assign]
+            router.forward = functools.partial(self._route, router, layer, router.forward)
 
     @classmethod
     def of(cls, model: nn.Module, *, is_wanted: bool) -> RouterReplay:
