@@ -76,7 +76,7 @@ class Relay:
         Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         """
         has_waited = self._sessions.template is None and not await self._pool.wait_for_first()
-        conversation = await self._sessions.read_conversation(call)
+        conversation = await self._sessions.read_conversation(call, principal)
         placement = await self._sessions.find(call, conversation, principal)
         try:
             plan = await self._sessions.plan(placement, call, conversation)

@@ -53,13 +53,20 @@ def tool_call_ids(message: Json) -> frozenset[str]:
     return frozenset(call_id for call in calls if isinstance(call, dict) and isinstance(call_id := call.get("id"), str))
 
 
-def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:
-    """Compute the digests of a call's conversation; `fields` are what the template prints beside the text."""
+def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS, earlier: History | None = None) -> Conversation:
+    """Compute the digests of a call's conversation.
+
+    Args:
+        call: the call.
+        fields: what the template prints beside the text.
+        earlier: the digests of the first messages, for a call without known messages.
+    """
     context = context_digest(call.tools, call.template_arguments)
     known = call.known_messages
-    earlier, digests = (None, []) if known is None else (known.history, known.digests)
-    if known is not None and known.digest_fields != fields:
-        digests = []
+    digests: list[bytes] = []
+    if known is not None:
+        earlier = known.history
+        digests = known.digests if known.digest_fields == fields else []
     history = digest_history(call.messages, context, fields, earlier, digests)
     if known is not None:
         known.history, known.digests = history, []

@@ -19,13 +19,14 @@ from typing import NamedTuple
 from proxy.auth import Principal
 from proxy.continuation.candidates import Candidate, choose_candidate
 from proxy.continuation.chat_template import ChatTemplate
-from proxy.continuation.conversation import Conversation, read_in_slices
+from proxy.continuation.conversation import Conversation, read_conversation, read_in_slices
 from proxy.continuation.digests import NO_FIELDS
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.identities import check_id
 from proxy.continuation.lasting_ids import next_id
 from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.plan import KnownTurn, Plan, break_reason, new_chain, plan_call
+from proxy.continuation.recent_histories import RecentHistories
 from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
@@ -78,6 +79,7 @@ class Sessions:
         self._is_shared = settings.workers > 1
         """Whether calls of a session may reach other processes in its course."""
         self._token_cache = TokenCache(settings.token_cache_bytes)
+        self._recent = RecentHistories()
         self._opening: dict[tuple[str, str], asyncio.Task[LiveSession]] = {}
 
     async def find(self, call: Call, conversation: Conversation, principal: Principal) -> Placement:
@@ -190,9 +192,20 @@ class Sessions:
         """What the served template prints beside roles, text and tool calls."""
         return NO_FIELDS if self.template is None else self.template.fields_read
 
-    async def read_conversation(self, call: Call) -> Conversation:
-        """Compute the digests of a call's conversation, over what the served template reads."""
-        return await read_in_slices(call, self.fields_read)
+    async def read_conversation(self, call: Call, principal: Principal | None = None) -> Conversation:
+        """Compute the digests of a call's conversation, over what the served template reads.
+
+        Args:
+            call: the call.
+            principal: its caller; None if the digests of the session's last call are not used.
+        """
+        session_id = None if principal is None else principal.session_id or call.session_id
+        if principal is None or session_id is None or call.known_messages is not None:
+            return await read_in_slices(call, self.fields_read)
+        session = principal.tenant, session_id
+        conversation = read_conversation(call, self.fields_read, self._recent.find(session, call.messages))
+        self._recent.keep(session, call.messages, conversation.history)
+        return conversation
 
     async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""

@@ -25,8 +25,10 @@ NULL = b"null"
 NO_IDS = msgspec.Raw(NULL)
 LOGPROBS, LOGPROBS_END, NO_LOGPROBS = b'"logprobs":{', b'},"finish_reason":', b'"logprobs":null'
 """The text around logprobs as vLLM writes it, and what replaces them."""
-OF_IDS = b"0123456789, \t\r\n"
-"""The bytes of an array of ids beside its brackets."""
+OF_COMPACT_IDS = b"0123456789,"
+"""The bytes of an array of ids beside its brackets, as vLLM writes it."""
+OF_IDS = OF_COMPACT_IDS + b" \t\r\n"
+"""The same with the spaces that JSON allows."""
 
 
 class EngineChoice(msgspec.Struct):
@@ -106,7 +108,7 @@ def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
     if has_one_choice:
         try:
             rest, logprobs = _cut_logprobs(raw)
-            return Extracted(raw, rest, _reply.decode(rest), logprobs)
+            return Extracted(raw, rest, _decode_reply(rest), logprobs)
         except msgspec.ValidationError:
             pass  # the logprobs are formatted in another way and were not cut out
     rest, logprobs = _decode_logprobs(raw)
@@ -159,6 +161,8 @@ def ids_text(array: msgspec.Raw) -> bytes:
     text = bytes(array)
     if text == NULL:
         return b""
+    if text.translate(None, OF_COMPACT_IDS) == b"[]":
+        return text[1:-1]
     if text.translate(None, OF_IDS) != b"[]":
         raise msgspec.ValidationError(f"`prompt_token_ids` must be a list of token ids, not {text[:80]!r}")
     return text.translate(None, b"[] \t\r\n")
@@ -193,6 +197,18 @@ def decoded(raw: bytes) -> Any:
         msgspec.DecodeError: it is not JSON.
     """
     return msgspec.json.decode(raw)
+
+
+def _decode_reply(rest: bytes) -> EngineReply:
+    """Decode a reply without logprobs; the prompt's ids, most of its bytes, are located by the text around them."""
+    begin = rest.find(PROMPT_IDS + b"[") + len(PROMPT_IDS)
+    end = rest.find(b"]", begin) + 1
+    if len(PROMPT_IDS) <= begin < end and rest.find(b"[", begin + 1, end) < 0:
+        reply = _reply.decode(b"".join((rest[:begin], NULL, rest[end:])))
+        if reply.prompt_token_ids is not NO_IDS:  # otherwise they are those of a choice
+            reply.prompt_token_ids = msgspec.Raw(rest[begin:end])
+            return reply
+    return _reply.decode(rest)
 
 
 def _cut_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:

@@ -73,16 +73,11 @@ class Sampled(NamedTuple):
     """`turn.messages` as pickled lists; none where the turn has them already."""
 
 
-class Packed(NamedTuple):
-    """A `Sampled` as it is sent: its turn as plain values, without the objects that the row does not need."""
+Packed = tuple[str, str, list[Any], list[bytes], bytes, Sequence[bytes]]
+"""A `Sampled` as it is sent: tenant, session id, `rows.TURNS.pack`, logprobs, prompt ids and messages.
 
-    tenant: str
-    session_id: str
-    values: list[Any]
-    """From `rows.TURNS.pack`."""
-    logprobs: list[bytes]
-    prompt_ids: bytes
-    messages: Sequence[bytes] = ()
+Plain tuples take half of the time of objects to pickle.
+"""
 
 
 class Work(NamedTuple):
@@ -162,22 +157,23 @@ def pack(sampled: Sampled) -> Packed:
     """Return the form in which a turn is sent."""
     turn = sampled.turn
     values = rows.TURNS.pack(turn)
-    return Packed(turn.tenant, turn.session_id, values, sampled.logprobs, sampled.prompt_ids, sampled.messages)
+    return turn.tenant, turn.session_id, values, sampled.logprobs, sampled.prompt_ids, sampled.messages
 
 
 def complete(packed: Packed) -> NewTurn:
     """Decode a turn's prompt and logprobs; a turn without a logprob for each token cannot be trained on."""
-    row, logprobs = rows.TURNS.unpack(packed.values), read_logprobs(packed.logprobs)
+    tenant, session_id, values, encoded_logprobs, prompt_ids, pickled_messages = packed
+    row, logprobs = rows.TURNS.unpack(values), read_logprobs(encoded_logprobs)
     is_complete = None not in logprobs and len(logprobs) * LOGPROB_BYTES == len(row["token_ids"])
     row["logprobs"] = np.array(logprobs, np.float32).tobytes()
-    if packed.prompt_ids:
-        row["prompt_delta"] = ids_from_text(packed.prompt_ids)
-    if packed.messages:
-        messages = [message for piece in packed.messages for message in pickle.loads(piece)]  # noqa: S301  from our own process
+    if prompt_ids:
+        row["prompt_delta"] = ids_from_text(prompt_ids)
+    if pickled_messages:
+        messages = [message for piece in pickled_messages for message in pickle.loads(piece)]  # noqa: S301  from our own process
         row |= rows.TURNS.values({"messages": messages})
     if row["outcome"] in TRAINABLE_OUTCOMES and not is_complete:
         row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": "no_logprobs"}
-    return NewTurn(packed.tenant, packed.session_id, row)
+    return NewTurn(tenant, session_id, row)
 
 
 def ids_from_text(text: bytes) -> bytes:

@@ -71,6 +71,19 @@ def test_only_fields_that_were_not_requested_become_null(choices, separators):
     assert found == expected
 
 
+@pytest.mark.parametrize("separators", [COMPACT, SPACED])
+def test_the_ids_of_a_prompt_are_read_where_they_are(separators):
+    """Of the reply, or of a choice; a text that looks like them is none."""
+    of_reply = json.dumps(reply(choice(), prompt_token_ids=[1, 2]), separators=separators).encode()
+    assert ids_text(read_reply(of_reply, has_one_choice=True).reply.prompt_token_ids) == b"1,2"
+    of_choice = json.dumps(reply(choice(prompt_token_ids=[3], text=TRAPS)), separators=separators).encode()
+    read = read_reply(of_choice, has_one_choice=True)
+    assert (ids_text(read.reply.prompt_token_ids), read.rest) == (b"", of_choice)
+    nested = json.dumps(reply(choice(), prompt_token_ids=[[1], 2]), separators=separators).encode()
+    with pytest.raises(msgspec.DecodeError):
+        ids_text(read_reply(nested, has_one_choice=True).reply.prompt_token_ids)
+
+
 def test_a_reply_that_is_not_a_completion_is_refused():
     for raw in (b"", b"{", b"[]", b'{"choices":1}', b'{"choices":[{"index":0,"logprobs":{"content":1},"finish_reason"'):
         with pytest.raises(msgspec.DecodeError):
