@@ -90,8 +90,8 @@ FRAMEWORKS = (
         last=_final_answer,
         delegate=Tool("expert", "task"),
         remark=SMOLAGENTS
-        + " It requires a tool call; vLLM answers 500 when forced tokens meet the grammar of such a reply, so this row "
-        "was played in front of the fake engine.",
+        + " It requires a call in every reply, so a real engine cannot sample the long text of the check `client "
+        "gone`; in front of the fake engine the check holds.",
     ),
     Harness(
         name="smolagents, CodeAgent",
