@@ -15,7 +15,6 @@ from typing import cast
 
 from fastapi import Request
 
-from proxy.allocator import keep_freed_memory, return_freed_memory
 from proxy.auth import Authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
@@ -31,6 +30,7 @@ from proxy.engines.pool import EnginePool
 from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora, load_unchecked_template
 from proxy.events import Events
 from proxy.fault import FaultPoints
+from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
 from proxy.metrics import Metrics

@@ -113,6 +113,11 @@ class EngineRefused(EngineError):
         self.body = body
         """The engine's error body, passed on unchanged."""
 
+    @property
+    def is_transient(self) -> bool:
+        """Whether the engine may accept the same request later."""
+        return self.status == 429 or self.status >= 500
+
 
 class EngineUnsuitable(EngineError):
     """The engine lacks a feature that exact capture requires."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +15,7 @@ import orjson
 
 from proxy.engines.http_client import Access, Answer, Body, Disconnected, HttpClient, NotConnected
 from proxy.engines.state import SERVING, EngineState, EngineStatus
+from proxy.engines.weight_transfers import WeightTransfers
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed
 from turnwise.telemetry import current_request
 from turnwise.types import Json
@@ -32,8 +32,6 @@ ADAPTER_PREFIX = "policy-v"
 """Prefix of the name that a version's adapter is served under."""
 UNLABELLED = -1
 """`loaded_version` of weights without a label: the model that the engine was started with."""
-WEIGHT_BACKENDS = {"TurnwiseWeights": "turnwise", "NCCLWeightTransferEngine": "nccl", "IPCWeightTransferEngine": "ipc"}
-"""The supported backends of vLLM's weight transfer, by the classes that vLLM names in its errors."""
 LOADING = "loading"
 """Label of weights that are being exchanged: a process that finds it after a crash must load a version again."""
 
@@ -76,12 +74,8 @@ class Engine:
         """Calls of this process that it was given since the process began."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
-        self.lacks_transfers = False
-        """Whether it has answered that it was started without weight transfers; reset when it is admitted again."""
-        self.weight_backend: str | None = None
-        """Backend of its weight transfers, as it was started; None while it is not known. Reset like the last."""
-        self.weight_connection: str | None = None
-        """Id of the trainer's group of NCCL that its workers have joined; None for none. Reset like the last."""
+        self.transfers = WeightTransfers(self.url, self.ask)
+        """Its weight transfers."""
         self.wait_until_serving: Callable[[], Awaitable[bool]] | None = None
         """Waits while it is absent and no other engine serves; returns whether it serves again."""
         self.observe_head: Callable[[float], None] | None = None
@@ -283,96 +277,12 @@ class Engine:
             await self.ask("POST", "/collective_rpc", body, seconds=seconds)
         except EngineRefused as refused:
             raise ReloadFailed(
-                f"the engine at {self.url} did not load {path!r}: {refused}", is_transient=is_transient(refused.status)
+                f"the engine at {self.url} did not load {path!r}: {refused}", is_transient=refused.is_transient
             ) from refused
-
-    async def num_workers(self) -> int:
-        """Return how many processes hold a part of its model.
-
-        Raises:
-            EngineRefused: it is a stand-in without that route.
-        """
-        return int((await self.ask("GET", "/get_world_size"))["world_size"])
 
     def forget_transfers(self) -> None:
-        """Find out again which weight transfers it takes."""
-        self.lacks_transfers = False
-        self.weight_backend = self.weight_connection = None
-
-    async def find_weight_backend(self, *, seconds: float) -> str:
-        """Return the backend of its weight transfers, which an incomplete request makes it name.
-
-        vLLM has no route that names it cheaply. Its backend `ipc` needs no field, so it accepts the request.
-
-        Raises:
-            EngineRefused: it was not started for transfers, or with a backend that is not supported.
-        """
-        if self.weight_backend is None:
-            try:
-                await self.connect_weights({}, seconds=seconds)
-                self.weight_backend = "ipc"
-            except EngineRefused as refused:
-                self.weight_backend = _backend_of(refused)
-        return self.weight_backend
-
-    async def connect_weights(self, init_info: Json, *, seconds: float) -> None:
-        """Connect its workers with a trainer, in place of an earlier one.
-
-        Raises:
-            EngineRefused: it was not started for transfers, or cannot connect.
-        """
-        with contextlib.suppress(EngineRefused):
-            await self.ask("POST", "/shutdown_weight_transfer_engine", seconds=seconds)
-        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, seconds=seconds)
-
-    async def load_updates(self, updates: list[Json], *, seconds: float) -> None:
-        """Replace the base weights with those that a trainer sends now; the engine is paused.
-
-        Raises:
-            EngineRefused: it did not load all of them.
-        """
-        await self._start_update(seconds)
-        for update in updates:
-            await self.ask("POST", "/update_weights", {"update_info": update}, seconds=seconds)
-        await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
-
-    async def abandon_update(self, *, seconds: float) -> None:
-        """End an update that failed: tensors without new values are put back, so that a directory can be loaded."""
-        with contextlib.suppress(EngineRefused):
-            await self._start_update(seconds)
-            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
-
-    async def receive_weights(self, init_info: Json, *, seconds: float) -> None:
-        """Start to receive a version from a trainer, beside the running calls.
-
-        Raises:
-            EngineRefused: it was not started for transfers, or cannot receive this one.
-        """
-        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, seconds=seconds)
-
-    async def load_received(self, version: int, *, seconds: float) -> None:
-        """Replace the base weights with a version that it received.
-
-        Raises:
-            ReloadFailed: the engine refused it.
-        """
-        try:
-            await self._start_update(seconds)
-            await self.ask("POST", "/update_weights", {"update_info": {"version": version}}, seconds=seconds)
-            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
-        except EngineRefused as refused:
-            raise ReloadFailed(
-                f"the engine at {self.url} did not load version {version}, which it had received: {refused}",
-                is_transient=is_transient(refused.status),
-            ) from refused
-
-    async def _start_update(self, seconds: float) -> None:
-        """Start a weight update, and end the one that a process which died had started."""
-        try:
-            await self.ask("POST", "/start_weight_update", seconds=seconds)
-        except EngineRefused:
-            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
-            await self.ask("POST", "/start_weight_update", seconds=seconds)
+        """Find out again which weight transfers it takes: it may have been restarted with other flags."""
+        self.transfers = WeightTransfers(self.url, self.ask)
 
     async def label_weights(self, label: int | str) -> None:
         """Write the label of the base weights into the engine."""
@@ -411,7 +321,7 @@ class Engine:
                 raise ReloadFailed(
                     f"the engine at {self.url} did not load the adapter {path!r}: {refused}; "
                     "an engine takes adapters if it was started with `turnwise engine --lora`",
-                    is_transient=is_transient(refused.status),
+                    is_transient=refused.is_transient,
                 ) from refused
             self.adapters[version] = Lane(self, version, adapter_name(version))
         return self.adapters[version]
@@ -421,23 +331,6 @@ class Engine:
         with contextlib.suppress(EngineRefused):
             await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
         self.adapters.pop(version, None)
-
-
-def _backend_of(refused: EngineRefused) -> str:
-    """Return the backend whose class vLLM names where it refuses an incomplete request.
-
-    Raises:
-        EngineRefused: it names none, or one that is not supported.
-    """
-    found = re.search(r"Invalid init_info for (\w+)", str(refused))
-    if found is None or found[1] not in WEIGHT_BACKENDS:
-        raise refused
-    return WEIGHT_BACKENDS[found[1]]
-
-
-def is_transient(status: int) -> bool:
-    """Return whether an engine that answers this status may accept the same request later."""
-    return status == 429 or status >= 500
 
 
 def without_credentials(url: str) -> str:

@@ -144,7 +144,7 @@ class Loader:
         """Load what an engine has received or receives now; read the directory where a transfer fails in the pause."""
         seconds = self._settings.reload_timeout_seconds
         if received.staged is None:
-            await engine.load_received(policy.version, seconds=seconds)
+            await engine.transfers.load_received(policy.version, seconds=seconds)
         elif not await self._transfers.load_staged(received, engine):
             try:
                 await self._check_directory(policy, engine)

@@ -296,7 +296,7 @@ class Reloader:
 
     async def _admit(self, engine: Engine) -> None:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
-        engine.forget_transfers()  # it may have been restarted with other flags
+        engine.forget_transfers()
         await engine.fetch_models()
         active = (await self._wanted()).active
         if self._settings.engine_sleep and not await self._sleeper.bring_awake(engine, active):

@@ -34,9 +34,9 @@ async def prepare(url: str, version: int, engine: Engine, num_workers: int, seco
     request: Json = {
         "version": version,
         "num_workers": num_workers,
-        "backend": engine.weight_backend,
+        "backend": engine.transfers.backend,
         "engine": engine.url,
-        "connection": engine.weight_connection,
+        "connection": engine.transfers.connection,
     }
     answer = await ask_trainer(url, "POST", "/transfers", request, max(seconds, ANSWER_SECONDS))
     if answer is None:
@@ -45,13 +45,13 @@ async def prepare(url: str, version: int, engine: Engine, num_workers: int, seco
         return str(answer["error"])
     staged = StagedVersion(url, answer["transfer_id"], answer["updates"])
     if answer["init_info"] is not None:
-        engine.weight_connection = None
+        engine.transfers.connection = None
         try:
-            await engine.connect_weights(answer["init_info"], seconds=seconds)
+            await engine.transfers.connect(answer["init_info"], seconds=seconds)
         except EngineError:
             await _end(staged, seconds, is_loaded=False)
             raise
-    engine.weight_connection = answer["connection"]
+    engine.transfers.connection = answer["connection"]
     return staged
 
 
@@ -63,16 +63,16 @@ async def load(staged: StagedVersion, engine: Engine, seconds: float) -> str | N
     """
     began = await ask_trainer(staged.url, "POST", f"/transfers/{staged.transfer_id}/begin", {}, ANSWER_SECONDS)
     if began is None:
-        engine.weight_connection = None
+        engine.transfers.connection = None
         return "the trainer has ended the transfer, or does not answer"
     try:
-        await engine.load_updates(staged.updates, seconds=seconds)
+        await engine.transfers.load_updates(staged.updates, seconds=seconds)
     except EngineError as error:
-        engine.weight_connection = None
+        engine.transfers.connection = None
         await _end(staged, ANSWER_SECONDS, is_loaded=False)
         if not isinstance(error, EngineRefused):
             raise
-        await engine.abandon_update(seconds=seconds)
+        await engine.transfers.abandon_update(seconds=seconds)
         return str(error)
     await _end(staged, ANSWER_SECONDS, is_loaded=True)
     return None

@@ -102,7 +102,7 @@ class Transfers:
         except EngineError as error:
             found = str(error)
             if _lacks_transfers(error):
-                engine.lacks_transfers = True
+                engine.transfers.is_unsupported = True
                 log.warning(
                     "the engine at %s was started without weight transfers, so it reads versions from their "
                     "directories until it is restarted; start it with `turnwise engine` to send them from memory",
@@ -145,8 +145,8 @@ class Transfers:
         Raises:
             EngineError: the engine takes no transfers.
         """
-        num_workers = await engine.num_workers()
-        if await engine.find_weight_backend(seconds=self._seconds) in STAGED_BACKENDS:
+        num_workers = await engine.transfers.num_workers()
+        if await engine.transfers.find_backend(seconds=self._seconds) in STAGED_BACKENDS:
             staged = await staged_transfer.prepare(offer.url, offer.version, engine, num_workers, self._seconds)
             return staged if isinstance(staged, str) else dataclasses.replace(offer, staged=staged)
         base = self._held.get(engine.url)
@@ -163,7 +163,7 @@ class Transfers:
         if started is None:
             return "the trainer does not hold it any more, or does not answer"
         try:
-            await engine.receive_weights(started["init_info"], seconds=self._seconds)
+            await engine.transfers.receive(started["init_info"], seconds=self._seconds)
         except EngineError as error:
             if base is None:
                 raise
@@ -172,7 +172,7 @@ class Transfers:
         return "the trainer ended" if ended is None else ended["error"]
 
     def _has_refused(self, engine: Engine) -> bool:
-        if engine.lacks_transfers:
+        if engine.transfers.is_unsupported:
             return True
         refused_at = self._refused_at.get(engine.url)
         return refused_at is not None and time.monotonic() - refused_at < REFUSED_SECONDS
