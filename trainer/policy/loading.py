@@ -35,6 +35,24 @@ TOKENIZER_FILES = (
 """What belongs to a model and is no weight: patterns of file names in its directory."""
 
 
+def choose_attention(spec: PolicySpec, device: torch.device) -> str:
+    """Return the attention implementation; on a CPU `eager` for the few architectures that have no SDPA, as gpt-oss.
+
+    Raises:
+        BadCheckpoint: There is no such model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if spec.attention != "auto":
+        return spec.attention
+    if device.type == "cuda":
+        return "flex_attention"
+    with _named_errors(spec):
+        config = AutoConfig.from_pretrained(spec.model)
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001  transformers has no other way to ask
+    return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
+
+
 def load_model(spec: PolicySpec, attention: str) -> nn.Module:
     """Load the base model in the precision of `weights_dtype` on the CPU, with a fresh adapter for LoRA.
 

@@ -22,7 +22,15 @@ from trainer.learning.logprobs import linear_logprobs, selected_logprobs
 from trainer.policy.context_parallel import ContextGroup, part_of, register_attention, spread
 from trainer.policy.head import OutputLayer
 from trainer.policy.inputs import RowInputs, part_inputs, row_inputs
-from trainer.policy.loading import allocate, base_of, copy_tokenizer, empty_model, load_model, tied_names
+from trainer.policy.loading import (
+    allocate,
+    base_of,
+    choose_attention,
+    copy_tokenizer,
+    empty_model,
+    load_model,
+    tied_names,
+)
 from trainer.policy.mesh import REPLICA, TENSOR, Division, check_divisible, divide_layers
 from trainer.policy.router_replay import RouterReplay
 from trainer.policy.tuning import checkpoint_layers, needs_checkpointing, use_liger, uses_liger
@@ -113,7 +121,7 @@ class Policy:
         self.device = resolve_device(self.spec.device)
         wanted = self.spec.dtype if self.spec.weights_dtype == "float32" else self.spec.weights_dtype
         self.compute_dtype = _compute_dtype(wanted, self.device)
-        self.attention = _attention(self.spec.attention, self.device)
+        self.attention = choose_attention(self.spec, self.device)
         self.model: nn.Module
         if self.mesh_axis is None:
             self.model = self._tuned(load_model(self.spec, self.attention).to(self.device))
@@ -328,8 +336,7 @@ class Policy:
     @property
     def publish_dtype(self) -> torch.dtype:
         """Precision of the published weights."""
-        dtypes = {"auto": self.compute_dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
-        return dtypes[self.spec.publish_dtype]
+        return self.compute_dtype if self.spec.publish_dtype == "auto" else getattr(torch, self.spec.publish_dtype)
 
     def trained_state(self) -> dict[str, Tensor]:
         """Return everything a checkpoint must hold: the whole weights, or the adapter's, on the CPU and not sharded."""
@@ -383,18 +390,11 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    is_coarse = name == "bfloat16" or (name == "auto" and device.type == "cuda")
+    return torch.bfloat16 if is_coarse else torch.float32
 
 
 def _attention_width(config: Any) -> int:
     """Return the width of all heads together."""
     own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(config.num_attention_heads * own)
-
-
-def _attention(name: str, device: torch.device) -> str:
-    if name == "auto":
-        return "flex_attention" if device.type == "cuda" else "sdpa"
-    return name

@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from support import trainer_ledger
+from support.gloo_worlds import sessions
 from support.trainer_ledger import Rollouts, make_model, new_ledger, settings_for
 
 from trainer.build import make_agent
+from trainer.learning.batch import build
 from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.main import _optional_recorders
+from trainer.parallel import World, leave_world
+from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.inputs import ahead
 from trainer.policy.loading import allocate, empty_model, load_model
 from trainer.policy.model import Policy, PolicySpec, resolve_device
@@ -215,3 +222,63 @@ def test_dropout_is_off(tmp_path):
     ids = torch.arange(1, 9)[None]
     with torch.no_grad():
         assert torch.equal(policy.model(ids).logits, policy.model(ids).logits)
+
+
+def test_gpt_oss_has_no_sdpa_and_is_trained_on_a_cpu_all_the_same(tmp_path):
+    """Random weights; its windows are longer than the text."""
+    config = transformers.GptOssConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
+    policy.load(0)
+    assert policy.attention == "eager"
+    agent = PolicyAgent(policy, AgentRule(max_logprob_gap=100.0))
+    found = sessions()[:2]
+    batch = build(found, [np.array([1.0]), np.array([-1.0])], policy_version=0)
+    logprobs = agent.logprobs_of(batch, [0, 1])
+    alone = policy.next_logprobs(found[0].tokens.tolist())
+    places = batch.table.place[batch.tokens_of[0]]
+    expected = alone[places - 1, found[0].tokens[places]]
+    torch.testing.assert_close(torch.from_numpy(logprobs[batch.tokens_of[0]]), expected, atol=2e-5, rtol=0)
+    agent.accumulate_gradient(batch, [0, 1])
+    assert all(parameter.grad is not None for parameter in policy.parameters())
+
+
+def test_processes_wait_for_what_the_first_one_shares_in_a_gloo_group_without_nccls_time_limit(monkeypatch):
+    """Rollouts may take longer than ten minutes; `shares` holds the group of each broadcast."""
+    made, shares = [], []
+
+    def new_group(**options):
+        made.append(options)
+        return f"group {len(made)}"
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    monkeypatch.setattr(
+        torch.distributed, "broadcast_object_list", lambda _, **options: shares.append(options["group"])
+    )
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    leave_world()  # groups of an earlier world are not reused
+    World().share("batch")
+    leave_world()
+    assert shares == ["group 1"]
+    assert all(options["backend"] == "gloo" and options["timeout"].days > 100 for options in made)
+
+
+@pytest.mark.parametrize(("rank", "names"), [(0, ["ProgressLine", "TensorBoard"]), (1, [])])
+def test_only_the_first_process_records(tmp_path, monkeypatch, rank, names):
+    monkeypatch.setattr(World, "is_first", property(lambda _: rank == 0))
+    monkeypatch.setattr("trainer.main.TensorBoard", type("TensorBoard", (), {"__init__": lambda *_: None}))
+    settings = settings_for(tmp_path, tmp_path, progress=True, tensorboard_dir=str(tmp_path / "board"))
+    assert [type(recorder).__name__ for recorder in _optional_recorders(settings)] == names
