@@ -18,14 +18,22 @@ Schema = Mapping[str, Any]
 
 INTRODUCTION = """# HTTP reference
 
-Made from the OpenAPI document by `make docs`; a running proxy gives the document itself at `GET /openapi.json`.
-Model calls are described in [README.md](../README.md) and [exactness.md](exactness.md): they are those of OpenAI, Anthropic and
-Google. This page is the control plane. `$PROXY` is the proxy's address, `$KEY` an API key; a proxy without keys needs none.
+This page lists the HTTP routes of the control plane: sessions, turns, rewards, experiences, policies and keys. `make docs`
+writes it from the OpenAPI document, which a running proxy serves at `GET /openapi.json`. Model calls use the APIs of
+OpenAI, Anthropic and Google: see [dialects.md](dialects.md). `$PROXY` is the proxy's address and `$KEY` an API key; a proxy
+without keys needs none.
 
-Every error is `{"error": {"message", "type", "param", "code"}}`: the message says what to do, `code` is for programs. 422 is a
-field or parameter that cannot be, 404 an id that this tenant does not have, 409 a state that does not allow it, 403 a key that
-may not, 503 something to retry. Lists come as `{"object": "list", "data": […], "has_more": true}` and continue with
-`after=` the last row's id. Fields that are `null` are not known yet, or do not apply.
+Every error is `{"error": {"message", "type", "param", "code"}}`: the message says what to do, and programs read `code`.
+Lists are `{"object": "list", "data": […], "has_more": true}`; to get the next page, pass the id of the last row as `after`.
+A field that is `null` is not known yet or does not apply.
+
+| status | meaning |
+|---|---|
+| 403 | the key has no permission |
+| 404 | this tenant has no object with this id |
+| 409 | the object's state does not allow the request |
+| 422 | a field or parameter is invalid |
+| 503 | temporarily unavailable: retry |
 """
 EXPERIENCE = """## An experience, field by field
 
@@ -37,17 +45,9 @@ Sessions count once they are over and have a reward. `loss_mask` and `logprobs` 
 """
 GROUPS = """## Which groups are trainable
 
-A group is ready once as many of its sessions as `group_size` says are over and have a reward. Then its turns are compared:
-
-| group | what happens |
-|---|---|
-| a session without `group_id` | it is a group of one under its own id |
-| a group of one | nothing to compare it with: with the trainer's `singleton = "zero"` (default) it trains nothing and ends as `dropped`, `uniform_rewards`; with `"raw"` its reward is its advantage |
-| no `group_size` | it never becomes complete by itself: it closes when nothing happened in it for the trainer's `stalled_seconds`, or when a later `POST /v1/sessions` gives the size |
-| equal rewards | no turn has an advantage: `dropped`, `uniform_rewards`; normal, not an error |
-| a member that failed | it counts like any other once it is over and has a reward; without a reward the group waits until it is stalled |
-| a reward after training | it is stored and changes nothing that was trained: the answer's `trained_in` names the update; with the proxy's `retrain_revised` the group is trained again |
-| an older policy version than `max_staleness` allows | `dropped`, `stale` |
+[concepts.md](concepts.md#groups) lists the cases. `training_note` in the answer to `POST /v1/sessions/{session_id}/end`
+says which one holds for the session's group. A group that is not trained has the status `dropped` and a reason such as
+`uniform_rewards` or `stale`. `trained_in` of a session, turn or experience names the update that trained it.
 """
 
 
