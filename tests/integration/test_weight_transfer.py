@@ -13,7 +13,7 @@ from support.engines import RunningEngine, running_engine
 from support.proxies import RunningProxy, running_proxy
 from support.weights_in_memory import weights_in_memory
 
-from trainer.publish import staged_transfer, weight_server
+from trainer.publish import staged_transfer
 from turnwise.engine_plugin.channel import Channel, TransferFailed
 from turnwise.store import policies
 from turnwise.store.database import Database
@@ -90,7 +90,6 @@ def test_a_half_sent_version_leaves_the_last_good_one_served(served, engine, tmp
 @pytest.mark.slow
 def test_an_update_by_ipc_that_fails_in_a_real_vllm_is_read_from_the_directory(small_model_dir, tmp_path, monkeypatch):
     """A CPU has no GPU memory to open, so vLLM fails between the start and the end of the update."""
-    monkeypatch.setattr(weight_server, "own_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(staged_transfer, "reduce_tensor", lambda _: (None, (None,) * 8))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-0"))
     flags = ("--weight-transfer-config", '{"backend": "ipc"}')
@@ -99,7 +98,7 @@ def test_an_update_by_ipc_that_fails_in_a_real_vllm_is_read_from_the_directory(s
     with (
         running_engine(small_model_dir, tmp_path / "engine.log", *flags, environment=accepted) as engine,
         running_proxy(engine.url, url, tmp_path) as proxy,
-        weights_in_memory(url) as trainer,
+        weights_in_memory(url, torch.device("cpu")) as trainer,
     ):
         for version in (1, 2):
             directory = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)

@@ -83,7 +83,7 @@ def replace_devices(patch: pytest.MonkeyPatch) -> FakeNccl:
         from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
         from vllm.model_executor.model_loader import mtp_validation, reload
 
-    from trainer.publish import staged_transfer, weight_server
+    from trainer.publish import staged_transfer
 
     fake, shared = FakeNccl(), dict[int, Tensor]()
     stream = SimpleNamespace(synchronize=lambda: None)
@@ -94,7 +94,6 @@ def replace_devices(patch: pytest.MonkeyPatch) -> FakeNccl:
 
     patch.setattr(staged_transfer, "nccl", fake)
     patch.setattr(staged_transfer, "reduce_tensor", share)
-    patch.setattr(weight_server, "own_gpu", lambda: torch.device("cpu"))
     patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=GPU))
     patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     patch.setattr(torch.accelerator, "synchronize", lambda: None)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from trainer.publish.weight_server import WeightRule, WeightServer
@@ -27,9 +28,11 @@ class WeightsInMemory:
 
 
 @contextlib.contextmanager
-def weights_in_memory(database_url: str, **settings: object) -> Iterator[WeightsInMemory]:
+def weights_in_memory(
+    database_url: str, gpu: torch.device | None = None, **settings: object
+) -> Iterator[WeightsInMemory]:
     """Hand out weights until the block ends; deltas where an engine has the version before."""
-    server = WeightServer(WeightRule(**({"weight_deltas": True, "weight_seconds": 10.0} | settings)))
+    server = WeightServer(WeightRule(**({"weight_deltas": True, "weight_seconds": 10.0} | settings)), gpu)
     database = Database(database_url)
     try:
         for url in (server.url, None):

@@ -193,7 +193,8 @@ class RLWorkflow(abc.ABC):
             return
         sends = self.config.weight_transfer and self.config.kind is PolicyKind.FULL
         if sends or self.config.engine_sleep_level:
-            self.weights = WeightServer(self.config)
+            device = self.agent.policy.device
+            self.weights = WeightServer(self.config, device if device.type == "cuda" else None)
         self.env.announce_weights(None if self.weights is None else self.weights.url)
 
     @contextlib.contextmanager

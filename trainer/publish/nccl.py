@@ -45,20 +45,24 @@ class Group:
     """One member, rank 0, of a group with the workers of an engine."""
 
     def __init__(self, unique_id: bytes, size: int, device: torch.device) -> None:
-        """Join the group; blocks until all workers have joined.
+        """Join the group; blocks until all workers have joined. `is_done` says when its first sum is complete.
 
         Raises:
             NcclFailed: They cannot connect.
         """
         self._communicator = ctypes.c_void_p()
+        self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             joined = ctypes.byref(self._communicator)
             _call("ncclCommInitRank", joined, size, _UniqueId.from_buffer_copy(unique_id), SENDER)
-            one = torch.zeros(1, device=device)  # each worker of vLLM starts with this sum
+            self._one = torch.zeros(1, device=device)  # each worker of vLLM starts with this sum
             torch.cuda.current_stream().synchronize()
-            _call("ncclAllReduce", _at(one), _at(one), _count(one), FLOAT32, SUM, self._communicator, self._handle)
-            self._stream.synchronize()
+        try:
+            self._start_sum(self._one)
+        except NcclFailed:
+            self.abort()
+            raise
 
     def broadcast(self, payload: Tensor) -> None:
         """Start to send bytes that are on the device already.
@@ -67,15 +71,22 @@ class Group:
             NcclFailed: It cannot be started.
         """
         place = _at(payload)
-        _call("ncclBroadcast", place, place, _count(payload), UINT8, SENDER, self._communicator, self._handle)
+        with torch.cuda.device(self._device):  # each thread has a current device of its own
+            _call("ncclBroadcast", place, place, _count(payload), UINT8, SENDER, self._communicator, self._handle)
 
     def is_done(self) -> bool:
         """Return whether all that was started has been sent."""
         return bool(self._stream.query())
 
     def abort(self) -> None:
-        """Stop what is running, and leave the group."""
-        _call("ncclCommAbort", self._communicator)
+        """Stop what is running, and leave the group; once only, since the communicator is gone afterwards."""
+        with torch.cuda.device(self._device):
+            _call("ncclCommAbort", self._communicator)
+
+    def _start_sum(self, one: Tensor) -> None:
+        place = _at(one)
+        with torch.cuda.device(self._device):
+            _call("ncclAllReduce", place, place, _count(one), FLOAT32, SUM, self._communicator, self._handle)
 
     @property
     def _handle(self) -> ctypes.c_void_p:

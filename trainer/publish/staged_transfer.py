@@ -63,11 +63,13 @@ def describe(slots: Sequence[Slot]) -> Json:
 def cut(slots: Sequence[Slot], chunk_bytes: int) -> Iterator[tuple[Slot, ...]]:
     """Yield the tensors of each chunk; both sides of a packed transfer must cut alike."""
     inside: list[Slot] = []
+    size = 0
     for slot in slots:
         inside.append(slot)
-        if sum(each.num_bytes for each in inside) > chunk_bytes:
+        size += slot.num_bytes
+        if size > chunk_bytes:
             yield tuple(inside)
-            inside = []
+            inside, size = [], 0
     if inside:
         yield tuple(inside)
 
@@ -98,7 +100,10 @@ class Connection:
         self.connection_id = secrets.token_hex(8)
         self._unique_id = nccl.new_unique_id()
         self._size = 1 + num_workers
+        self._lock = threading.Lock()
+        """Held while the group is set or taken: aborting one twice would end the trainer."""
         self._group: nccl.Group | None = None
+        self._is_closed = False
         self._error = "the engine did not join the group"
         self._opened = threading.Event()
         self._device = device
@@ -127,31 +132,47 @@ class Connection:
             StagingFailed: A worker is missing, or the transfer was cancelled. The group is closed.
         """
         deadline = time.monotonic() + seconds
-        if not self._opened.wait(seconds) or self._group is None:
-            raise StagingFailed(self._error)
+        self._opened.wait(seconds)
         try:
-            for chunk in chunks:
-                self._group.broadcast(chunk.payload)
-        except nccl.NcclFailed as error:
+            self._send_all(chunks, deadline, cancelled)
+        except (StagingFailed, nccl.NcclFailed, RuntimeError) as error:  # torch raises RuntimeError for errors of CUDA
             self.close()
             raise StagingFailed(str(error)) from error
-        while not self._group.is_done():
+
+    def close(self) -> None:
+        """Leave the group, and stop what is running in it; a group that is still opening is left once it is open."""
+        with self._lock:
+            self._is_closed = True
+            group, self._group = self._group, None
+            if group is not None:
+                self._error = "the group was closed"
+        if group is not None:
+            group.abort()
+
+    def _send_all(self, chunks: Sequence[Chunk], deadline: float, cancelled: threading.Event) -> None:
+        group = self._group
+        if group is None:
+            raise StagingFailed(self._error)
+        for chunk in chunks:
+            group.broadcast(chunk.payload)
+        while not group.is_done():
             if cancelled.is_set() or time.monotonic() > deadline:
-                self.close()
                 raise StagingFailed("the engine stopped receiving")
             time.sleep(POLL_SECONDS)
 
-    def close(self) -> None:
-        """Leave the group, and stop what is running in it."""
-        if self._group is not None:
-            group, self._group, self._error = self._group, None, "the group was closed"
-            group.abort()
-
     def _open(self) -> None:
         try:
-            self._group = nccl.Group(self._unique_id, self._size, self._device)
+            group = nccl.Group(self._unique_id, self._size, self._device)
+            while not (group.is_done() or self._is_closed):
+                time.sleep(POLL_SECONDS)
         except (nccl.NcclFailed, RuntimeError) as error:
             self._error = str(error)
+        else:
+            with self._lock:
+                if not self._is_closed:
+                    self._group = group
+            if self._group is not group:
+                group.abort()
         self._opened.set()
 
 
@@ -159,24 +180,38 @@ class StagedTransfer:
     """One version on the device, until one engine has loaded it or the time limit has passed."""
 
     def __init__(self, chunks: list[Chunk], connection: Connection | None, seconds: float) -> None:
+        self.transfer_id = secrets.token_hex(8)
         self._chunks = chunks
         self._connection = connection
         self._seconds = seconds
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
         self.error: str | None = None
-        self._limit = threading.Timer(0, self.end)
-        self._extend()
+        self._lock = threading.Lock()
+        """Held while the transfer begins or ends."""
+        self._is_ended = False
+        self._limit = self._new_limit()
 
-    def begin(self) -> None:
-        """Start to send, where the backend sends: the engine receives at the same time."""
-        self._extend()
-        if self._connection is not None:
-            self._thread = threading.Thread(target=self._send, args=(self._connection,), name="weights", daemon=True)
-            self._thread.start()
+    def begin(self) -> bool:
+        """Start to send, where the backend sends: the engine receives at the same time; False after the end."""
+        with self._lock:
+            if self._is_ended:
+                return False
+            self._limit.cancel()
+            self._limit = self._new_limit()
+            if self._connection is not None:
+                self._thread = threading.Thread(
+                    target=self._send, args=(self._connection,), name="weights", daemon=True
+                )
+                self._thread.start()
+        return True
 
     def end(self, *, is_loaded: bool = False) -> None:
         """Release the memory; a transfer that is still running is cancelled unless the engine has all of it."""
+        with self._lock:
+            if self._is_ended:
+                return
+            self._is_ended = True
         self._limit.cancel()
         if not is_loaded:
             self._cancelled.set()
@@ -195,16 +230,17 @@ class StagedTransfer:
             self.error = str(error)
             log.warning("a transfer of weights failed: %s", error)
 
-    def _extend(self) -> None:
-        self._limit.cancel()
-        self._limit = threading.Timer(self._seconds, self.end)
-        self._limit.daemon = True
-        self._limit.start()
+    def _new_limit(self) -> threading.Timer:
+        limit = threading.Timer(self._seconds, self._expire)
+        limit.daemon = True
+        limit.start()
+        return limit
 
-
-def own_gpu() -> torch.device | None:
-    """Return the GPU of this process; None without one."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    def _expire(self) -> None:
+        with self._lock:
+            is_due = threading.current_thread() is self._limit  # not if the transfer began at this very moment
+        if is_due:
+            self.end()
 
 
 class StagedTransfers:
@@ -216,6 +252,7 @@ class StagedTransfers:
         self._connections: dict[str, Connection] = {}
         """The open group of each engine, by the engine's URL."""
         self._transfers: dict[str, StagedTransfer] = {}
+        """The latest transfer to each engine, by the engine's URL."""
         self._lock = threading.Lock()
 
     def prepare(self, held: HeldVersion, backend: StagedBackend, request: Json) -> Json:
@@ -233,43 +270,42 @@ class StagedTransfers:
             raise StagingFailed(f"the trainer has no GPU, which vLLM's backend {backend!r} needs")
         if backend == "ipc" and request["num_workers"] != 1:
             raise StagingFailed(f"backend 'ipc' serves engines of one GPU, not of {request['num_workers']}")
+        engine = str(request["engine"])
+        earlier = self._transfers.get(engine)
+        if earlier is not None:
+            earlier.end()  # whoever asks anew has given it up
         chunks = stage(held, self._device)
         connection, init_info = None, None
         if backend == "nccl":
-            connection, is_new = self._connect(
-                str(request["engine"]), request.get("connection"), request["num_workers"]
-            )
+            connection, is_new = self._connect(engine, request.get("connection"), request["num_workers"])
             init_info = connection.init_info() if is_new else None
             updates = [describe(held.layout.slots)]
         else:
             init_info = {"packed": True}
             updates = [_ipc_update(chunk, self._device) for chunk in chunks]
-        transfer_id = secrets.token_hex(8)
-        with self._lock:
-            self._transfers[transfer_id] = StagedTransfer(chunks, connection, self._seconds)
+        transfer = self._transfers[engine] = StagedTransfer(chunks, connection, self._seconds)
         return {
-            "transfer_id": transfer_id,
+            "transfer_id": transfer.transfer_id,
             "connection": None if connection is None else connection.connection_id,
             "init_info": init_info,
             "updates": updates,
         }
 
     def begin(self, transfer_id: str) -> bool:
-        """Start to send; return False where the transfer is not known."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
-            return False
-        transfer.begin()
-        return True
+        """Start to send; return False where the transfer is not known, or has ended."""
+        transfer = self._find(transfer_id)
+        return transfer is not None and transfer.begin()
 
     def end(self, transfer_id: str, *, is_loaded: bool) -> str | None:
         """Release a transfer's memory; return why it failed here, None if it did not."""
-        with self._lock:
-            transfer = self._transfers.pop(transfer_id, None)
+        transfer = self._find(transfer_id)
         if transfer is None:
             return "the transfer is not known"
         transfer.end(is_loaded=is_loaded)
         return transfer.error
+
+    def _find(self, transfer_id: str) -> StagedTransfer | None:
+        return next((one for one in list(self._transfers.values()) if one.transfer_id == transfer_id), None)
 
     def _connect(self, engine: str, connection_id: object, num_workers: int) -> tuple[Connection, bool]:
         """Return the group with an engine, and whether it is new."""

@@ -17,11 +17,12 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from trainer.publish.held_versions import HeldVersion, HeldVersions
-from trainer.publish.staged_transfer import StagedTransfers, StagingFailed, own_gpu
+from trainer.publish.staged_transfer import StagedTransfers, StagingFailed
 from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed, Transport
 from turnwise.settings import Settings
 from turnwise.types import Json
@@ -104,11 +105,17 @@ class Transfer:
 class WeightServer:
     """Answers on a port of its own; each request has a thread."""
 
-    def __init__(self, rule: WeightRule) -> None:
+    def __init__(self, rule: WeightRule, gpu: torch.device | None = None) -> None:
+        """Start to answer.
+
+        Args:
+            rule: How engines get new weights.
+            gpu: The trainer's GPU, to which versions are copied for vLLM's own backends; None without one.
+        """
         self._rule = rule
         self.held = HeldVersions(rule.weight_versions)
         self._transfers: dict[str, Transfer] = {}
-        self._staged = StagedTransfers(rule.weight_seconds, own_gpu())
+        self._staged = StagedTransfers(rule.weight_seconds, gpu)
         self._sleep_level = 0
         """The level that engines should sleep at now; 0 while they should be awake."""
         self._sleeping = threading.Event()
