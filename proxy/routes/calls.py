@@ -261,9 +261,17 @@ class Sample:
         identify(call, scope, headers, settings.ignored_ids)
         if call.idempotency_key is not None:
             is_whole = call.previous_turn_id is None and not self._dialect.referenced_turns(body)
-            is_long = is_whole and len(raw) >= MIN_BYTES and await is_decoded_elsewhere(raw, limits)
-            digest = await digest_call(services.decoder, raw, request, keyed_digest) if is_long else None
+            digest = await self._keyed_digest(call, raw, request) if is_whole else None
         return call, digest
+
+    async def _keyed_digest(self, call: Call, raw: bytes, request: LongRequest) -> bytes:
+        """Return the digest of a request under an `Idempotency-Key`, before it is resumed.
+
+        What a `conversation` holds is no part of the request: its newest turn may be that of the first attempt.
+        """
+        if len(raw) >= MIN_BYTES and await is_decoded_elsewhere(raw, request.limits):
+            return await digest_call(self._services.decoder, raw, request, keyed_digest)
+        return keyed_digest(call)
 
     async def _parse(self, body: Json, scope: Scope, query: dict[str, str], principal: Principal) -> Call:
         """Return the call that a decoded request asks for."""
