@@ -53,10 +53,15 @@ class DecodingProcess:
     async def do(self, function: Callable[..., T], data: bytes, **options: Any) -> T:
         """Call a function with the data in the other process; it must be importable by its name.
 
+        The job of a caller that is cancelled is done to its end, because its answer must not be read by the next job.
+
         Raises:
             ProxyUnavailable: the process ended or did not answer.
             TurnwiseError: what the function raises.
         """
+        return await asyncio.shield(self._do(function, data, options))
+
+    async def _do(self, function: Callable[..., T], data: bytes, options: dict[str, Any]) -> T:
         async with self._lock:
             try:
                 result = await asyncio.to_thread(self._call, pickle.dumps((function, options)), data)

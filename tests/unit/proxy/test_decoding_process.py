@@ -187,6 +187,17 @@ async def test_a_killed_process_fails_one_request_and_is_replaced(decoder):
     assert (await requests.read(("default", "other"), raw, **LIMITS)).body == BODY
 
 
+async def test_a_job_after_a_cancelled_one_gets_its_own_result(decoder):
+    """The answer to the cancelled job is not taken for that of the next, which may be of another tenant."""
+    cancelled = asyncio.create_task(decoder.do(bytes.upper, TEXT.encode()))
+    while decoder._link is None:
+        await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert await decoder.do(bytes.upper, b"next") == b"NEXT"
+
+
 def test_the_process_ends_with_the_proxy(decoder):
     """It sees its link closed, also where the proxy was killed."""
     link = decoder._start()
