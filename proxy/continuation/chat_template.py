@@ -12,7 +12,9 @@ import copy
 import functools
 import json
 import os.path
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -29,6 +31,8 @@ MARKER = "TurnwiseMarkQ7Z"
 """Replaces a reply's content; letters and a digit, so that JSON or HTML escaping does not change it."""
 MAX_CLOSINGS = 1024
 """Kinds of conversations whose closing text is known."""
+GIVEN_BYTES = 16
+"""Length of the digest of tools and template arguments in the key of a closing text."""
 PROBE_VALUE, OTHER_PROBE_VALUE = "probe0001", "probe0002"
 
 Reason = Literal["template_unsafe", "thinking_stripped", "tokenizer_differs"]
@@ -67,6 +71,7 @@ class ChatTemplate:
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
         self._renders_developer = "developer" in str(tokenizer.chat_template)
         self._outliner: Outliner | None = None
+        self._lock = threading.Lock()
         self._closings: dict[Hashable, str] = {}
         """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
 
@@ -192,19 +197,24 @@ class ChatTemplate:
             return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
         end_token = reply.last_token if reply.ended else None
         given = orjson.dumps([tools, arguments], option=orjson.OPT_SORT_KEYS)
-        key = (kinds, replied, end_token, keep_thinking, given)
+        key = (kinds, replied, end_token, keep_thinking, blake2b(given, digest_size=GIVEN_BYTES).digest())
         closing = self._closings.get(key)
         if closing is None:
             found, closing = self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
-            while len(self._closings) >= MAX_CLOSINGS:
-                del self._closings[next(iter(self._closings))]
-            self._closings[key] = closing
+            self._keep_closing(key, closing)
             return found
         if keep_thinking:
             messages = [_without_thinking(message) for message in messages]
         rest = self._after_marker(_with_marker(messages, replied), tools, arguments, generate=True)
         has_calls = bool(messages[replied].get("tool_calls"))
         return self._tokenise(reply, *self._split_at_end(rest, closing, reply, has_calls=has_calls))
+
+    def _keep_closing(self, key: Hashable, closing: str) -> None:
+        """Keep the text that closes a reply in place of the oldest one; calls do this in several threads."""
+        with self._lock:
+            while len(self._closings) >= MAX_CLOSINGS:
+                del self._closings[next(iter(self._closings))]
+            self._closings[key] = closing
 
     def whole_continuation(
         self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool

@@ -9,6 +9,7 @@ as `</think>`, is kept whole. `ChatTemplate` checks at its start that its templa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -84,6 +85,8 @@ class Outliner:
         self._marks = marks
         self._shortens_tools = shortens_tools
         self._numbers: dict[Kind, int] = {}
+        self._next_number = itertools.count()
+        """Gives each number once, also where several threads number kinds."""
 
     def shortened(self, messages: Sequence[Json], replied: int, known: list[Outline] | None = None) -> Shortened:
         """Return a conversation that is short before the reply at index `replied`.
@@ -117,7 +120,7 @@ class Outliner:
     def _number(self, kind: Kind) -> int:
         number = self._numbers.get(kind)
         if number is None and len(self._numbers) < MAX_KINDS:
-            number = self._numbers[kind] = len(self._numbers)
+            number = self._numbers.setdefault(kind, next(self._next_number))
         return hash(kind) if number is None else number
 
     def outline_tools(self, tools: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -154,6 +155,21 @@ def test_a_conversation_of_a_known_kind_is_rendered_once():
     finally:
         del template.render
     assert "".join(map(str, rendered)) == "1111011110" + "1011110"
+
+
+def test_what_is_kept_of_a_kind_of_conversation_does_not_grow_with_its_tools():
+    """Tools with a mark of the template are not shortened; here they have 100,000 characters."""
+    template = shortened("qwen3_instruct_2507")
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
+    function = {**TOOLS[0]["function"], "description": "<tool_call>" + "x" * 100_000}
+    before = len(pickle.dumps(template._closings))
+    template.continuation(messages, 1, reply, [{**TOOLS[0], "function": function}], {}, keep_thinking=False)
+    assert 0 < len(pickle.dumps(template._closings)) - before < 200
 
 
 def test_tools_are_rendered_whole_where_a_template_prints_them_after_a_reply():
