@@ -9,13 +9,13 @@ from __future__ import annotations
 import collections
 from typing import NamedTuple
 
-import orjson
-
 from proxy.continuation.digests import History
-from turnwise.types import Json, SessionKey
+from turnwise.types import SessionKey
 
 MAX_BYTES = 16 * 2**20
 """Memory of all histories."""
+HISTORY_BYTES = 6_000
+"""Memory of a history without messages, roughly: most of it is for its three running hashes."""
 MESSAGE_BYTES = 200
 """Memory of the digests after one message, roughly."""
 
@@ -23,15 +23,14 @@ MESSAGE_BYTES = 200
 class _Recent(NamedTuple):
     """The messages of a session's last call."""
 
-    num_messages: int
     text: bytes
-    """The messages as JSON."""
+    """Their JSON array, without the bracket that closes it."""
     history: History
 
     @property
     def num_bytes(self) -> int:
         """Memory, roughly."""
-        return len(self.text) + self.num_messages * MESSAGE_BYTES
+        return HISTORY_BYTES + len(self.text) + len(self.history.full) * MESSAGE_BYTES
 
 
 class RecentHistories:
@@ -42,20 +41,24 @@ class RecentHistories:
         self._num_bytes = 0
         self._by_session: collections.OrderedDict[SessionKey, _Recent] = collections.OrderedDict()
 
-    def find(self, session: SessionKey, messages: list[Json]) -> History | None:
+    def find(self, session: SessionKey, messages_json: bytes) -> History | None:
         """Return the history of the session's last call if the messages begin with those of that call."""
         recent = self._by_session.get(session)
-        if recent is None or recent.num_messages > len(messages):
+        if recent is None:
             return None
-        is_same = orjson.dumps(messages[: recent.num_messages]) == recent.text
+        end = len(recent.text)
+        is_same = messages_json.startswith(recent.text) and messages_json[end : end + 1] in (b",", b"]")
         return recent.history if is_same else None
 
-    def keep(self, session: SessionKey, messages: list[Json], history: History) -> None:
+    def keep(self, session: SessionKey, messages_json: bytes, history: History) -> None:
         """Replace the session's history; drop the least recently used ones if all take too much memory."""
         replaced = self._by_session.pop(session, None)
         if replaced is not None:
             self._num_bytes -= replaced.num_bytes
-        recent = self._by_session[session] = _Recent(len(messages), orjson.dumps(messages), history)
+        recent = _Recent(messages_json[:-1], history)
+        if recent.num_bytes > self._max_bytes:
+            return
+        self._by_session[session] = recent
         self._num_bytes += recent.num_bytes
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= self._by_session.popitem(last=False)[1].num_bytes

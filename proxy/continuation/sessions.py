@@ -16,6 +16,8 @@ import uuid
 from hashlib import blake2b
 from typing import NamedTuple
 
+import orjson
+
 from proxy.auth import Principal
 from proxy.continuation.candidates import Candidate, choose_candidate
 from proxy.continuation.chat_template import ChatTemplate
@@ -203,8 +205,9 @@ class Sessions:
         if principal is None or session_id is None or call.known_messages is not None:
             return await read_in_slices(call, self.fields_read)
         session = principal.tenant, session_id
-        conversation = read_conversation(call, self.fields_read, self._recent.find(session, call.messages))
-        self._recent.keep(session, call.messages, conversation.history)
+        messages_json = orjson.dumps(call.messages)
+        conversation = read_conversation(call, self.fields_read, self._recent.find(session, messages_json))
+        self._recent.keep(session, messages_json, conversation.history)
         return conversation
 
     async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
