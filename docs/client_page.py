@@ -13,10 +13,10 @@ from turnwise.client.connection import Connection
 
 INTRODUCTION = """# The Python client
 
-`turnwise.client` is the control plane in Python: it creates sessions, gives rewards, and reads what was captured. It comes with
-`pip install turnwise` and imports neither a database driver nor torch. The HTTP routes behind it are in [api.md](api.md).
+`turnwise.client` is the Python client of the control plane: it creates sessions, posts rewards, and reads captured data.
+`pip install turnwise` installs it. It imports neither a database driver nor torch. [api.md](api.md) has its HTTP routes.
 
-A session gives real OpenAI clients with the session's own URL and key, so an agent that takes an OpenAI client runs unchanged:
+A session creates OpenAI clients with the session's own URL and key, so an agent that accepts an OpenAI client runs unchanged:
 
 ```python
 from turnwise.client import Client
@@ -31,7 +31,7 @@ with Client("http://127.0.0.1:8100") as turnwise:
         print(ended["training_note"])
 ```
 
-A reward for each step, and what the trainer would get:
+This example posts a reward for each step, and prints the experiences that the trainer would get:
 
 ```python
 from turnwise.client import Client
@@ -47,7 +47,7 @@ with Client("http://127.0.0.1:8100") as turnwise:
         print(experience["eid"]["step"], experience["reward"], experience["return"])
 ```
 
-`AsyncClient` has the same methods; those that are no iterator are awaited:
+`AsyncClient` has the same methods. Await all of them except iterators:
 
 ```python
 import asyncio
@@ -68,7 +68,7 @@ async def main():
 asyncio.run(main())
 ```
 
-Labels mark sessions for later, and lists search in what sessions hold:
+Labels mark sessions for later, and lists can search the content of sessions:
 
 ```python
 from turnwise.client import Client
@@ -79,9 +79,9 @@ with Client("http://127.0.0.1:8100") as turnwise:
     print([session["session_id"] for session in turnwise.sessions(label="golden")])
 ```
 
-Every write has an idempotency key, so calls that are repeated after a broken connection, 429 or 503 take effect once. Errors are
-exceptions of `turnwise.errors`: `InvalidRequest`, `Unauthorized`, `Forbidden`, `NotFound`, `Conflict`, and `ProxyUnavailable` once
-all retries have failed.
+Every write has an idempotency key, so a call that is repeated after a broken connection, 429 or 503 takes effect once. Errors
+are exceptions of `turnwise.errors`: `InvalidRequest`, `Unauthorized`, `Forbidden`, `NotFound`, `Conflict`, and
+`ProxyUnavailable` once all retries have failed.
 """
 _FIRST = re.compile(r"(.+?)(?:\n\n|$)", re.DOTALL)
 

@@ -28,14 +28,14 @@ from turnwise.types import Json
 COLUMNS = {
     "runs": "it calls its tool and ends with the model's answer",
     "streams": "it asks for streamed replies",
-    "exact": "its own conversation is one chain, every turn of it is exact, and every call is stored token for token",
+    "exact": "its own conversation is one chain, each of its turns is exact, and every call is stored token for token",
     "parallel tools": "one reply calls two tools, and the next turn extends it with both outputs",
-    "beside": "role and reason of calls beside its own conversation, such as titles and sub-agents; – without any",
-    "retry": "the engine fails once: it goes on, and the store has the same turns as otherwise, each once",
-    "client gone": "it is ended in the middle of a reply: the engine stops; the store has the turn once, as aborted",
-    "kill -9": "the proxy is killed while the tool runs, and another takes its place: the store has the same turns",
-    "inferred": "without a session in its address: its conversation is one exact chain in one session",
-    "session by": "what names that session: an id that it sends by itself, or its conversation",
+    "beside": "role and reason of its other calls, such as titles and sub-agents; – if there are none",
+    "retry": "the engine fails once: the agent continues, and the store has the same turns as otherwise, each once",
+    "client gone": "it is killed during a reply: the engine stops, and the store has the turn once, as aborted",
+    "kill -9": "the proxy is killed while the tool runs, and a new one replaces it: the store has the same turns",
+    "inferred": "without a session in the base URL, its conversation is one exact chain in one session",
+    "session by": "how the proxy identifies that session: by an id that the agent sends, or by its conversation",
 }
 """The columns of the table."""
 NONE = "–"
