@@ -9,6 +9,7 @@ K turns of an experience.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -81,29 +82,30 @@ def token_rewards(experience: Experience, places: Indices) -> Floats:
     return rewards
 
 
-def with_values(batch: Batch, values: Reals, rule: ValueRule) -> tuple[Batch, Json]:
-    """Return the batch with GAE's advantages, normalised over its tokens, with returns and values; and gauges.
+def with_values(batch: Batch, members: Sequence[int], values: Reals, rule: ValueRule) -> tuple[Batch, Json]:
+    """Return the batch with GAE's advantages, normalised over the members' tokens, returns and values; and gauges.
 
     Args:
         batch: The batch.
-        values: Of each trained token. [M]
+        members: The experiences that are trained.
+        values: Of each trained token; those of other experiences are not read. [M]
         rule: λ and γ.
     """
-    raw = np.zeros(len(values))
-    for experience, tokens in zip(batch.experiences, batch.tokens_of, strict=True):
-        rewards = token_rewards(experience, batch.table.place[tokens])
+    raw, advantages = np.zeros(len(values)), np.zeros(len(values))
+    for member in members:
+        tokens = batch.tokens_of[member]
+        rewards = token_rewards(batch.experiences[member], batch.table.place[tokens])
         raw[tokens] = gae(rewards, values[tokens].astype(np.float64), rule.gae_gamma, rule.gae_lambda)
+    trained = np.concatenate([batch.tokens_of[member] for member in members])
+    advantages[trained] = whiten(raw[trained], ddof=0)
     returns = raw + values
     table = dataclasses.replace(
-        batch.table,
-        advantages=whiten(raw, ddof=0).astype(np.float32),
-        values=values,
-        returns=returns.astype(np.float32),
+        batch.table, advantages=advantages.astype(np.float32), values=values, returns=returns.astype(np.float32)
     )
     gauges = {
-        "value_mean": float(np.mean(values)),
-        "value_loss": float(np.mean((returns - values) ** 2) / 2),
-        "value_explained_variance": explained_variance(values, returns),
+        "value_mean": float(np.mean(values[trained])),
+        "value_loss": float(np.mean(raw[trained] ** 2) / 2),
+        "value_explained_variance": explained_variance(values[trained], returns[trained]),
     }
     return dataclasses.replace(batch, table=table), gauges
 

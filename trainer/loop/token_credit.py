@@ -36,7 +36,7 @@ class TokenCredit:
         """
         gauges: Json = {}
         if self._agent.critic is not None:
-            batch, gauges = with_values(batch, self._agent.values_of(batch, members), self._rule)
+            batch, gauges = with_values(batch, members, self._agent.values_of(batch, members), self._rule)
         if self._teachers is None:
             return batch, gauges
         world = self._agent.world

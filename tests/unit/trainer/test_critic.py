@@ -66,12 +66,22 @@ def test_at_a_fork_each_chain_goes_on_with_its_own_next_token_by_hand():
     first = experience(session_id="a", reward=1.0, tokens=[1, 2, 3, 4], loss_mask=[False, True, True, True])
     second = experience(session_id="b", reward=0.0, tokens=[1, 2, 3, 5], loss_mask=[False, False, False, True])
     batch = build([first, second], [np.zeros(1)] * 2, policy_version=0)
-    scored, gauges = values.with_values(batch, np.array([0.1, 0.2, 0.3, 0.9], np.float32), ValueRule())
+    scored, gauges = values.with_values(batch, [0, 1], np.array([0.1, 0.2, 0.3, 0.9], np.float32), ValueRule())
     close(scored.table.returns, [1.0, 1.0, 1.0, 0.0])
     raw = np.array([0.9, 0.8, 0.7, -0.9])
     close(scored.table.advantages, (raw - raw.mean()) / (raw.std() + 1e-6))
     close(gauges["value_explained_variance"], 1 - raw.var() / np.var([1, 1, 1, 0]))
     close(values.turn_advantages(scored)[0], scored.table.advantages[:3].mean())
+
+
+def test_a_session_that_does_not_fit_into_memory_counts_in_no_mean_by_hand():
+    """Three sessions of two tokens, without the third: returns 1 and 0, values 0.5: advantages 1 and -1."""
+    sessions = [experience(session_id=name, reward=reward) for name, reward in (("a", 1.0), ("b", 0.0), ("c", 9.0))]
+    batch = build(sessions, [np.zeros(1)] * 3, policy_version=0)
+    states = np.array([0.5, 0.5, 0.5, 0.5, 0.0, 0.0], np.float32)
+    scored, gauges = values.with_values(batch, [0, 1], states, ValueRule())
+    np.testing.assert_allclose(scored.table.advantages, [1, 1, -1, -1, 0, 0], atol=1e-5)
+    assert gauges == {"value_mean": 0.5, "value_loss": 0.125, "value_explained_variance": 0.0}
 
 
 @pytest.fixture(scope="module")
