@@ -111,9 +111,26 @@ def _background_group() -> Any:
     return dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
 
+@functools.cache
+def context_group(tensor: int, context: int) -> Any:
+    """Create the groups of all contexts, in all processes alike; return this process's.
+
+    Args:
+        tensor: Neighbouring processes that divide each layer.
+        context: Processes that compute one row together, each of another group of those neighbours.
+    """
+    own = None
+    for first in range(0, dist.get_world_size(), tensor * context):
+        for column in range(tensor):
+            ranks = [first + column + tensor * place for place in range(context)]
+            group = dist.new_group(ranks)
+            own = group if dist.get_rank() in ranks else own
+    return own
+
+
 def leave_world() -> None:
-    """Leave the group of processes."""
-    _control_group.cache_clear()
-    _background_group.cache_clear()
+    """Leave the group of processes, and forget its groups."""
+    for group in (_control_group, _background_group, context_group):
+        group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

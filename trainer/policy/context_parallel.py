@@ -22,6 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from trainer.learning.attention import BLOCK, blocks_of, mask_of_blocks
 from trainer.learning.forest import Indices, Layout
 
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+"""An attention of transformers."""
 ATTENTION = "turnwise_context"
 """Name under which transformers finds the attention; `_flex` is added for FlexAttention."""
 
@@ -113,8 +115,8 @@ def register_attention(group: ContextGroup, implementation: str) -> str:
     from transformers import AttentionInterface
 
     name = ATTENTION + ("_flex" if implementation == "flex_attention" else "")
-    attend = AttentionInterface()[implementation]
-    AttentionInterface.register(name, functools.partial(_attend, group, attend))
+    known = AttentionInterface()
+    AttentionInterface.register(name, functools.partial(_attend, group, known[implementation], known["sdpa"]))
     return name
 
 
@@ -162,7 +164,8 @@ class _Gather(torch.autograd.Function):
 
 def _attend(
     group: ContextGroup,
-    attend: Callable[..., tuple[Tensor, Tensor | None]],
+    attend: Attend,
+    attend_causally: Attend,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -170,9 +173,13 @@ def _attend(
     attention_mask: Tensor | BlockMask | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend to the keys of all processes; without a mask, to this process's own: a text that each computes alone."""
-    if attention_mask is not None:
-        key, value = (_Gather.apply(each, group.group, group.size) for each in (key, value))  # type: ignore[no-untyped-call]
+    """Attend to the keys of all processes; without a mask, to this process's own: a text that each computes alone.
+
+    FlexAttention without a mask is not causal, and transformers makes no mask for an attention that it does not know.
+    """
+    if attention_mask is None:
+        return attend_causally(module, query, key, value, None, **options)
+    key, value = (_Gather.apply(each, group.group, group.size) for each in (key, value))  # type: ignore[no-untyped-call]
     return attend(module, query, key, value, attention_mask, **options)
 
 

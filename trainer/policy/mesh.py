@@ -8,7 +8,6 @@ different tokens of one row, and FSDP2 adds up their gradients as it does for di
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
+from trainer.parallel import context_group
 from trainer.policy.context_parallel import ContextGroup
 from trainer.policy.loading import base_of
 from turnwise.errors import SettingsError
@@ -66,23 +66,11 @@ class Division:
         """Return this process's context; None where each process computes its own rows."""
         if self.context == 1:
             return None
-        return ContextGroup(_context_groups(self.tensor, self.context), self._context_rank, self.context)
+        return ContextGroup(context_group(self.tensor, self.context), self._context_rank, self.context)
 
     @property
     def _context_rank(self) -> int:
         return dist.get_rank() // self.tensor % self.context
-
-
-@functools.cache
-def _context_groups(tensor: int, context: int) -> Any:
-    """Create the groups of all contexts, in all processes alike; return this process's."""
-    own = None
-    for first in range(0, dist.get_world_size(), tensor * context):
-        for column in range(tensor):
-            ranks = [first + column + tensor * place for place in range(context)]
-            group = dist.new_group(ranks)
-            own = group if dist.get_rank() in ranks else own
-    return own
 
 
 def check_divisible(config: Any, tensor: int) -> None:

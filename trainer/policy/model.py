@@ -152,22 +152,21 @@ class Policy:
     def _load_sharded(self, axis: str, seed: int, *, with_weights: bool) -> None:
         """Build the model without weights, shard it, and let the first process send each process its shards."""
         self._context = self.division.context_group()
-        implementation = self.attention
+        known = self.attention
         if self._context is not None:
-            implementation = register_attention(self._context, implementation)
-        self.model = self._tuned(empty_model(self.spec, implementation))
+            self.attention = register_attention(self._context, known)
+        self.model = self._tuned(empty_model(self.spec, self.attention))
         if self._context is not None and not self.attends_to_all:
             raise SettingsError(
                 f"context_parallel needs layers that attend to every earlier token, and {self.spec.model!r} has windows"
             )
-        self.attention = implementation
         self._shard(axis)
         allocate(self.model, self.device)
         if not with_weights and self.spec.kind is PolicyKind.FULL:
             return
         torch.manual_seed(seed)
         is_first = torch.distributed.get_rank() == 0
-        weights = load_model(self.spec, "sdpa").state_dict() if is_first else {}
+        weights = load_model(self.spec, known).state_dict() if is_first else {}
         self.load_trained_state(weights, from_first=True)
 
     def _tuned(self, model: nn.Module) -> nn.Module:

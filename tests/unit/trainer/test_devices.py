@@ -224,8 +224,9 @@ def test_dropout_is_off(tmp_path):
         assert torch.equal(policy.model(ids).logits, policy.model(ids).logits)
 
 
-def test_gpt_oss_has_no_sdpa_and_is_trained_on_a_cpu_all_the_same(tmp_path):
-    """Random weights; its windows are longer than the text."""
+@pytest.fixture
+def gpt_oss(tmp_path):
+    """Random weights; its windows are longer than the texts here."""
     config = transformers.GptOssConfig(
         vocab_size=48,
         hidden_size=32,
@@ -238,7 +239,25 @@ def test_gpt_oss_has_no_sdpa_and_is_trained_on_a_cpu_all_the_same(tmp_path):
         num_experts_per_tok=2,
     )
     transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
-    policy = Policy(PolicySpec(model=str(tmp_path), device="cpu"))
+    return PolicySpec(model=str(tmp_path), device="cpu")
+
+
+def test_gpt_oss_is_sharded_although_it_has_no_sdpa(gpt_oss):
+    """In a world of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        policy, whole = Policy(gpt_oss), Policy(gpt_oss)
+        policy.mesh_axis = "data"
+        policy.load(0)
+        whole.load(0)
+        expected = whole.trained_state()
+        assert all(torch.equal(value, expected[name]) for name, value in policy.trained_state().items())
+    finally:
+        leave_world()
+
+
+def test_gpt_oss_has_no_sdpa_and_is_trained_on_a_cpu_all_the_same(gpt_oss):
+    policy = Policy(gpt_oss)
     policy.load(0)
     assert policy.attention == "eager"
     agent = PolicyAgent(policy, AgentRule(max_logprob_gap=100.0))

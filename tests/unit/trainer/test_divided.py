@@ -14,7 +14,7 @@ from support.trainer_ledger import VOCABULARY, settings_for
 
 from trainer.learning.attention import BLOCK, dense_mask
 from trainer.main import check_startable
-from trainer.policy.context_parallel import ContextGroup, part_of
+from trainer.policy.context_parallel import ContextGroup, part_of, register_attention
 from trainer.policy.mesh import Division, check_divisible, divide_layers
 from turnwise.errors import SettingsError
 
@@ -114,6 +114,18 @@ def test_the_parts_of_a_row_see_what_the_whole_row_sees_and_cost_alike(size: int
             assert seen <= {*partial, *full}
             assert all(rows[:, key * BLOCK : (key + 1) * BLOCK].all() for key in full)
     assert max(costs) - min(costs) < 0.1 * sum(costs)
+
+
+@pytest.mark.parametrize("implementation", ["flex_attention", "sdpa"])
+def test_a_text_that_each_process_computes_alone_is_attended_causally(implementation: str):
+    """The probe of a version has no mask. By hand: the first query sees the first key alone."""
+    name = register_attention(ContextGroup(None, 0, 1), implementation)
+    query, key, value = torch.randn(3, 1, 2, 5, 16).unbind(0)
+    module = torch.nn.Module()
+    found, _ = transformers.AttentionInterface()[name](module, query, key, value, None, scaling=0.25)
+    scores = (query @ key.mT * 0.25).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(found, (scores.softmax(-1) @ value).transpose(1, 2), atol=1e-5, rtol=0)
+    assert torch.equal(found[:, 0], value[:, :, 0])
 
 
 @pytest.mark.parametrize(
