@@ -44,9 +44,12 @@ class Teachers:
     def __init__(self, rule: DistillationRule) -> None:
         self._rule = rule
         self._http = httpx2.Client(timeout=rule.teacher_timeout_seconds)
+        self._failing_since: dict[Teacher, float] = {}
+        """When each teacher that does not answer was first asked in vain, in the present batch."""
 
     def score(self, batch: Batch, members: Sequence[int]) -> TeacherScores:
         """Return the teachers' logprobs of the members' trained tokens."""
+        self._failing_since = {}
         asked = [(member, teacher) for member in members for teacher in self._teachers_of(batch, member)]
         unscored = Counter(
             "without_teacher"
@@ -99,20 +102,23 @@ class Teachers:
         """Return a teacher's answer; ask again while it is not reachable or overloaded.
 
         Raises:
-            Unscored: It stayed so for `teacher_retry_seconds`, or refused the request.
+            Unscored: It stayed so for `teacher_retry_seconds`, for this chain or for all, or refused the request.
         """
         started, pause = time.monotonic(), FIRST_PAUSE
         while True:
             try:
-                return self._post(teacher, tokens)
+                answer = self._post(teacher, tokens)
             except Unscored as error:
-                if (
-                    error.reason != "unreachable"
-                    or time.monotonic() + pause - started > self._rule.teacher_retry_seconds
-                ):
+                if error.reason != "unreachable":
+                    raise
+                since = min(started, self._failing_since.setdefault(teacher, started))
+                if time.monotonic() + pause - since > self._rule.teacher_retry_seconds:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                self._failing_since.pop(teacher, None)
+                return answer
 
     def _post(self, teacher: Teacher, tokens: TokenIds) -> Json:
         headers = {} if teacher.key is None else {"Authorization": f"Bearer {teacher.key.get_secret_value()}"}

@@ -55,7 +55,8 @@ class DistillationRule(Settings):
     teacher_timeout_seconds: float = Field(default=60.0, gt=0)
     """Time limit of a request."""
     teacher_retry_seconds: float = Field(default=600.0, ge=0)
-    """How long a chain is sent again to a teacher that is not reachable or overloaded, before it counts as unscored."""
+    """How long a chain is sent again to a teacher that is not reachable or overloaded, before it counts as unscored.
+    All chains of a batch together wait no longer for a teacher that answers none of them."""
 
     @field_validator("teachers", mode="before")
     @classmethod

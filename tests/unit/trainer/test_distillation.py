@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -147,6 +148,22 @@ def test_chains_over_the_limit_and_tasks_without_a_teacher_are_not_sent(serve, t
 def test_a_teacher_that_nobody_serves_counts_as_unreachable(teachers):
     nobody = teachers(Teacher(url="http://127.0.0.1:9/v1", model="m"), teacher_retry_seconds=0.0)
     assert nobody.score(batch_of(experience()), [0]).unscored == {"unreachable": 1}
+
+
+def test_a_teacher_that_answers_nothing_holds_up_a_batch_once_and_not_each_chain(serve, teachers, monkeypatch):
+    """Six chains wait 5 s together, not 5 s each; so again in the next batch."""
+    clock = [0.0]
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    monkeypatch.setattr("trainer.teachers.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    client = teachers(Teacher(url=serve(lambda _: (503, {"error": "down"})), model="m"), teacher_concurrency=1)
+    batch = batch_of(*(experience(session_id=str(number)) for number in range(6)))
+    for _ in range(2):
+        began = clock[0]
+        assert client.score(batch, range(6)).unscored == {"unreachable": 6}
+        assert 3 < clock[0] - began <= 5
 
 
 def test_the_wire_format_is_that_of_an_engine(teachers):
