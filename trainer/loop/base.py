@@ -185,7 +185,7 @@ class RLWorkflow(abc.ABC):
     def _moments_bytes(self) -> int:
         """Return the bytes beside the weights that a new optimizer allocates in its first step."""
         on_device = self.config.optimizer_state == "device"
-        return 8 * sum(parameter.numel() for parameter in self.agent.policy.parameters()) if on_device else 0
+        return 8 * sum(parameter.numel() for parameter in self.agent.parameters()) if on_device else 0
 
     def _serve_weights(self) -> None:
         """Hand weights to engines from memory, and tell the proxy where."""

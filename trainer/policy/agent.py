@@ -109,6 +109,10 @@ class PolicyAgent:
         """Rows hold one chain each where a layer does not attend to every earlier token."""
         return self.rule.packing if self.policy.attends_to_all else "chain"
 
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return what the optimizers of policy and critic update."""
+        return self.policy.parameters() + ([] if self.critic is None else self.critic.parameters())
+
     def bound_rows(self, num_tokens: int | None) -> None:
         """Compute no rows of more tokens; None sets no bound."""
         self._memory_bound = num_tokens
@@ -143,13 +147,13 @@ class PolicyAgent:
         try:
             reserved = torch.empty(reserved_bytes, dtype=torch.uint8, device=self.policy.device)
             inputs = self.policy.inputs(row, torch.ones(num_tokens), torch.zeros(num_tokens))
-            logprobs, entropy = self.policy.logprobs(inputs)
-            (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+            outputs = (each for each in self._outputs_of(inputs, with_values=True) if each is not None)
+            torch.stack([each.sum() for each in outputs]).sum().backward()  # type: ignore[no-untyped-call]
             del reserved
         except torch.OutOfMemoryError:
             return False
         finally:
-            for parameter in self.policy.parameters():
+            for parameter in self.parameters():
                 parameter.grad = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -320,7 +324,7 @@ class PolicyAgent:
 
     def _tokens(self, data: RowData) -> TrainedTokens:
         """Run the row forward and gather what the loss needs of it."""
-        logprobs, entropy, values = self._outputs(data)
+        logprobs, entropy, values = self._outputs_of(data.inputs, with_values=data.old_values is not None)
         return TrainedTokens(
             logprobs=logprobs,
             entropy=entropy,
@@ -337,13 +341,13 @@ class PolicyAgent:
             chosen=data.chosen,
         )
 
-    def _outputs(self, data: RowData) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _outputs_of(self, inputs: RowInputs, *, with_values: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logprobs and entropy of the row's trained tokens, and their values where a critic learns. [m] each."""
-        if self.critic is None or data.old_values is None:
-            return *self.policy.logprobs(data.inputs), None
+        if self.critic is None or not with_values:
+            return *self.policy.logprobs(inputs), None
         if not self.critic.shares_policy:
-            return *self.policy.logprobs(data.inputs), self.critic.values(data.inputs)
-        logprobs, entropy, hidden = self.policy.logprobs_and_hidden(data.inputs)
+            return *self.policy.logprobs(inputs), self.critic.values(inputs)
+        logprobs, entropy, hidden = self.policy.logprobs_and_hidden(inputs)
         return logprobs, entropy, self.critic.values_of(hidden)
 
     def _critic_loss(self, tokens: TrainedTokens) -> Tensor | float:

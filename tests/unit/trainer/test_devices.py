@@ -172,6 +172,29 @@ def test_rows_that_fit_are_found_at_the_start(tmp_path, model, ledger, monkeypat
     assert "does not fit into the device's memory" not in caplog.text
 
 
+@pytest.mark.parametrize("critic", ["head", "model"])
+def test_the_critic_is_computed_and_counted_where_rows_that_fit_are_found(tmp_path, model, ledger, monkeypatch, critic):
+    """A second model computes a row as well, and its optimizer's moments take 8 bytes a weight too."""
+    computed, reserved = [], []
+    forward, allocate_bytes = Policy._output, torch.empty
+    settings = settings_for(tmp_path, model, row_tokens=32, probe_rows=True, estimator="gae", critic=critic)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    monkeypatch.setattr(Policy, "_output", lambda self, inputs: computed.append(self) or forward(self, inputs))
+
+    def empty(*size, **options):
+        if options.get("dtype") is torch.uint8:
+            reserved.append(size[0])
+        return allocate_bytes(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    workflow.setup(0)
+    agent = workflow.agent
+    workflow.close()
+    assert len(computed) == (2 if critic == "model" else 1)
+    assert 8 * sum(value.numel() for value in agent.policy.parameters() + agent.critic.parameters()) in reserved
+    assert all(value.grad is None for value in agent.critic.parameters())
+
+
 def test_a_model_beside_which_no_row_fits_ends_the_start_with_advice(tmp_path, model, ledger, monkeypatch):
     small_memory(monkeypatch, 10)
     settings = settings_for(tmp_path, model, row_tokens=64, probe_rows=True)
