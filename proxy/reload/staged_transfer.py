@@ -61,19 +61,20 @@ async def load(staged: StagedVersion, engine: Engine, seconds: float) -> str | N
     Raises:
         EngineUnavailable: the engine does not answer, so it is not known what it has loaded.
     """
+    # Unless all of it arrives, the engine joins another group: this one may wait for the rest, also after a time limit.
+    connection, engine.transfers.connection = engine.transfers.connection, None
     began = await ask_trainer(staged.url, "POST", f"/transfers/{staged.transfer_id}/begin", {}, ANSWER_SECONDS)
     if began is None:
-        engine.transfers.connection = None
         return "the trainer has ended the transfer, or does not answer"
     try:
         await engine.transfers.load_updates(staged.updates, seconds=seconds)
     except EngineError as error:
-        engine.transfers.connection = None
         await _end(staged, ANSWER_SECONDS, is_loaded=False)
         if not isinstance(error, EngineRefused):
             raise
         await engine.transfers.abandon_update(seconds=seconds)
         return str(error)
+    engine.transfers.connection = connection
     await _end(staged, ANSWER_SECONDS, is_loaded=True)
     return None
 
