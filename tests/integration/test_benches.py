@@ -50,7 +50,8 @@ def test_bad_versions_are_rolled_back_under_calls_and_fail_none_of_them():
     assert printed.count("| canary |") == 2
 
 
-@pytest.mark.parametrize("limit", [pytest.param(1024, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1024, 1])
 def test_simulated_agents_get_an_answer_to_every_call(limit):
     """Small prompts and short pauses; the bench itself fails on calls that failed or timed out.
 
@@ -70,6 +71,7 @@ def gpu_check(directory: Path, *arguments: str) -> tuple[int, dict]:
     return done.returncode, json.loads((directory / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_gpu_check_names_the_machine_and_goes_on_after_a_part_that_fails(tmp_path):
     """A directory lies where the first part writes its figures."""
     (tmp_path / "machine.json").mkdir()

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from support.dialects import QUICK_ON_SQLITE
 from support.proxies import RunningProxy, running_proxy
 from support.waiting import wait_until
 
@@ -97,6 +98,7 @@ def older_proxy(
         yield proxy
 
 
+@QUICK_ON_SQLITE
 def test_an_older_release_serves_and_trains_on_the_next_releases_tables(
     older_release: Path, older_proxy: RunningProxy, fake_engine: RunningFakeEngine, tmp_path: Path
 ) -> None:

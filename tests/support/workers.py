@@ -1,7 +1,8 @@
 """How pytest-xdist divides the tests among its workers: the tests of one file run in one worker, in their order.
 
 So the servers that a file's tests share start once. All files that use the shared vLLM form one group, so one worker
-starts it. That group runs first: it is the longest, and the other workers run the other files meanwhile.
+starts it. That group runs first: it is the longest, and the other workers run the other files meanwhile. The files
+that import vLLM form another group.
 
 `--dist loadgroup` has no effect with pytest 9.2 (pytest-dev/pytest-xdist issue 1386), so the scheduler is defined here.
 """
@@ -18,6 +19,8 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).parents[2]
 SHARED_ENGINE = "engine: RunningEngine"
 """The parameter of each test that uses the shared vLLM."""
+IMPORTS_VLLM = frozenset({"tests/integration/test_staged_weights.py", "tests/integration/test_vllm_flags.py"})
+"""Files whose tests import vLLM into their own process, which takes 10 seconds once per worker."""
 
 
 @functools.cache
@@ -29,6 +32,8 @@ def uses_shared_engine(path: Path) -> bool:
 def group_of(node_id: str) -> str:
     """Return the group of a test, by its id relative to the root of the checkout."""
     file = node_id.partition("::")[0]
+    if file in IMPORTS_VLLM:
+        return "vLLM imported"
     return "shared vLLM" if uses_shared_engine(ROOT / file) else file
 
 

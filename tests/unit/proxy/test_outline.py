@@ -69,10 +69,11 @@ def test_a_template_that_numbers_its_messages_is_rendered_whole():
     assert not template.shortens
 
 
-def test_most_public_templates_are_rendered_in_short():
-    shortening = {family for family in FAMILIES if shortened(family).shortens}
-    print(sorted(FAMILIES.keys() - shortening))
-    assert {"qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "glm4moe", "gptoss", "gemma3"} <= shortening
+@pytest.mark.parametrize(
+    "family", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "glm4moe", "gptoss", "gemma3"]
+)
+def test_the_templates_of_widely_used_models_are_rendered_in_short(family: str):
+    assert shortened(family).shortens
 
 
 def shortened(family: str) -> ChatTemplate:
