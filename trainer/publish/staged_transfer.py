@@ -273,7 +273,7 @@ class StagedTransfers:
         engine = str(request["engine"])
         earlier = self._transfers.get(engine)
         if earlier is not None:
-            earlier.end()  # whoever asks anew has given it up
+            earlier.end()  # its memory is free at once; a proxy that asks again does not use it any more
         chunks = stage(held, self._device)
         connection, init_info = None, None
         if backend == "nccl":
@@ -324,8 +324,15 @@ class StagedTransfers:
 
 
 def _ipc_update(chunk: Chunk, device: torch.device) -> Json:
-    """Return the update info of a chunk: where the process on the same GPU finds it."""
-    _, arguments = reduce_tensor(chunk.payload)  # type: ignore[no-untyped-call]
+    """Return the update info of a chunk: where the process on the same GPU finds it.
+
+    Raises:
+        StagingFailed: CUDA does not share memory between processes here.
+    """
+    try:
+        _, arguments = reduce_tensor(chunk.payload)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise StagingFailed(f"the GPU's memory cannot be shared with the engine: {error}; use 'turnwise'") from error
     handles = {str(torch.cuda.get_device_properties(device).uuid): arguments}
     return chunk.described() | {
         "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.publish import nccl
+from trainer.publish import nccl, staged_transfer
 from trainer.publish.held_versions import HeldVersion, HeldVersions
 from trainer.publish.staged_transfer import StagedTransfers, StagingFailed
 
@@ -130,3 +130,12 @@ def test_a_trainer_without_a_gpu_and_an_engine_of_two_gpus_are_refused(held: Hel
         StagedTransfers(30, None).prepare(held, "nccl", request())
     with pytest.raises(StagingFailed, match="serves engines of one GPU, not of 2"):
         StagedTransfers(30, CPU).prepare(held, "ipc", request(num_workers=2))
+
+
+def test_memory_that_cuda_does_not_share_is_named(held: HeldVersion, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(staged_transfer, "reduce_tensor", refuse)
+    with pytest.raises(StagingFailed, match="cannot be shared with the engine: CUDA error: operation not supported"):
+        StagedTransfers(30, CPU).prepare(held, "ipc", request())
