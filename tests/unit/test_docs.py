@@ -26,6 +26,14 @@ def test_links_between_pages_have_an_existing_target(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_paths_of_the_source_in_a_page_exist(page):
+    for path in re.findall(
+        r"`((?:proxy|trainer|turnwise|bench|migrations|tests|examples)/[\w/.-]+)`", page.read_text()
+    ):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
 def test_contributing_names_every_room_of_the_contracts_and_every_path_of_its_table_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
