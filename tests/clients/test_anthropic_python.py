@@ -43,7 +43,7 @@ def test_the_stream_helper_gives_text_thinking_and_the_final_message(
         assert "".join(stream.text_stream) == "Hello there"
 
 
-def test_raw_events_come_in_order(client: anthropic.Anthropic) -> None:
+def test_raw_events_are_in_order(client: anthropic.Anthropic) -> None:
     events = [event.type for event in client.messages.create(model="fake", max_tokens=9, messages=[USER], stream=True)]
     assert events[:2] == ["message_start", "content_block_start"]
     assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]

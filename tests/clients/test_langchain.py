@@ -24,7 +24,7 @@ CUSTOMERS = ("你好啊集团", "こんにちは株式会社")
 
 
 class Standard(ChatModelIntegrationTests):
-    """What a chat model of LangChain must do, as far as a text model can."""
+    """LangChain's tests of a chat model, as far as they apply to a text model."""
 
     use_responses_api = False
     reached_by: dict[str, Any]

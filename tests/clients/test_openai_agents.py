@@ -79,7 +79,7 @@ async def test_a_typed_reply_is_parsed(model: MakeModel, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_hand_off_is_a_chain_of_its_own(
+async def test_a_hand_off_starts_a_new_chain(
     proxy: RunningProxy, model: MakeModel, fake_engine: RunningFakeEngine, route: str
 ) -> None:
     session_id = f"handoff-{route}"

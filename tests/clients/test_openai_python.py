@@ -162,9 +162,7 @@ def test_errors_have_the_clients_own_classes(client: openai.OpenAI) -> None:
         client.responses.create(model="policy-v0", input="x")
 
 
-def test_a_retry_after_an_error_is_a_separate_turn_beside_the_failed_one(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine
-) -> None:
+def test_a_retry_after_an_error_is_a_separate_turn(proxy: RunningProxy, fake_engine: RunningFakeEngine) -> None:
     fake_engine.fail_next(Fault(kind=FaultKind.STATUS, status=503))
     client = openai.OpenAI(base_url=proxy.session_v1("retried"), api_key="any", max_retries=2)
     assert client.chat.completions.create(model="fake", messages=[USER]).choices[0].message.content == "Hello there"

@@ -18,7 +18,7 @@ class CheckError(Exception):
 
 
 def wait_until(what: str, seconds: float, look: Callable[[], Found | None], *, service: str | None = None) -> Found:
-    """Return what `look` finds as soon as it finds something.
+    """Call `look` until it returns a value, and return that value.
 
     Raises:
         CheckError: it found nothing in time.

@@ -110,13 +110,13 @@ def _play_session(proxy: Proxy, model: str, task: int, run: int, group_id: str) 
         "/v1/sessions", {"task_id": f"check-{task}", "group_id": group_id, "group_size": GROUP_SIZE, "run": run}
     )
     messages = [{"role": "user", "content": f"Say something about the number {task}."}]
-    said = ""
+    text = ""
     for _ in range(NUM_TURNS):
         call = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 1.0}
         reply = ask(f"{opened['base_url']}/chat/completions", opened["api_key"], call)["choices"][0]["message"]
-        said += reply["content"] or ""
+        text += reply["content"] or ""
         messages += [{"role": "assistant", "content": reply["content"] or ""}, {"role": "user", "content": "Go on."}]
-    reward = sum(character.isalpha() for character in said) / max(len(said), 1)
+    reward = sum(character.isalpha() for character in text) / max(len(text), 1)
     proxy.ask("/v1/rewards", {"session_id": opened["session_id"], "value": reward})
     proxy.ask(f"/v1/sessions/{opened['session_id']}/end", {})
     return reward

@@ -115,7 +115,7 @@ class Stage:
             session_id: the session in its address; None leaves it out.
             rules: the replies of the engine.
             faults: what the engine does wrong.
-            during: what happens beside the run.
+            during: a function that is called during the run.
             holds: whether the tool waits for `during`.
         """
         with tempfile.TemporaryDirectory(prefix="harness-") as scratch, Client(self.proxy.url) as client:

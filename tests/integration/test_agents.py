@@ -105,7 +105,7 @@ def test_the_verdicts_of_another_commit_are_played_again(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harness", HARNESSES, ids=by_name)
-def test_an_agent_does_what_its_row_says(fake: Served, harness: Harness):
+def test_an_agent_passes_the_checks_that_its_row_states(fake: Served, harness: Harness):
     """`make harnesses` installs them; what cannot be installed says so in its row."""
     engine, proxy = fake
     stated = STATED[harness.name]

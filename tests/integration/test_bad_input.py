@@ -46,8 +46,8 @@ def post_raw(http: httpx2.Client, path: str, body: bytes) -> httpx2.Response:
 
 def test_a_call_that_names_a_policy_version_as_its_model_is_refused(shared):
     _, http = shared
-    said = refusal(http.post("/v1/chat/completions", json={**CHAT, "model": "policy-v0"}), 404, "model_not_found")
-    assert "'policy-v0'" in said
+    answer = refusal(http.post("/v1/chat/completions", json={**CHAT, "model": "policy-v0"}), 404, "model_not_found")
+    assert "'policy-v0'" in answer
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b'"text"', b'{"messages": NaN}', b"\xff", b'{"a": "\\ud800"}'])
@@ -81,13 +81,13 @@ def test_a_session_that_does_not_exist_is_not_found(shared):
 def test_a_call_in_an_ended_session_is_refused(shared):
     both, http = shared
     ended_session(http, "over")
-    said = refusal(http.post("/sessions/over/v1/chat/completions", json=CHAT), 409, "session_not_open")
-    assert "create a new one" in said
+    answer = refusal(http.post("/sessions/over/v1/chat/completions", json=CHAT), 409, "session_not_open")
+    assert "create a new one" in answer
     assert both.proxy.turns("over") == []
 
 
 def test_a_reward_for_an_unknown_target_is_not_found(shared):
-    """None of the other lines of the request is stored."""
+    """The other lines of the request are not stored either."""
     both, http = shared
     turn_id = http.post("/sessions/judged/v1/chat/completions", json=CHAT).raise_for_status().json()["id"]
     good = {"turn_id": turn_id, "value": 1.0}
@@ -135,8 +135,8 @@ def test_a_message_of_any_shape_is_passed_to_the_engine(shared, place, field, va
     """Before a reply, as the reply, and after it: the proxy digests it, starts a new chain, and calls the engine."""
     both, http = shared
     path = f"/sessions/odd-{place}-{field}-{type(value).__name__}/v1/chat/completions"
-    said = http.post(path, json=CHAT).raise_for_status().json()["choices"][0]["message"]
-    messages = [*CHAT["messages"], said, {"role": "user", "content": "On."}]
+    answer = http.post(path, json=CHAT).raise_for_status().json()["choices"][0]["message"]
+    messages = [*CHAT["messages"], answer, {"role": "user", "content": "On."}]
     messages[place] = {**messages[place], field: value}
     asked = len(both.engine.calls)
     http.post(path, json={**CHAT, "messages": messages})
@@ -245,8 +245,8 @@ def test_calls_fail_with_an_error_while_the_database_is_locked_and_succeed_once_
     with httpx2.Client(base_url=proxy.url, timeout=60) as http:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as holder:
             holder.execute("BEGIN IMMEDIATE")
-            said = refusal(http.post("/v1/chat/completions", json=CHAT), 503, "store_unavailable")
-            assert "locked" in said
+            answer = refusal(http.post("/v1/chat/completions", json=CHAT), 503, "store_unavailable")
+            assert "locked" in answer
         assert proxy.turns() == []
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
     assert len(proxy.turns()) == 1

@@ -72,7 +72,7 @@ def gpu_check(directory: Path, *arguments: str) -> tuple[int, dict]:
 
 
 @pytest.mark.slow
-def test_the_gpu_check_names_the_machine_and_goes_on_after_a_part_that_fails(tmp_path):
+def test_the_gpu_check_names_the_machine_and_continues_after_a_part_that_fails(tmp_path):
     """A directory lies where the first part writes its figures."""
     (tmp_path / "machine.json").mkdir()
     status, report = gpu_check(tmp_path, "--parts", "machine", "kernels")

@@ -74,8 +74,8 @@ def test_a_call_that_arrives_before_the_first_engine_waits_for_it_and_stays_on_i
     url, proxy_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{proxy_port}"
     chat = "/sessions/s/v1/chat/completions"
     with running_fake_engine(port=port), running_proxy(url, database_url, tmp_path) as proxy:
-        said = httpx2.post(proxy.url + chat, json=CHAT).json()["choices"][0]["message"]
-    messages = [*CHAT["messages"], said, {"role": "user", "content": "And now?"}]
+        reply = httpx2.post(proxy.url + chat, json=CHAT).json()["choices"][0]["message"]
+    messages = [*CHAT["messages"], reply, {"role": "user", "content": "And now?"}]
 
     def is_listening() -> bool:
         return is_ready(f"{proxy_url}/healthz")

@@ -82,8 +82,8 @@ class Processes:
         return lambda: subprocess.run(argv, capture_output=True, timeout=30, check=False).returncode == 0
 
     def _here(self, text: str) -> str:
-        for there, here in self._places.items():
-            text = text.replace(there, here)
+        for container_path, local_path in self._places.items():
+            text = text.replace(container_path, local_path)
         return text
 
 

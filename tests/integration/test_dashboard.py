@@ -97,7 +97,7 @@ def test_only_files_of_this_origin_run_or_load(http: httpx2.Client):
     assert not re.search(r"<script(?![^>]*src=)", http.get("/").text)
 
 
-def test_vendored_files_are_those_of_the_pinned_release_and_come_with_their_licence(http: httpx2.Client):
+def test_vendored_files_are_those_of_the_pinned_release_and_include_their_licence(http: httpx2.Client):
     """uPlot 1.6.32, as npm has it."""
     digests = {
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -163,12 +163,12 @@ def test_the_tokens_of_the_chat_template_are_told_from_those_of_messages(played:
     proxy, turn_id = played
     with httpx2.Client(base_url=proxy.url) as http:
         found = http.get(f"/v1/turns/{turn_id}/tokens").json()
-    shown = [
+    listed = [
         (segment["kind"], bytes(found["token_ids"][segment["start"] : segment["end"]]).decode())
         for segment in found["segments"]
         if segment["kind"] == "prompt"
     ]
-    assert shown == [("prompt", ODD), ("prompt", "Go on."), ("prompt", "edited"), ("prompt", "Go on.")]
+    assert listed == [("prompt", ODD), ("prompt", "Go on."), ("prompt", "edited"), ("prompt", "Go on.")]
     kinds = [segment["kind"] for segment in found["segments"]]
     assert (kinds[0], kinds[-2:]) == ("scaffold", ["scaffold", "sampled"])
 

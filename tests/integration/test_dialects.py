@@ -85,8 +85,8 @@ def test_an_anthropic_agent_with_tools_and_thinking_is_one_exact_chain(
     asked: list[Any] = [{"role": "user", "content": "first"}]
     first = message(client, stream=stream, system="Be kind.", messages=asked, tools=tools)
     assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
-    thought, said, call = first.content
-    assert (thought.thinking, said.text, call.input) == ("two and two", "Four, and then.", {"key": "é"})
+    thought, answer, call = first.content
+    assert (thought.thinking, answer.text, call.input) == ("two and two", "Four, and then.", {"key": "é"})
     assert first.stop_reason == "tool_use"
     asked += [
         {"role": "assistant", "content": first.content},
@@ -311,16 +311,16 @@ def test_a_stream_that_the_engine_cuts_off_ends_with_the_dialects_error(
     broken = Fault(kind=FaultKind.RESET_STREAM, after_chunks=3)
     asked = {"model": "fake", "stream": True}
     shared_engine.fail_next(broken.model_copy())
-    said = httpx2.post(
+    answer = httpx2.post(
         f"{proxy.session_v1(session_id)}/messages",
         json={**asked, "max_tokens": 50, "messages": [{"role": "user", "content": "a long tale"}]},
     ).text
-    assert "event: error\n" in said
-    assert "message_stop" not in said
+    assert "event: error\n" in answer
+    assert "message_stop" not in answer
     shared_engine.fail_next(broken.model_copy())
-    said = httpx2.post(f"{proxy.session_v1(session_id)}/responses", json={**asked, "input": "a long tale"}).text
-    assert "event: error\n" in said
-    assert "response.completed" not in said
+    answer = httpx2.post(f"{proxy.session_v1(session_id)}/responses", json={**asked, "input": "a long tale"}).text
+    assert "event: error\n" in answer
+    assert "response.completed" not in answer
     assert [view.turn.outcome for view in proxy.turns(session_id)] == [Outcome.ABORTED, Outcome.ABORTED]
 
 
@@ -348,7 +348,7 @@ def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in
     """The same key returns the same turn with the same text, from one engine call."""
     proxy = start_proxy(fake_engine.url, "--replay-bytes", "0")
     fake_engine.calls.clear()
-    for route, (body, said) in ASKED_TWICE.items():
+    for route, (body, answer) in ASKED_TWICE.items():
         for stream in (False, True):
             headers = {"idempotency-key": f"{route}-{stream}"}
             ask = {"model": "fake", "stream": stream, **body}
@@ -358,7 +358,7 @@ def test_a_replayed_answer_that_is_no_longer_in_memory_is_read_from_the_store_in
             turn_id = proxy.turns("twice")[-1].turn.turn_id
             assert turn_id in first.text
             assert turn_id in second.text
-            assert said in second.text, second.text
+            assert answer in second.text, second.text
             if not stream and "models" not in route:
                 assert second.json().keys() <= first.json().keys()
     assert len(fake_engine.calls) == 2 * len(ASKED_TWICE)
@@ -380,8 +380,8 @@ def test_on_a_real_engine_the_second_turn_extends_the_first_in_each_dialect(
             chat.send_message("Who leads kim?")
             list(chat.send_message_stream("And then?"))
     for stream in (False, True, False):
-        said = message(claude, stream=stream, model="small", max_tokens=24, messages=asked)
-        asked += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "And then?"}]
+        answer = message(claude, stream=stream, model="small", max_tokens=24, messages=asked)
+        asked += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And then?"}]
         made = response(client, stream=stream, model="small", max_output_tokens=24, input=given, tools=[RESPONSES_TOOL])
         given += [*(item.model_dump(exclude={"parsed_arguments"}) for item in made.output)]
         given += [{"role": "user", "content": "And then?"}]

@@ -36,7 +36,7 @@ BLOCKS = [block for block in blocks("sh") if _is_runnable(block)]
 
 @dataclass
 class Site:
-    """Where blocks run: a directory, and values for the placeholders of the docs."""
+    """The directory in which blocks run, and values for the placeholders of the docs."""
 
     directory: Path
     environment: dict[str, str]
@@ -115,8 +115,8 @@ def test_there_are_blocks_to_run() -> None:
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_the_block_runs(block: Block, site: Site) -> None:
     text = block.text
-    for placeholder, here in site.places.items():
-        text = text.replace(placeholder, here)
+    for placeholder, actual in site.places.items():
+        text = text.replace(placeholder, actual)
     done = subprocess.run(
         ["bash", "-euo", "pipefail"],
         input=text,

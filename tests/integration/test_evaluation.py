@@ -120,12 +120,12 @@ def test_the_command_gets_the_proxys_address_a_temporary_key_and_the_version(pro
     output = tmp_path / "environment.json"
     command = [sys.executable, "-c", PRINTS_ENVIRONMENT, str(output)]
     LedgerEvaluator(database, command, proxy_url=proxy.url).evaluate(version)
-    shown = json.loads(output.read_text())
-    assert shown["model"] == "fake"
-    assert (shown["TURNWISE_POLICY_VERSION"], shown["TURNWISE_RUN_PROXY"]) == (str(version), proxy.url)
-    assert shown["OPENAI_BASE_URL"] == shown["TURNWISE_BASE_URL"] == f"{proxy.url}/v1"
-    assert shown["OPENAI_API_KEY"] == shown["TURNWISE_RUN_API_KEY"] == shown["TURNWISE_API_KEY"]
-    assert (shown["TURNWISE_API_KEY"] == "none") == (not with_keys)
+    environment = json.loads(output.read_text())
+    assert environment["model"] == "fake"
+    assert (environment["TURNWISE_POLICY_VERSION"], environment["TURNWISE_RUN_PROXY"]) == (str(version), proxy.url)
+    assert environment["OPENAI_BASE_URL"] == environment["TURNWISE_BASE_URL"] == f"{proxy.url}/v1"
+    assert environment["OPENAI_API_KEY"] == environment["TURNWISE_RUN_API_KEY"] == environment["TURNWISE_API_KEY"]
+    assert (environment["TURNWISE_API_KEY"] == "none") == (not with_keys)
     with database.read() as conn:
         made = [key for key in keys.list_keys(conn) if key.name == "evaluation"]
     assert [key.revoked_at is not None for key in made] == ([True] if with_keys else [])

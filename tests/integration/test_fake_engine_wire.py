@@ -260,7 +260,7 @@ def test_prompt_logprobs_have_vllms_shape(real, fake):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_vllm_refuses_is_refused_with_the_same_status_type_and_parameter(name, real, fake):
+def test_requests_that_vllm_refuses_are_refused_with_the_same_status_type_and_parameter(name, real, fake):
     path, body = REFUSED[name]
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}

@@ -32,7 +32,7 @@ def trained(proxy: RunningProxy, session_id: str) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in lines]
 
 
-def test_a_fork_goes_on_with_the_same_tokens_and_trains_only_what_it_samples_itself(proxy: RunningProxy):
+def test_a_fork_continues_with_the_same_tokens_and_trains_only_its_own_samples(proxy: RunningProxy):
     """Two forks of a turn get the prompt that its own session got; so does a fork before the turn."""
     with Client(proxy.url) as client:
         own = client.create_session(session_id="s", task_id="kim")
@@ -40,11 +40,11 @@ def test_a_fork_goes_on_with_the_same_tokens_and_trains_only_what_it_samples_its
         second = call(own.base_url, FIRST, message(first), SECOND)
         group = {"group_id": "g", "group_size": 2}
         forks = [client.fork(first["id"], session_id=f"f{number}", run=number, **group) for number in (0, 1)]
-        said = [FIRST, message(first), SECOND]
-        replies = [call(fork.base_url, *said) for fork in forks]
+        messages = [FIRST, message(first), SECOND]
+        replies = [call(fork.base_url, *messages) for fork in forks]
         assert [reply["prompt_token_ids"] for reply in replies] == [second["prompt_token_ids"]] * 2
         again = client.fork(second["id"], at="before", session_id="again")
-        assert call(again.base_url, *said)["prompt_token_ids"] == second["prompt_token_ids"]
+        assert call(again.base_url, *messages)["prompt_token_ids"] == second["prompt_token_ids"]
         other = call(again.base_url, FIRST, message(first), OTHER)
         assert other["prompt_token_ids"][: len(first["prompt_token_ids"])] == first["prompt_token_ids"]
         fork = forks[0]

@@ -109,7 +109,7 @@ def test_an_image_reaches_the_engine_and_its_turn_is_untrainable(
 
 
 @pytest.mark.parametrize("case", UNSERVED)
-def test_other_media_are_refused_with_what_can_be_sent(
+def test_the_refusal_of_other_media_names_the_supported_ones(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, case: str
 ) -> None:
     (route, body), sentence = UNSERVED[case]
@@ -124,7 +124,7 @@ def test_other_media_are_refused_with_what_can_be_sent(
 def test_a_model_without_images_refuses_each_with_a_sentence(
     engine: RunningEngine, start_proxy: StartProxy, session_id: str
 ) -> None:
-    """The engine knows what its model reads; its sentence comes in the shape of the client's format."""
+    """The engine refuses the image, and its message has the shape of the client's format."""
     proxy = start_proxy(engine.url)
     # The engine would fetch a picture by its URL, so one of those is enough.
     asked = {case: served for case, served in SERVED.items() if served[1] != LINK or case == "chat, url"}

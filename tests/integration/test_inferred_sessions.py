@@ -80,10 +80,10 @@ def test_a_conversation_stays_in_its_session_over_a_restart(
     proxy = start_proxy(fake_engine.url, database_url=database_url)
     conversations = [played(proxy, [], name) for name in ("one", "two")]
     proxy = restarted(start_proxy, proxy, fake_engine)
-    conversations = [played(proxy, said, "on") for said in conversations]
+    conversations = [played(proxy, messages, "on") for messages in conversations]
     proxy = restarted(start_proxy, proxy, fake_engine)
-    for said in conversations:
-        played(proxy, said, "and on")
+    for messages in conversations:
+        played(proxy, messages, "and on")
     assert sorted(sessions_of(proxy).values()) == [["one", "on", "and on"], ["two", "on", "and on"]]
     views = proxy.turns()
     assert len({view.turn.chain_id for view in views}) == 2
@@ -112,12 +112,12 @@ def test_a_conversation_is_never_found_with_another_key(
     """Neither in memory nor in the store, although both keys are of one tenant."""
     mine, other = ({"authorization": f"Bearer {key}"} for key in two_keys)
     proxy = start_proxy(fake_engine.url, database_url=database_url)
-    said = played(proxy, [], "secret", **mine)
-    played(proxy, said, "mine", **mine)
-    played(proxy, said, "theirs", **other)
+    messages = played(proxy, [], "secret", **mine)
+    played(proxy, messages, "mine", **mine)
+    played(proxy, messages, "theirs", **other)
     proxy = restarted(start_proxy, proxy, fake_engine)
-    played(proxy, said, "mine again", **mine)
-    played(proxy, said, "theirs again", **other)
+    played(proxy, messages, "mine again", **mine)
+    played(proxy, messages, "theirs again", **other)
     assert sorted(sessions_of(proxy).values()) == [
         ["secret", "mine", "mine again"],
         ["theirs"],
@@ -130,11 +130,11 @@ def test_a_conversation_whose_session_has_ended_continues_in_a_new_session(
 ):
     """The client names no session, so an error would not help it; before and after a restart."""
     proxy = start_proxy(fake_engine.url)
-    said = played(proxy, [], "one")
+    messages = played(proxy, [], "one")
     for text in ("two", "three"):
         (newest, *_) = httpx2.get(f"{proxy.url}/v1/sessions").json()["data"]
         httpx2.post(f"{proxy.url}/v1/sessions/{newest['session_id']}/end", json={}).raise_for_status()
-        said = played(proxy, said, text)
+        messages = played(proxy, messages, text)
         proxy = restarted(start_proxy, proxy, fake_engine)
     assert sorted(sessions_of(proxy).values()) == [["one"], ["three"], ["two"]]
 
@@ -146,12 +146,12 @@ def test_an_idempotency_key_alone_finds_the_stored_answer(
     """The first and a later call of a conversation are each sampled once; another idempotency key is another call."""
     proxy = start_proxy(fake_engine.url, *flags)
     first = call(proxy, [user("one")], idempotency_key="k1")
-    said = [user("one"), first["choices"][0]["message"], user("two")]
-    second = call(proxy, said, idempotency_key="k2")
+    messages = [user("one"), first["choices"][0]["message"], user("two")]
+    second = call(proxy, messages, idempotency_key="k2")
     if not flags:
         proxy = restarted(start_proxy, proxy, fake_engine)
     fake_engine.calls.clear()
-    again = [call(proxy, [user("one")], idempotency_key="k1"), call(proxy, said, idempotency_key="k2")]
+    again = [call(proxy, [user("one")], idempotency_key="k1"), call(proxy, messages, idempotency_key="k2")]
     assert [reply["id"] for reply in again] == [first["id"], second["id"]]
     assert [reply["choices"][0]["message"]["content"] for reply in again] == ["one", "two"]
     assert fake_engine.calls == []
@@ -163,14 +163,14 @@ def test_an_idempotency_key_alone_finds_the_stored_answer(
 def test_a_session_that_expires_is_forgotten_at_once(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
     """Its conversation continues in a new session; a call that names the expired one is refused and not sampled."""
     proxy = start_proxy(fake_engine.url, "--session-idle-seconds", "0.5")
-    said = played(proxy, [], "one")
+    messages = played(proxy, [], "one")
     (held,) = httpx2.get(f"{proxy.url}/v1/sessions").json()["data"]
     held_url = f"{proxy.url}/v1/sessions/{held['session_id']}"
     wait_until(lambda: httpx2.get(held_url).json()["status"] == "expired", "the session is expired")
-    body = {"model": "fake", "messages": [*said, user("two")]}
+    body = {"model": "fake", "messages": [*messages, user("two")]}
     named = httpx2.post(f"{proxy.session_v1(held['session_id'])}/chat/completions", json=body)
     assert (named.status_code, named.json()["error"]["code"]) == (409, "session_not_open")
-    played(proxy, said, "two")
+    played(proxy, messages, "two")
     assert sorted(sessions_of(proxy).values()) == [["one"], ["two"]]
 
 
@@ -181,7 +181,7 @@ def test_parallel_rollouts_with_equal_replies_stay_in_separate_sessions(
     proxy = start_proxy(fake_engine.url)
     conversations = [played(proxy, [], "same") for _ in range(6)]
     with ThreadPoolExecutor(6) as agents:
-        list(agents.map(lambda said: played(proxy, said, "on"), conversations))
+        list(agents.map(lambda messages: played(proxy, messages, "on"), conversations))
     assert list(sessions_of(proxy).values()) == [["same", "on"]] * 6
     played(proxy, conversations[0], "again")
     assert sorted(sessions_of(proxy).values()) == [["again"], *[["same", "on"]] * 6]
@@ -194,9 +194,9 @@ def test_tool_call_ids_distinguish_equal_runs(fake_engine: RunningFakeEngine, st
     fake_engine.answer(Rule(contains="look", reply=Reply(tool_calls=[ToolCall(name="look_up", arguments={})])))
     proxy = start_proxy(fake_engine.url)
     runs = [played(proxy, [], "look", TOOLS) for _ in range(2)]
-    for said in runs:
-        (asked,) = said[-1]["tool_calls"]
-        said.append({"role": "tool", "tool_call_id": asked["id"], "content": "42"})
+    for messages in runs:
+        (asked,) = messages[-1]["tool_calls"]
+        messages.append({"role": "tool", "tool_call_id": asked["id"], "content": "42"})
     for text in ("a", "b"):
         if restarts:
             proxy = restarted(start_proxy, proxy, fake_engine)
@@ -227,14 +227,14 @@ def test_an_agent_that_sends_back_litellms_dump_stays_on_its_chain(
     """mini-swe-agent does this; the cache control that LiteLLM adds to messages is ignored too."""
     fake_engine.answer(Rule(contains="look", reply=Reply(text="\n", tool_calls=[ToolCall(name="look_up")])))
     proxy = start_proxy(fake_engine.url)
-    said = played(proxy, [], "look", TOOLS)
-    (asked,) = said[-1]["tool_calls"]
-    said[-1] = {**litellm_dump(said[-1]), "content": None}
-    said.append({"role": "tool", "tool_call_id": asked["id"], "name": "look_up", "content": "42"})
+    messages = played(proxy, [], "look", TOOLS)
+    (asked,) = messages[-1]["tool_calls"]
+    messages[-1] = {**litellm_dump(messages[-1]), "content": None}
+    messages.append({"role": "tool", "tool_call_id": asked["id"], "name": "look_up", "content": "42"})
     for text in ("on", "and on"):
-        said = played(proxy, said, text, TOOLS)
-        said[-1] = litellm_dump(said[-1])
-        said[-2]["content"] = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+        messages = played(proxy, messages, text, TOOLS)
+        messages[-1] = litellm_dump(messages[-1])
+        messages[-2]["content"] = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
     views = proxy.turns()
     assert [(view.turn.outcome.value, view.turn.reason) for view in views] == [("exact", None)] * 3
     assert len({view.turn.chain_id for view in views}) == 1
@@ -243,10 +243,10 @@ def test_an_agent_that_sends_back_litellms_dump_stays_on_its_chain(
 def test_a_handoff_stays_in_its_session_with_its_reason(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
     """Another agent takes the conversation over: with another system message, and with other tools."""
     proxy = start_proxy(fake_engine.url)
-    said = played(proxy, [{"role": "system", "content": "You sort."}], "one")
-    said = played(proxy, [{"role": "system", "content": "You help."}, *said[1:]], "two")
-    said = played(proxy, said, "three", TOOLS)
-    played(proxy, said, "four", TOOLS)
+    messages = played(proxy, [{"role": "system", "content": "You sort."}], "one")
+    messages = played(proxy, [{"role": "system", "content": "You help."}, *messages[1:]], "two")
+    messages = played(proxy, messages, "three", TOOLS)
+    played(proxy, messages, "four", TOOLS)
     assert list(sessions_of(proxy).values()) == [["one", "two", "three", "four"]]
     found = [(view.turn.reason, view.turn.parent_turn_id is None) for view in proxy.turns()]
     assert found == [(None, True), ("system_changed", True), ("tools_changed", True), (None, False)]
@@ -255,9 +255,9 @@ def test_a_handoff_stays_in_its_session_with_its_reason(fake_engine: RunningFake
 def test_siblings_of_parallel_calls_are_on_separate_chains(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
     """Eight concurrent calls extend one turn: one continues its chain, each of the others starts a new chain."""
     proxy = start_proxy(fake_engine.url)
-    said = played(proxy, [], "one")
+    messages = played(proxy, [], "one")
     with ThreadPoolExecutor(8) as agents:
-        list(agents.map(lambda number: played(proxy, said, str(number)), range(8)))
+        list(agents.map(lambda number: played(proxy, messages, str(number)), range(8)))
     first, *others = [view.turn for view in proxy.turns()]
     assert {turn.parent_turn_id for turn in others} == {first.turn_id}
     assert len({turn.chain_id for turn in others}) == 8

@@ -1,4 +1,4 @@
-"""Names of models: agents ask for the names they know, and every accepted name is the served policy."""
+"""Names of models: agents request the names of their configuration, and every accepted name is the served policy."""
 
 from __future__ import annotations
 

@@ -66,5 +66,5 @@ def test_the_answers_of_the_control_plane_fit_their_schemas(keyed, tmp_path, exa
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_the_answers_of_calls_and_of_revoking_fit_their_schemas(keyed, tmp_path, examples):
-    """Nothing in this run lists keys, so it revokes none that exists."""
+    """No request of this run lists keys, so it cannot revoke an existing one."""
     schemathesis(*keyed, tmp_path, examples, "--include-tag", "calls", "--include-path", REVOKE)

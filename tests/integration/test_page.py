@@ -54,10 +54,10 @@ def call(proxy: RunningProxy, session_id: str, text: str = "Hello.") -> None:
     client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], max_completion_tokens=8)
 
 
-def test_the_overview_shows_what_is_served_learnt_and_stored(window: Visit) -> None:
+def test_the_overview_shows_the_served_version_the_rewards_and_the_stored_sessions(window: Visit) -> None:
     text = main_text(page := window.open())
-    for shown in ("version 0", "refund-17", "golden", "rolled back: the canary's mean reward"):
-        assert shown in text, text
+    for expected in ("version 0", "refund-17", "golden", "rolled back: the canary's mean reward"):
+        assert expected in text, text
     assert page.locator(".chart canvas").count() == 3
     described = page.get_attribute(".chart .u-wrap", "aria-label")
     assert described == "Reward: train 0.9583 at update 8, held out 0.8 at update 8"
@@ -86,7 +86,7 @@ def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) 
     wait_until(lambda: page.locator(".chart canvas").count() == len(titles), "all curves are drawn again")
 
 
-def test_sessions_are_found_by_what_they_hold_and_a_group_is_shown_side_by_side(window: Visit) -> None:
+def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(window: Visit) -> None:
     page = window.open("#sessions")
     page.fill("input[name=text]", "money back")
     page.click("summary:text('More filters')")
@@ -268,11 +268,11 @@ def test_a_sequence_of_100_000_tokens_keeps_few_of_them_in_the_document(window: 
     assert last.get_attribute("class").split() == ["sampled", "s1"]
 
 
-def test_the_health_view_shows_engines_queues_and_what_the_doctor_finds(window: Visit) -> None:
+def test_the_health_view_shows_engines_queues_and_the_results_of_the_doctor(window: Visit) -> None:
     page = window.open("#health")
     text = main_text(page)
-    for shown in ("Serving", "Queues", "writes that wait", "Limits", "no budget", "There are no keys"):
-        assert shown in text
+    for expected in ("Serving", "Queues", "writes that wait", "Limits", "no budget", "There are no keys"):
+        assert expected in text
     page.click("button:text('Examine')")
     page.wait_for_selector("td:text('reachable, with the tables of this release')", timeout=60_000)
     wait_until(lambda: page.locator(".chart canvas").count() == 3, "there are rates between two samples")

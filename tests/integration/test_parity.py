@@ -204,7 +204,7 @@ SESSIONS = itertools.count()
 def ask(
     both: tuple[httpx2.Client, httpx2.Client], path: str, body: dict[str, Any]
 ) -> tuple[httpx2.Response, httpx2.Response]:
-    """Send the same request to both; through the proxy as a session of its own, so that nothing is extended."""
+    """Send the same request to both; through the proxy in a new session, so that it extends no turn."""
     straight, through = both
     return straight.post(path, json=body), through.post(f"/sessions/parity-{next(SESSIONS)}{path}", json=body)
 

@@ -80,8 +80,8 @@ async def streams(proxy: RunningProxy, count: int, watched: Observed):
         async def agent(number: int) -> None:
             round_ = 0
             while not stop.is_set():
-                here = client.with_options(base_url=proxy.session_v1(f"s{number}-{round_}"))
-                await one_stream(here, number, watched)
+                session_client = client.with_options(base_url=proxy.session_v1(f"s{number}-{round_}"))
+                await one_stream(session_client, number, watched)
                 round_ += 1
 
         agents = [asyncio.create_task(agent(number)) for number in range(count)]
@@ -347,7 +347,7 @@ def test_the_route_refuses_a_bad_directory_at_once(served: RunningProxy, engine:
 
 
 def test_a_version_is_pinned_rolled_back_to_and_unpinned(served: RunningProxy, engine: RunningEngine, tmp_path: Path):
-    """A pinned version stays active whatever is published; after unpinning the newest is served again."""
+    """A pinned version stays active when newer versions are published; after unpinning the newest is served again."""
     forwards = {0: forward_of(engine.model_dir)}
     for version in (1, 2):
         path = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)

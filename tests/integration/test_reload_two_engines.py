@@ -89,10 +89,10 @@ async def stream_until(stop: asyncio.Event, proxy: RunningProxy, number: int, se
         count = 0
         while not stop.is_set():
             count += 1
-            here = client.with_options(base_url=proxy.session_v1(f"s{number}-{count}"))
+            session_client = client.with_options(base_url=proxy.session_v1(f"s{number}-{count}"))
             try:
                 finished = False
-                async for chunk in await here.chat.completions.create(
+                async for chunk in await session_client.chat.completions.create(
                     model="small",
                     messages=[{"role": "user", "content": f"Who is number {number}?"}],
                     max_completion_tokens=48,

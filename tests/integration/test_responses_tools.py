@@ -47,7 +47,7 @@ def assert_one_exact_chain(proxy: RunningProxy, session_id: str, num_turns: int)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_namespaces_and_freeform_tools_come_back_as_the_client_named_them(
+def test_namespaces_and_freeform_tools_are_returned_under_the_clients_names(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str, *, stream: bool
 ) -> None:
     """The engine sees functions; the client sees its own tools; the next call stays on the chain."""

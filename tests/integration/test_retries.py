@@ -130,8 +130,8 @@ def test_a_key_at_two_proxies_at_once_is_one_turn(
         assert sorted("idempotency_key_in_use" in reply.text for reply in replies) == [False, True]
         return
     assert [reply.json()["id"] for reply in replies] == [view.turn.turn_id] * 2
-    said = [*CHAT["messages"], replies[0].json()["choices"][0]["message"], {"role": "user", "content": "on"}]
-    assert post(other, {**CHAT, "messages": said}).status_code == 200
+    messages = [*CHAT["messages"], replies[0].json()["choices"][0]["message"], {"role": "user", "content": "on"}]
+    assert post(other, {**CHAT, "messages": messages}).status_code == 200
     assert one.turns()[-1].turn.parent_turn_id == view.turn.turn_id
 
 
@@ -148,8 +148,8 @@ def test_a_call_extends_the_complete_reply_and_not_an_equal_one_that_was_cut_off
     cut = post(one, {**CHAT, "stream": True}, url=one.url + path)
     assert "engine_unavailable" in cut.text
     reply = post(other, url=other.url + path).json()
-    said = [*CHAT["messages"], reply["choices"][0]["message"], {"role": "user", "content": "on"}]
-    last = post(one, {**CHAT, "messages": said}, url=one.url + path).raise_for_status().json()["id"]
+    messages = [*CHAT["messages"], reply["choices"][0]["message"], {"role": "user", "content": "on"}]
+    last = post(one, {**CHAT, "messages": messages}, url=one.url + path).raise_for_status().json()["id"]
     turns = {view.turn.turn_id: view.turn for view in one.turns() if view.turn.session_id != "count"}
     (aborted,) = (turn for turn in turns.values() if turn.outcome is Outcome.ABORTED)
     assert (aborted.response["content"], turns[reply["id"]].outcome) == ("Hi.", Outcome.EXACT)

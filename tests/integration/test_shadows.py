@@ -37,8 +37,8 @@ def test_a_turn_of_a_single_session_becomes_a_group_of_replies_to_the_same_promp
     with Client(proxy.url) as client:
         own = client.create_session(session_id="s", task_id="kim")
         first = call(own.base_url, FIRST)
-        said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
-        second = call(own.base_url, FIRST, said, SECOND, seed=1)
+        reply = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+        second = call(own.base_url, FIRST, reply, SECOND, seed=1)
         for fields in ({"split": "eval"}, {"group_id": "g", "group_size": 2}):
             call(client.create_session(**fields).base_url, FIRST)
         for turn in (first, second):
@@ -50,8 +50,8 @@ def test_a_turn_of_a_single_session_becomes_a_group_of_replies_to_the_same_promp
         for number, each in enumerate(group):
             client.reward(float(number), session_id=each["session_id"])
         assert client.session("s")["num_turns"] == 2, "its own session holds what its agent has seen"
-        held = [each for each in client.sessions() if each["opened_by"] == "shadow"]
-        assert len(held) == 6
+        shadow_sessions = [each for each in client.sessions() if each["opened_by"] == "shadow"]
+        assert len(shadow_sessions) == 6
     query = {"group_id": f"shadow-{second['id']}", "merge": "chain"}
     lines = httpx2.get(f"{proxy.v1}/experiences", params=query).raise_for_status().text.splitlines()
     trained = sorted((orjson.loads(line) for line in lines), key=lambda each: each["reward"])

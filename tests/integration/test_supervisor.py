@@ -52,19 +52,19 @@ def _pids(path: Path) -> list[int]:
 
 
 def test_children_start_in_order_and_stop_in_reverse(tmp_path):
-    said: list[tuple[str, str]] = []
+    output: list[tuple[str, str]] = []
     children = [
         Child(name="task", argv=_python("print('migrated')"), once=True),
         _sleeper(tmp_path / "a", "first"),
         _sleeper(tmp_path / "b", "second"),
     ]
-    with Supervisor(children, log_directory=tmp_path / "logs", say=lambda *line: said.append(line)) as stack:
+    with Supervisor(children, log_directory=tmp_path / "logs", say=lambda *line: output.append(line)) as stack:
         assert [stack.state(name) for name in ("task", "first", "second")] == [
             State.FINISHED,
             State.READY,
             State.READY,
         ]
-    words = [(name, text.split()[0].rstrip(";")) for name, text in said]
+    words = [(name, text.split()[0].rstrip(";")) for name, text in output]
     assert words == [
         ("task", "done"),
         ("first", "starting"),
@@ -86,45 +86,45 @@ def test_a_child_gets_its_environment_and_its_output_goes_to_its_log(tmp_path):
 
 
 def test_a_child_that_dies_is_reported_and_restarted(tmp_path):
-    said: list[tuple[str, str]] = []
+    output: list[tuple[str, str]] = []
     path = tmp_path / "pids"
     with Supervisor(
-        [_sleeper(path)], log_directory=tmp_path, say=lambda *line: said.append(line), first_delay_seconds=0.05
+        [_sleeper(path)], log_directory=tmp_path, say=lambda *line: output.append(line), first_delay_seconds=0.05
     ) as stack:
         os.kill(_pids(path)[0], signal.SIGKILL)
         wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
         wait_until(lambda: stack.state("sleeper") is State.READY, "it is ready again")
         stack.check()
-    assert any(text.startswith("died with signal SIGKILL") for _, text in said)
+    assert any(text.startswith("died with signal SIGKILL") for _, text in output)
 
 
 def test_a_child_that_keeps_dying_is_not_restarted_and_the_end_of_its_log_is_shown(tmp_path):
     child = Child(name="broken", argv=_python("import sys; print('no such key'); sys.exit(3)"))
     supervisor = Supervisor([child], log_directory=tmp_path, max_quick_deaths=3, first_delay_seconds=0.02)
-    said = r"died 3 times in a row, last with exit status 3(?s:.*)no such key"
-    with pytest.raises(ChildFailed, match=said), supervisor:
+    message = r"died 3 times in a row, last with exit status 3(?s:.*)no such key"
+    with pytest.raises(ChildFailed, match=message), supervisor:
         supervisor.wait(threading.Event())
     assert supervisor.num_starts("broken") == 3
 
 
 def test_the_wait_before_a_restart_doubles_with_each_death(tmp_path):
-    said: list[str] = []
+    output: list[str] = []
     child = Child(name="broken", argv=_python("raise SystemExit(1)"), ready=lambda: False)
     with pytest.raises(ChildFailed):
         Supervisor(
             [child],
             log_directory=tmp_path,
-            say=lambda _, text: said.append(text),
+            say=lambda _, text: output.append(text),
             max_quick_deaths=4,
             first_delay_seconds=0.1,
         ).__enter__()
-    delays = [text.rpartition("in ")[2] for text in said if "restarting" in text]
+    delays = [text.rpartition("in ")[2] for text in output if "restarting" in text]
     assert delays == ["0.1 s", "0.2 s", "0.4 s"]
 
 
 def test_selected_lines_of_a_childs_log_are_printed_as_they_are_written(tmp_path):
     """The trainer's waits and updates; of the other processes only warnings."""
-    said: list[tuple[str, str]] = []
+    output: list[tuple[str, str]] = []
     code = """
     import time
     for line in ("INFO trainer.pacing: waiting: 4 of 32 groups are ready, starts in 41 s", "INFO other: not shown",
@@ -134,10 +134,10 @@ def test_selected_lines_of_a_childs_log_are_printed_as_they_are_written(tmp_path
     """
     child = Child(name="trainer", argv=_python(code), shown_lines=lines_of("trainer.pacing"))
     (tmp_path / "trainer.log").write_text("2026-01-01 12:00:00,000 WARNING old: of an earlier run\n")
-    with Supervisor([child], log_directory=tmp_path, say=lambda *line: said.append(line)):
-        wait_until(lambda: ("trainer", "low on disk") in said, "the warning is printed")
-    shown = [text for _, text in said if not text.startswith(("starting", "ready", "stopped"))]
-    assert shown == ["waiting: 4 of 32 groups are ready, starts in 41 s", "low on disk"]
+    with Supervisor([child], log_directory=tmp_path, say=lambda *line: output.append(line)):
+        wait_until(lambda: ("trainer", "low on disk") in output, "the warning is printed")
+    warnings = [text for _, text in output if not text.startswith(("starting", "ready", "stopped"))]
+    assert warnings == ["waiting: 4 of 32 groups are ready, starts in 41 s", "low on disk"]
 
 
 def test_exit_status_two_is_not_retried(tmp_path):

@@ -122,7 +122,9 @@ def test_a_failed_call_is_a_failed_span(
     assert spans["POST /v1/chat/completions"].status.code == ERROR
 
 
-def test_a_collector_that_is_away_changes_nothing(fake_engine: RunningFakeEngine, start_proxy: StartProxy) -> None:
+def test_calls_succeed_while_the_collector_is_unreachable(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+) -> None:
     proxy = start_proxy(fake_engine.url, "--otlp-endpoint", "http://127.0.0.1:9")
     assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=sent(TRACE)).status_code == 200
 

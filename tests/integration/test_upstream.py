@@ -20,8 +20,8 @@ class Embeddings(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["content-length"]))
-        told = {"path": self.path, "key": self.headers["authorization"], "asked": json.loads(asked)}
-        body = json.dumps({"object": "list", "data": [], "model": "e", "told": told}).encode()
+        received = {"path": self.path, "key": self.headers["authorization"], "asked": json.loads(asked)}
+        body = json.dumps({"object": "list", "data": [], "model": "e", "received": received}).encode()
         self.send_response(200 if "v9" in self.path else 404)
         self.send_header("content-type", "application/x-told")
         self.send_header("content-length", str(len(body)))
@@ -51,7 +51,7 @@ def test_a_configured_upstream_gets_the_request_with_its_own_key(
         asked = {"model": "e", "input": "text"}
         reply = httpx2.post(f"{base}/embeddings", json=asked, headers={"authorization": "Bearer ours"})
         assert (reply.status_code, reply.headers["content-type"]) == (200, "application/x-told")
-        assert reply.json()["told"] == {"path": "/v9/embeddings", "key": "Bearer theirs", "asked": asked}
+        assert reply.json()["received"] == {"path": "/v9/embeddings", "key": "Bearer theirs", "asked": asked}
     assert not proxy.turns()
 
 

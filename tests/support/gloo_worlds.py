@@ -81,7 +81,7 @@ def steps(spec: dict[str, Any], rule: dict[str, Any], *, is_sharded: bool = Fals
 
 
 def world_of(size: int, spec: dict[str, Any], **rule: Any) -> dict[str, Any]:
-    """Return what the first of so many processes found."""
+    """Run this many processes and return the result of the first."""
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
             _SERVER.Process(target=_member, args=(rank, size, scratch, spec, rule), daemon=True) for rank in range(size)

@@ -28,7 +28,7 @@ def in_process_proxy(directory: Path, **settings: Any) -> Iterator[tuple[TestCli
         app = DataPlane(create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off", **settings)))
 
         async def serve(scope: Any, receive: Any, send: Any) -> None:
-            """Serve a request whose client stays connected; a reply without an end ends as when the server stops."""
+            """Serve a request whose client stays connected; an endless reply ends as it does when the server stops."""
             left, closing = (asyncio.get_running_loop().create_future() for _ in range(2))
             closing.set_result(None)
             await app({**scope, "extensions": {LEFT: left, CLOSING: closing}}, receive, send)

@@ -1,10 +1,10 @@
-"""Trainer processes that are killed at the n-th call of a function.
+"""Trainer processes that are killed at a stage of an update.
 
     python killed_trainer.py
 
-It reads lines of JSON, `[CONFIG, "MODULE:FUNCTION:N", ...]`, runs a trainer for each line, and prints its exit status.
+It reads lines of JSON, `[CONFIG, "STEP:N", ...]`, runs a trainer for each line, and prints its exit status.
 Each trainer is a fork of this process, which has imported torch already: importing it takes longer than the training.
-A trainer ends as under `kill -9`, before the function runs.
+A trainer ends as under `kill -9` when it starts the step for the n-th time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,34 @@ TRAIN_SECONDS = 180.0
 IMPORTED = ("transformers.models.qwen3.modeling_qwen3", "trainer.main", "alembic.command")
 """What every trainer needs."""
 
-STAGES = {
-    "claimed": "trainer.loop.workflows:select:2",
-    "between two rows of a minibatch": "trainer.policy.agent:loss_of:3",
-    "between two rows of the last minibatch": "trainer.policy.agent:loss_of:23",
-    "after some optimizer steps": "trainer.policy.agent:pack:4",
-    "after the last optimizer step": "trainer.publish.directory:probe_of:2",
-    "the policy's directory half written": "turnwise.version_directory:file_digest:2",
-    "the trainer's state half written": "torch.distributed.checkpoint.state_dict_saver:save:2",
-    "after the checkpoint": "turnwise.store.claims:ack:2",
-    "inside the publishing transaction": "turnwise.store.claims:publish_policy:2",
-    "after the first publication": "turnwise.store.policies:active_policy:1",
-    "after the last publication": "turnwise.store.policies:active_policy:2",
+FUNCTIONS = {
+    "select groups of a batch": "trainer.loop.workflows:select",
+    "compute the loss of a row": "trainer.policy.agent:loss_of",
+    "pack a minibatch": "trainer.policy.agent:pack",
+    "compute the probe of a version": "trainer.publish.directory:probe_of",
+    "digest a file of a version": "turnwise.version_directory:file_digest",
+    "save the trainer's state": "torch.distributed.checkpoint.state_dict_saver:save",
+    "acknowledge groups": "turnwise.store.claims:ack",
+    "publish in the transaction": "turnwise.store.claims:publish_policy",
+    "read the active version": "turnwise.store.policies:active_policy",
 }
-"""Stages of an update, and the next call of the trainer at each: two batches of two optimizer steps each, in rows of
-one session.
+"""Steps of the trainer, and the function that does each: the only place in the tests that names these functions."""
+
+STAGES = {
+    "claimed": "select groups of a batch:2",
+    "between two rows of a minibatch": "compute the loss of a row:3",
+    "between two rows of the last minibatch": "compute the loss of a row:23",
+    "after some optimizer steps": "pack a minibatch:4",
+    "after the last optimizer step": "compute the probe of a version:2",
+    "the policy's directory half written": "digest a file of a version:2",
+    "the trainer's state half written": "save the trainer's state:2",
+    "after the checkpoint": "acknowledge groups:2",
+    "inside the publishing transaction": "publish in the transaction:2",
+    "after the first publication": "read the active version:1",
+    "after the last publication": "read the active version:2",
+}
+"""Stages of an update: the trainer is killed when it starts the step for the n-th time. It trains two batches of two
+optimizer steps each, in rows of one session.
 """
 
 STAGES_IN_EVERY_RUN = (
@@ -52,11 +65,11 @@ STAGES_IN_EVERY_RUN = (
 """The others are slow tests."""
 
 STAGES_BEHIND = {
-    "after the first version is published": "trainer.loop.workflows:select:2",
-    "while the first state is written": "torch.distributed.checkpoint.state_dict_saver:save:1",
-    "while the second state is written": "torch.distributed.checkpoint.state_dict_saver:save:2",
-    "after the second state is written": "turnwise.store.claims:ack:3",
-    "inside the acknowledging transaction": "turnwise.store.claims:ack:4",
+    "after the first version is published": "select groups of a batch:2",
+    "while the first state is written": "save the trainer's state:1",
+    "while the second state is written": "save the trainer's state:2",
+    "after the second state is written": "acknowledge groups:3",
+    "inside the acknowledging transaction": "acknowledge groups:4",
 }
 """The same for a trainer of four batches that writes its state every second version, in a thread."""
 
@@ -92,9 +105,10 @@ def running_trainers() -> Iterator[Trainers]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def dying(where: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callable[..., Any]]:
-    """Return module, name and replacement of the function; the replacement kills at its n-th call."""
-    module_name, name, number = where.split(":")
+def dying(stage: str, die: Callable[[], None]) -> tuple[ModuleType, str, Callable[..., Any]]:
+    """Return module, name and replacement of the step's function; the replacement kills at its n-th call."""
+    step, number = stage.split(":")
+    module_name, name = FUNCTIONS[step].split(":")
     module = importlib.import_module(module_name)
     original = getattr(module, name)
     calls = itertools.count(1)

@@ -1,4 +1,4 @@
-"""A small run to look at: groups of sessions over a fake engine, trained in a few updates by nobody.
+"""A small run for pictures and tests: groups of sessions over a fake engine, and a few updates without a trainer.
 
 Rewards rise from update to update: in the last of eight, the tasks have 4, 3 and 3 of 4 sessions solved, and half of
 all sessions have 0.25 for being polite. The trainer's metrics are made up, everything else comes through the proxy.
@@ -82,8 +82,8 @@ def _reply(http: httpx2.Client, session: dict[str, Any], messages: list[Any], ma
 
 
 def _train(database: Database, number: int, num_updates: int) -> None:
-    held = claims.claim(database, "trainer", max_groups=len(TASKS), lease_seconds=600)
-    assert held is not None
+    claimed = claims.claim(database, "trainer", max_groups=len(TASKS), lease_seconds=600)
+    assert claimed is not None
     progress = number / num_updates
     metrics = {
         "reward_mean": 0.15 + 0.75 * progress,
@@ -104,7 +104,7 @@ def _train(database: Database, number: int, num_updates: int) -> None:
         "num_refused_groups": 1,
         "num_uniform_groups": 1,
     }
-    refused = {held.groups[-1].key: "uniform_rewards"}
+    refused = {claimed.groups[-1].key: "uniform_rewards"}
     update = UpdateRecord(
         update_id=number,
         trainer_id="trainer",
@@ -140,14 +140,14 @@ def _train(database: Database, number: int, num_updates: int) -> None:
             .values(status=version.status.value, reload_seconds=version.reload_seconds)
         )
         trained = {}
-        for _, group_id in (group.key for group in held.groups[:-1]):
+        for _, group_id in (group.key for group in claimed.groups[:-1]):
             task_id = group_id.rsplit("-", 1)[0]
             totals = [sum(_rewards_of(task_id, run, number, num_updates).values()) for run in range(GROUP_SIZE)]
             for run, total in enumerate(totals):
                 turns, _ = queries.turns(connection, "default", f"{group_id}-{run}")
                 advantage = total - sum(totals) / GROUP_SIZE
                 trained["default", f"{group_id}-{run}"] = {each.turn.turn_id: advantage for each in turns}
-        claims.ack(connection, held, update, refused=refused, trained=trained)
+        claims.ack(connection, claimed, update, refused=refused, trained=trained)
 
 
 def _arms(number: int, progress: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Directories that pass for checkpoints, for engines that load nothing."""
+"""Directories in the form of checkpoints, for engines that load no weights."""
 
 from __future__ import annotations
 

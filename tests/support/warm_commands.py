@@ -206,7 +206,7 @@ class Starter:
                 print(json.dumps({"pid": pid, "status": os.waitstatus_to_exitcode(status)}), flush=True)
 
     def _start_ordered(self) -> bool:
-        """Start what stdin asks for; return whether stdin is still open."""
+        """Start the command that stdin requests; return whether stdin is still open."""
         received = os.read(0, 65536)
         *lines, self._unread = (self._unread + received).split(b"\n")
         for line in lines:

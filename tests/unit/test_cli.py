@@ -58,9 +58,9 @@ def test_a_flag_overrides_the_environment_and_the_environment_overrides_the_file
     Path("turnwise.toml").write_text('[engine]\nmodel = "from/file"\nport = 1111\nhost = "127.0.0.3"\n')
     monkeypatch.setenv("TURNWISE_ENGINE_PORT", "2222")
     monkeypatch.setenv("TURNWISE_ENGINE_HOST", "127.0.0.2")
-    shown = json.loads(_run("engine", "--dry-run", "--json", "--host", "127.0.0.1").output)
-    assert (shown["settings"]["model"], shown["settings"]["port"]) == ("from/file", 2222)
-    assert shown["settings"]["host"] == "127.0.0.1"
+    output = json.loads(_run("engine", "--dry-run", "--json", "--host", "127.0.0.1").output)
+    assert (output["settings"]["model"], output["settings"]["port"]) == ("from/file", 2222)
+    assert output["settings"]["host"] == "127.0.0.1"
 
 
 def test_the_dry_run_of_the_engine_prints_a_line_for_the_shell():
@@ -71,11 +71,11 @@ def test_the_dry_run_of_the_engine_prints_a_line_for_the_shell():
 
 
 def test_the_dry_run_of_the_stack_shows_every_process_in_its_order():
-    shown = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--port", "8123").output)
-    assert list(shown["commands"]) == ["engine", "proxy", "trainer"]
-    assert shown["commands"]["proxy"][-2:] == ["--port", "8123"]
+    output = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--port", "8123").output)
+    assert list(output["commands"]) == ["engine", "proxy", "trainer"]
+    assert output["commands"]["proxy"][-2:] == ["--port", "8123"]
     for name, subcommand in (("proxy", "proxy"), ("trainer", "train")):
-        argv = shown["commands"][name]
+        argv = output["commands"][name]
         assert argv[1:4] == ["-m", "turnwise", subcommand]
         dry = _run(*argv[3:], "--dry-run")
         assert dry.exit_code == 0, dry.output
@@ -123,9 +123,9 @@ def test_the_database_of_the_environment_is_used_and_its_password_is_not_shown(t
     assert _run("db", "upgrade").exit_code == 0
     assert (tmp_path / "hidden.db").exists()
     monkeypatch.setenv("TURNWISE_PROXY_DATABASE", "postgresql+psycopg://turnwise:hunter2@db/name")
-    shown = _run("proxy", "--dry-run").output
-    assert 'database = "postgresql+psycopg://**********@db/name"' in shown
-    assert "hunter2" not in shown
+    output = _run("proxy", "--dry-run").output
+    assert 'database = "postgresql+psycopg://**********@db/name"' in output
+    assert "hunter2" not in output
 
 
 def test_a_key_is_shown_once_and_revoked_by_its_id(database):
@@ -157,11 +157,11 @@ def test_an_empty_store_has_no_sessions_and_no_experiences(database):
 def test_the_fake_engines_dry_run_prints_its_script(tmp_path):
     script = tmp_path / "script.json"
     script.write_text('{"rules": [{"contains": "hi", "reply": {"text": "ho"}}]}')
-    shown = json.loads(
+    output = json.loads(
         _run("fake-engine", "--port", "1", "--script", str(script), "--pace-ms", "5", "--dry-run").output
     )
-    assert shown["rules"][0]["reply"]["text"] == "ho"
-    assert shown["pace_seconds"] == 0.005
+    assert output["rules"][0]["reply"]["text"] == "ho"
+    assert output["pace_seconds"] == 0.005
 
 
 def test_a_script_with_an_unknown_key_is_refused(tmp_path):

@@ -49,7 +49,7 @@ def test_a_step_given_to_the_openai_client_is_the_step_of_its_calls(client):
     assert [turn["step"] for turn in session.turns()] == [4, 4, 7]
 
 
-def test_creating_a_session_again_after_a_lost_answer_returns_the_first_one(proxy, client):
+def test_creating_a_session_again_after_a_lost_answer_returns_the_existing_one(proxy, client):
     """A retried creation must not create a second, empty session."""
     proxy.lose_answers = 1
     session = client.create_session(task_id="t")

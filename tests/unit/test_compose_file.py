@@ -114,7 +114,7 @@ def test_our_image_is_tagged_with_the_release() -> None:
 
 @each_profile
 def test_the_engines_flags_are_those_of_turnwise_engine(profile: str) -> None:
-    """What `turnwise engine --dry-run` prints is what the container runs; a GPU's share comes on top.
+    """The container runs the command that `turnwise engine --dry-run` prints, with the share of the GPU added.
 
     vLLM's images have no plugin of Turnwise, so their engines read weights from directories.
     """
@@ -215,9 +215,9 @@ def test_no_variable_of_the_file_has_the_name_of_a_setting() -> None:
 def test_the_environment_file_names_every_variable_with_its_default() -> None:
     """The file lists every variable, and its defaults are the real ones."""
     text = (ROOT / ".env").read_text(encoding="utf-8")
-    shown = dict(re.findall(r"^#? ?([A-Z0-9_]+)=(.*)$", text, flags=re.MULTILINE))
-    shown.pop("COMPOSE_PROFILES")
-    assert shown == {name: default or "" for name, default in compose_file.variables().items()}
+    variables = dict(re.findall(r"^#? ?([A-Z0-9_]+)=(.*)$", text, flags=re.MULTILINE))
+    variables.pop("COMPOSE_PROFILES")
+    assert variables == {name: default or "" for name, default in compose_file.variables().items()}
 
 
 @each_service

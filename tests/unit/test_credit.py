@@ -25,7 +25,7 @@ def test_the_bonus_is_for_an_increase_over_the_raw_reward_of_the_step_before() -
     assert shape_returns([1, 2, 4], gamma=0, reward_bonus_coeff=0.5) == [1, 2.5, 5]
 
 
-def test_discount_comes_after_the_bonus() -> None:
+def test_the_discount_is_applied_after_the_bonus() -> None:
     """Backwards from [1, 2.5, 5] with γ = 0.9: 5, 2.5 + 4.5 = 7, 1 + 6.3 = 7.3."""
     assert shape_returns([1, 2, 4], gamma=0.9, reward_bonus_coeff=0.5) == pytest.approx([7.3, 7, 5])
 
@@ -57,7 +57,7 @@ def test_names_on_one_target_add_up() -> None:
 
 
 def test_a_session_without_a_line_has_no_reward() -> None:
-    """None, not 0: there is no judgement yet."""
+    """The reward is None and not 0, because none was given yet."""
     assert session_reward([], Credit.PROPAGATE) is None
     assert session_reward([line(1)], Credit.PROPAGATE, names={"style"}) is None
 

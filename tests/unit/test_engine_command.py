@@ -60,7 +60,7 @@ def test_the_flags_that_capture_needs_are_the_default_on_any_device():
         assert _flag(argv, "--served-model-name") == "name"
 
 
-def test_flags_for_vllm_come_last_so_that_they_take_precedence(model_dir):
+def test_flags_for_vllm_are_last_so_that_they_take_precedence(model_dir):
     argv = build_command(EngineSettings(model=str(model_dir)), ("--seed", "3"), gpu=False).argv
     assert argv[-2:] == ("--seed", "3")
 

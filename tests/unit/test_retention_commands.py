@@ -55,7 +55,7 @@ def run(tmp_path: Path, *arguments: str) -> Any:
     return json.loads(done.output)
 
 
-def test_prune_deletes_what_is_older_than_asked(store: Database, tmp_path: Path) -> None:
+def test_prune_deletes_sessions_over_the_given_age(store: Database, tmp_path: Path) -> None:
     add_ended(store, "old-1", "old-2")
     assert run(tmp_path, "prune", "--older-than-days", "11")["num_sessions"] == 0
     assert run(tmp_path, "prune", "--older-than-days", "9")["num_sessions"] == 2
@@ -84,7 +84,7 @@ def test_a_backup_is_a_database_of_its_own(store: Database, tmp_path: Path) -> N
     assert session_ids(copy) == {"a"}
 
 
-def test_the_proxy_deletes_what_is_older_than_its_setting(tmp_path: Path) -> None:
+def test_the_proxy_deletes_sessions_over_the_age_of_its_setting(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/turnwise.db")
     database.upgrade()
     add_ended(database, "ten-days")

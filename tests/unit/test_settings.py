@@ -126,7 +126,7 @@ def test_the_description_is_toml_that_gives_the_same_settings_and_hides_secrets(
         ("postgresql://db/name?user=a&password=b", "postgresql://db/name?**********"),
     ],
 )
-def test_of_a_secret_url_the_description_shows_what_is_no_credential(secret, shown):
+def test_the_description_of_a_secret_url_shows_all_but_its_credentials(secret, shown):
     assert f'token = "{shown}"' in describe(Shop(token=SecretStr(secret)), "proxy")
 
 

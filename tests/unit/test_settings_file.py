@@ -58,9 +58,9 @@ def test_every_setting_is_in_the_file_with_its_description(text, section):
 def test_the_lora_example_at_its_head_is_a_valid_settings_file():
     example = "\n".join(line.removeprefix("#   ") for line in HEAD.splitlines() if line.startswith("#   "))
     Path("lora.toml").write_text(example)
-    shown = CliRunner().invoke(main, ["up", "--dry-run", "--json", "--config", "lora.toml"])
-    assert shown.exit_code == 0, shown.output
-    assert '"--max-lora-rank",\n      "16"' in shown.output
+    result = CliRunner().invoke(main, ["up", "--dry-run", "--json", "--config", "lora.toml"])
+    assert result.exit_code == 0, result.output
+    assert '"--max-lora-rank",\n      "16"' in result.output
 
 
 def test_init_writes_the_file_once_and_never_over_another():

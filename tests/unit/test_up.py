@@ -108,9 +108,9 @@ def test_a_lora_trainer_enables_adapters_in_the_engine():
 
 def test_all_parts_read_the_settings_file_that_up_was_given(tmp_path):
     (tmp_path / "all.toml").write_text("[up]\nport = 8111\n[proxy]\nmax_choices = 2\n")
-    shown = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--config", "all.toml").output)
-    assert shown["settings"]["port"] == 8111
-    assert all(argv[argv.index("--config") + 1] == "all.toml" for argv in shown["commands"].values())
+    output = json.loads(_run("up", "--dry-run", "--json", "--model", "owner/name", "--config", "all.toml").output)
+    assert output["settings"]["port"] == 8111
+    assert all(argv[argv.index("--config") + 1] == "all.toml" for argv in output["commands"].values())
 
 
 def test_eight_gpus_are_used_by_four_engines_and_a_trainer_of_four_processes(monkeypatch):
@@ -182,11 +182,11 @@ def test_run_and_reward_use_the_proxy_of_the_running_up_unless_they_name_one():
 
 def test_a_dry_run_plans_gpus_that_this_machine_does_not_have():
     Path("turnwise.toml").write_text("[up]\nengine_gpus = [0, 1]\ntensor_parallel = 2\ntrainer_gpus = [2, 3]\n")
-    shown = _run("up", "--dry-run", "--model", "owner/name")
+    output = _run("up", "--dry-run", "--model", "owner/name")
     Path("turnwise.toml").unlink()
-    assert shown.exit_code == 0, shown.output
-    assert "# trainer, on GPU 2,3\n" in shown.output
-    assert "--nproc-per-node 2" in shown.output
+    assert output.exit_code == 0, output.output
+    assert "# trainer, on GPU 2,3\n" in output.output
+    assert "--nproc-per-node 2" in output.output
 
 
 def test_a_flag_and_a_setting_of_the_proxy_override_the_running_up(monkeypatch):

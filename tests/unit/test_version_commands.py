@@ -39,8 +39,8 @@ def _run(*arguments: str) -> Result:
 
 def test_versions_are_listed_with_reward_pin_and_files(url):
     listed = json.loads(_run("policies", "--database", url, "--json").output)
-    shown = [(each["version"], each["status"], each["on_disk"], each["pinned"], each["reward_mean"]) for each in listed]
-    assert shown == [
+    rows = [(each["version"], each["status"], each["on_disk"], each["pinned"], each["reward_mean"]) for each in listed]
+    assert rows == [
         (2, "active", True, False, 0.5),
         (1, "published", False, False, 0.25),
         (0, "published", True, False, 0.0),

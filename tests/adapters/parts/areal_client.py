@@ -1,4 +1,4 @@
-"""What a rollout of AReaL does with its proxy server, by AReaL's own client; prints what it got as JSON.
+"""Act as a rollout of AReaL: call its proxy server with AReaL's own client, and print the results as JSON.
 
 Only the client is loaded: the packages around it import torch, Ray and the rest of AReaL.
 """

@@ -1,4 +1,4 @@
-"""An environment served by OpenEnv's own server: one has to say `four` as often as the seed tells."""
+"""An environment served by OpenEnv's own server: the agent has to say `four` as many times as the seed."""
 
 import sys
 from typing import Any

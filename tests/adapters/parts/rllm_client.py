@@ -1,4 +1,4 @@
-"""What a trainer of rLLM does with its gateway, by its own client; prints what it got as JSON."""
+"""Act as a trainer of rLLM: call its gateway with rLLM's own client, and print the results as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What an application does with Trinity's explorer in serve mode, by Trinity's own client; prints what it got as JSON.
+"""Call Trinity's explorer in serve mode with Trinity's own client, and print the results as JSON.
 
 The client is loaded from its file, because the package around it imports Ray.
 """

@@ -57,7 +57,7 @@ def test_a_call_that_cannot_be_parsed_ends_the_run_without_a_reward_on_one_chain
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_it_learns_the_trail(tmp_path, monkeypatch):
+def test_pydantic_ai_learns_the_trail(tmp_path, monkeypatch):
     """With a real vLLM: from at most 0.25 to at least 0.95 on 256 held-out tasks, every turn exact, no failed call."""
     monkeypatch.chdir(ROOT)
     settings = AgentDemoSettings(agent=AGENT, world="typed_trail", out=tmp_path)

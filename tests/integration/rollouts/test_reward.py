@@ -29,11 +29,11 @@ def client(proxy: RunningProxy) -> Iterator[Client]:
         yield client
 
 
-def play(client: Client, session_id: str, *said: str, **fields: object) -> None:
+def play(client: Client, session_id: str, *user_texts: str, **fields: object) -> None:
     """Play a session with these user messages, in order, and end it."""
     session = client.create_session(session_id=session_id, **fields)
     messages: list[dict[str, object]] = []
-    for text in said:
+    for text in user_texts:
         messages.append({"role": "user", "content": text})
         reply = session.openai().chat.completions.create(model="fake", messages=messages)
         messages.append({"role": "assistant", "content": reply.choices[0].message.content})
@@ -59,8 +59,8 @@ def test_a_command_rewards_every_ended_session_once(proxy, client, tmp_path):
     grader = "import json, sys\nprint(int(json.load(sys.stdin)['chains'][0]['messages'][-1]['content'][-1]))\n"
     write_program(tmp_path / "grade.py", f"#!{sys.executable}\n{grader}")
     arguments = ("--source", "command", "--command", "./grade.py")
-    status, counts, said = finished(tmp_path, proxy, *arguments)
-    assert (status, counts["num_sessions"], counts["num_rewards"], counts["value_sum"]) == (0, 3, 3, 3.0), said
+    status, counts, stderr = finished(tmp_path, proxy, *arguments)
+    assert (status, counts["num_sessions"], counts["num_rewards"], counts["value_sum"]) == (0, 3, 3, 3.0), stderr
     assert {s["session_id"]: s["reward"] for s in client.sessions()} == {"s0": 0, "s1": 1, "s2": 2, "open": None}
     assert finished(tmp_path, proxy, *arguments)[1]["num_sessions"] == 0
     (state,) = tmp_path.glob("runs/reward-command-reward.jsonl")
@@ -77,8 +77,8 @@ def test_a_python_function_may_reward_single_turns(proxy, client, tmp_path):
         "    return [{'turn_id': t['turn_id'], 'value': len(t['messages'][-1]['content'])} for t in session['turns']]\n"
     )
     play(client, "s0", "a", "bcd")
-    status, _, said = finished(tmp_path, proxy, "--source", "python", "--function", "mine:grade")
-    assert status == 0, said
+    status, _, stderr = finished(tmp_path, proxy, "--source", "python", "--function", "mine:grade")
+    assert status == 0, stderr
     assert [[line["value"] for line in turn["rewards"]] for turn in client.turns("s0")] == [[1.0], [3.0]]
 
 
@@ -95,17 +95,17 @@ def test_a_source_that_fails_is_retried_and_then_skipped(proxy, client, tmp_path
     play(client, "good", "a")
     play(client, "bad", "a")
     arguments = ("--source", "python", "--function", "mine:grade", "--attempts", "2")
-    status, counts, said = finished(tmp_path, proxy, *arguments)
+    status, counts, stderr = finished(tmp_path, proxy, *arguments)
     assert status == 1
     assert (counts["num_rewards"], counts["num_failed"], counts["num_retries"]) == (1, 1, 2)
-    assert "session bad: mine:grade failed: ValueError: not yet" in said
+    assert "session bad: mine:grade failed: ValueError: not yet" in stderr
     assert (client.session("good")["reward"], client.session("bad")["reward"]) == (1.0, None)
 
 
 def test_the_next_user_message_rewards_the_turn_before_it(proxy, client, tmp_path):
     play(client, "s0", "do it", "No, the other one", "Thanks")
-    status, counts, said = finished(tmp_path, proxy, "--source", "next_state")
-    assert (status, counts["num_rewards"]) == (0, 2), said
+    status, counts, stderr = finished(tmp_path, proxy, "--source", "next_state")
+    assert (status, counts["num_rewards"]) == (0, 2), stderr
     assert [[line["value"] for line in turn["rewards"]] for turn in client.turns("s0")] == [[-1.0], [1.0], []]
 
 
@@ -116,8 +116,8 @@ def test_a_judge_scores_each_session_by_the_rubric_and_is_not_trained_on(
     play(client, "s0", "hello")
     fake_engine.answer(Rule(contains="Is it polite?", reply=Reply(text='{"number": 1, "score": 8}'), count=1))
     fake_engine.state.script.rules.append(Rule(contains="Is it polite?", reply=Reply(text='{"score": 6}')))
-    status, _, said = finished(tmp_path, proxy, "--source", "judge", "--rubric", "Is it polite?", "--votes", "2")
-    assert status == 0, said
+    status, _, stderr = finished(tmp_path, proxy, "--source", "judge", "--rubric", "Is it polite?", "--votes", "2")
+    assert status == 0, stderr
     assert client.session("s0")["reward"] == pytest.approx(0.7)
     (judging,) = [s for s in client.sessions() if s["metadata"].get("source") == "judge"]
     assert judging["split"] == "eval"
@@ -130,8 +130,8 @@ def test_a_relative_judge_compares_a_group_in_both_orders(proxy, client, fake_en
     play(client, "alone", "hello", group_id="unfinished", group_size=2)
     biased = Reply(text='{"number": 1, "score": 9}\n{"number": 2, "score": 1}')
     fake_engine.answer(Rule(contains="Compare them", reply=biased))
-    status, counts, said = finished(tmp_path, proxy, "--source", "judge", "--relative", "--votes", "2")
-    assert (status, counts["num_sessions"]) == (0, 2), said
+    status, counts, stderr = finished(tmp_path, proxy, "--source", "judge", "--relative", "--votes", "2")
+    assert (status, counts["num_sessions"]) == (0, 2), stderr
     assert [client.session(f"s{run}")["reward"] for run in range(2)] == [0.5, 0.5]
     prompts = [c.body["messages"][0]["content"] for c in fake_engine.calls if "Compare" in str(c.body)]
     assert len(prompts) == 2
@@ -154,15 +154,15 @@ def test_a_judge_that_disagrees_with_known_outcomes_posts_nothing_and_kept_answe
     known = tmp_path / "known.jsonl"
     known.write_text('{"session_id": "good", "reward": 1}\n{"session_id": "bad", "reward": 0}\n')
     arguments = ("--source", "judge", "--votes", "1", "--check", "known.jsonl", "--judge-cache", "answers.jsonl")
-    status, _, said = finished(tmp_path, proxy, *arguments)
+    status, _, stderr = finished(tmp_path, proxy, *arguments)
     assert status == 1
-    assert "agrees with 0% of 1 pairs of 2 checked sessions; at least 70% are required" in said
+    assert "agrees with 0% of 1 pairs of 2 checked sessions; at least 70% are required" in stderr
     assert client.session("bad")["reward"] is None
     known.write_text('{"session_id": "good", "reward": 0}\n{"session_id": "bad", "reward": 1}\n')
     num_calls = len(fake_engine.calls)
-    status, counts, said = finished(tmp_path, proxy, *arguments)
-    assert (status, counts["num_sessions"]) == (0, 3), said
-    assert "agrees with 100% of 1 pairs" in said
+    status, counts, stderr = finished(tmp_path, proxy, *arguments)
+    assert (status, counts["num_sessions"]) == (0, 3), stderr
+    assert "agrees with 100% of 1 pairs" in stderr
     assert [client.session(name)["reward"] for name in ("good", "bad", "new")] == [0.2, 0.9, 0.5]
     assert len(fake_engine.calls) == num_calls + 1, "only the new session is judged"
 

@@ -62,9 +62,9 @@ def test_a_term_signal_reaches_the_command_and_its_session_is_ended(url, client,
     process = start_run(tmp_path, "--proxy", url, "--", sys.executable, str(agent))
     wait_for((tmp_path / "asked").exists, "the agent's call")
     os.kill(process.pid, signal.SIGTERM)
-    _, said = process.communicate(timeout=DEADLINE_SECONDS)
+    _, output = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
-    session = client.session(said.split("session ")[1].split(",")[0])
+    session = client.session(output.split("session ")[1].split(",")[0])
     assert (session["status"], session["termination_reason"]) == ("ended", "exit_status_143")
 
 
@@ -312,7 +312,7 @@ def test_runs_without_a_model_call_are_not_finished_and_the_repaired_agent_plays
     assert len(played) == 2
 
 
-def test_a_function_that_makes_no_call_is_told_what_its_client_needs(url, tmp_path):
+def test_a_function_that_makes_no_call_gets_an_error_with_the_clients_settings(url, tmp_path):
     (tmp_path / "idle_agent.py").write_text("def play(task, run):\n    return 1.0\n")
     tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(4)))
     done = finished_run(tmp_path, "--proxy", url, "--tasks", str(tasks), "--call", "idle_agent:play", "--out", "out")

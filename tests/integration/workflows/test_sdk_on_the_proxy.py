@@ -139,10 +139,12 @@ def check_ledger(client, episodes, ids):
     assert by_reason == {"env_done": len(ids), "retried": sum(Looking.crashed.values())}
     assert {session["reward"] for session in sessions if session["termination_reason"] == "retried"} == {None}
     trained = list(client.experiences())
-    held = {step.model_output.turn_id: step.model_output for e in episodes for t in e.trajectories for step in t.steps}
-    assert sorted(turn_id for line in trained for turn_id in line["turn_ids"]) == sorted(held)
+    outputs = {
+        step.model_output.turn_id: step.model_output for e in episodes for t in e.trajectories for step in t.steps
+    }
+    assert sorted(turn_id for line in trained for turn_id in line["turn_ids"]) == sorted(outputs)
     for line in trained:
-        output = held[line["turn_ids"][0]]
+        output = outputs[line["turn_ids"][0]]
         assert line["tokens"] == [*output.prompt_ids, *output.completion_ids]
         assert line["logprobs"] == output.logprobs
         assert line["turn_rewards"] == [1.0]

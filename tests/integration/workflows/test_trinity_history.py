@@ -124,7 +124,7 @@ def test_chat_returns_one_experience_for_each_choice_and_history_has_them(model,
 
 
 def test_the_client_is_openais_own_and_the_reply_has_only_the_requested_fields(model, fake_engine):
-    """The original patches `create` to ask for logprobs and token ids; here the call stays as it was, both are kept."""
+    """The original patches `create` to ask for logprobs and token ids; here the call is unchanged, both are stored."""
     client = model.get_openai_client()
     assert type(client) is openai.OpenAI
     assert "create" not in vars(client.chat.completions)

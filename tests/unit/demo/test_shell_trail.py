@@ -28,7 +28,7 @@ def test_the_warm_up_outputs_equal_those_of_a_real_shell(tmp_path):
         directory = tmp_path / task.task_id
         directory.mkdir()
         shell_trail.write_files(shell_trail.for_agent(task)["files"], directory)
-        for reply, shown in zip(messages[2::2], messages[3::2], strict=False):
+        for reply, output in zip(messages[2::2], messages[3::2], strict=False):
             (command,) = BLOCK.findall(reply["content"])
             ran = subprocess.run(
                 command,
@@ -40,7 +40,7 @@ def test_the_warm_up_outputs_equal_those_of_a_real_shell(tmp_path):
                 text=True,
                 check=False,
             )
-            assert shown["content"] == f"<returncode>{ran.returncode}</returncode>\n<output>\n{ran.stdout}</output>"
+            assert output["content"] == f"<returncode>{ran.returncode}</returncode>\n<output>\n{ran.stdout}</output>"
             num_run += 1
     assert num_run > NUM_TASKS
 
@@ -49,14 +49,14 @@ def test_the_right_commands_give_the_right_answer(tmp_path):
     """Following each boss from the first person reaches the city that the reward asks for, within the step limit."""
     for index in range(NUM_TASKS):
         task = trail.make_task("eval", index, 0)
-        told = shell_trail.for_agent(task)
+        shown_task = shell_trail.for_agent(task)
         name, steps = trail.first_person(task), 0
-        while name in told["files"]:
-            name = told["files"][name].split()[1]
+        while name in shown_task["files"]:
+            name = shown_task["files"][name].split()[1]
             steps += 1
-        assert name == told["answer"]
-        assert steps + 1 <= told["step_limit"], "the submission is a step of its own"
-        assert told["answer"] not in told["question"]
+        assert name == shown_task["answer"]
+        assert steps + 1 <= shown_task["step_limit"], "the submission is a step of its own"
+        assert shown_task["answer"] not in shown_task["question"]
 
 
 @pytest.fixture(scope="module")

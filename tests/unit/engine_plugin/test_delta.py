@@ -14,7 +14,7 @@ def buffer_of(words: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(words, np.uint16).view(np.uint8).copy())
 
 
-def test_tensors_of_several_types_come_back_from_their_buffer_and_its_description():
+def test_tensors_of_several_types_are_restored_from_their_buffer_and_its_description():
     tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.tensor(1.5), "c": torch.arange(7), "d": torch.zeros(0, 4)}
     layout = Layout.of(tensors)
     assert [slot.offset for slot in layout.slots] == [0, 32, 48, 112]  # 30, 4 and 56 bytes, each at a multiple of 16
@@ -45,7 +45,7 @@ def test_a_delta_names_the_distance_to_each_changed_word():
     assert delta.num_bytes == 2 * (1 + 2)
 
 
-def test_a_distance_over_255_is_bridged_by_words_that_stay_as_they_are():
+def test_a_distance_over_255_is_encoded_with_unchanged_words_in_between():
     new = [0] * 600
     new[599] = 5
     delta = difference(buffer_of([0] * 600), buffer_of(new))

@@ -54,8 +54,10 @@ def stored(database: Database) -> dict[str, list[Any]]:
     return found
 
 
-def test_archived_sessions_leave_the_tables_and_come_back_as_they_were(database: Database, tmp_path: Path) -> None:
-    """What waits for training and what is open stays in the tables."""
+def test_archived_sessions_are_deleted_from_the_tables_and_restored_unchanged(
+    database: Database, tmp_path: Path
+) -> None:
+    """Sessions that are open or wait for training stay in the tables."""
     fill(database)
     before = stored(database)
     moved = archive.archive(database, tmp_path / "archive", LATER)

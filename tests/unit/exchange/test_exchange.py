@@ -27,9 +27,9 @@ def database(tmp_path: Path) -> Database:
     database.upgrade()
     asks = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is kim's boss?"}]
     called = {"role": "assistant", "content": None, "reasoning": "look it up", "tool_calls": [CALL]}
-    told = {"role": "tool", "tool_call_id": "call_1", "content": '{"boss": "lea"}'}
+    tool_message = {"role": "tool", "tool_call_id": "call_1", "content": '{"boss": "lea"}'}
     t1 = make_turn("t1", messages=asks, response=called, tools=TOOLS, sampling={"temperature": 1.0})
-    t2 = make_turn("t2", t1, messages=[told], response={"role": "assistant", "content": "lea"})
+    t2 = make_turn("t2", t1, messages=[tool_message], response={"role": "assistant", "content": "lea"})
     t3 = make_turn("t3", t1, chain_id="t3", messages=[{"role": "user", "content": "Never mind."}])
     with database.write() as connection:
         ledger.create_session(connection, Session(session_id="s", task_id="kim", group_id="g"))

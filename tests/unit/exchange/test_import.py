@@ -281,7 +281,7 @@ def test_a_session_that_grew_is_reported_and_not_changed(database: Database, tmp
 
 
 @pytest.mark.parametrize("spelling", ["camel", "snake"])
-def test_langfuses_traces_bring_their_scores_as_rewards(
+def test_scores_of_langfuse_traces_become_rewards(
     spelling: str, database: Database, tmp_path: Path, model: Path
 ) -> None:
     names = {"camel": ("traceId", "startTime", "sessionId"), "snake": ("trace_id", "start_time", "session_id")}
@@ -302,7 +302,7 @@ def test_langfuses_traces_bring_their_scores_as_rewards(
     assert record.session.reward == 1.25
 
 
-def test_openais_lines_come_out_as_they_went_in(database: Database, tmp_path: Path, model: Path) -> None:
+def test_openai_lines_are_exported_as_they_were_imported(database: Database, tmp_path: Path, model: Path) -> None:
     lines = [{"messages": CONVERSATION, "tools": TOOLS}, HELLO]
     run_import(tmp_path, model, lines, "openai")
     assert [json.loads(line) for line in exported(tmp_path, "openai").splitlines()] == lines

@@ -47,7 +47,7 @@ def _stream(http: httpx2.Client, **more: Any) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events[:-1]]
 
 
-def test_it_repeats_the_user_and_its_ids_decode_to_its_text(http):
+def test_the_fake_engine_repeats_the_user_and_its_ids_decode_to_its_text(http):
     reply = _chat(http, **ALL)
     choice = reply["choices"][0]
     assert choice["message"]["content"] == "Grüße 7"
@@ -99,8 +99,8 @@ def test_a_tool_is_called_with_arguments_from_its_own_schema(http):
     assert choice["message"]["content"] is None
     function = choice["message"]["tool_calls"][0]["function"]
     assert (function["name"], json.loads(function["arguments"])) == ("look", {"n": 7})
-    said = tokens.decode(choice["token_ids"])
-    assert said == '<tool_call>\n{"name": "look", "arguments": {"n": 7}}\n</tool_call><|im_end|>'
+    text = tokens.decode(choice["token_ids"])
+    assert text == '<tool_call>\n{"name": "look", "arguments": {"n": 7}}\n</tool_call><|im_end|>'
 
 
 def test_a_streamed_tool_call_joins_to_the_plain_one(http):
@@ -171,9 +171,9 @@ def test_usage_comes_in_a_separate_chunk_on_request(http):
 
 def test_hidden_reasoning_hides_its_ids_and_logprobs(fake_engine, http):
     fake_engine.answer(Rule(reply=Reply(text="yes", reasoning="hm")))
-    shown, hidden = _chat(http, **ALL)["choices"][0], _chat(http, include_reasoning=False, **ALL)["choices"][0]
-    assert (shown["message"]["reasoning"], shown["message"]["content"]) == ("hm", "yes")
-    assert tokens.decode(shown["token_ids"]).startswith("<think>\nhm\n</think>")
+    visible, hidden = _chat(http, **ALL)["choices"][0], _chat(http, include_reasoning=False, **ALL)["choices"][0]
+    assert (visible["message"]["reasoning"], visible["message"]["content"]) == ("hm", "yes")
+    assert tokens.decode(visible["token_ids"]).startswith("<think>\nhm\n</think>")
     assert (hidden["message"]["reasoning"], hidden["token_ids"], hidden["logprobs"]) == (None, None, None)
 
 
@@ -187,8 +187,8 @@ def test_logprobs_are_normalised_and_follow_the_temperature(http):
 def test_a_rule_answers_the_conversations_that_it_matches(fake_engine, http):
     fake_engine.answer(Rule(contains="weather", reply=Reply(text="rain"), count=1))
     weather = [{"role": "user", "content": "the weather?"}]
-    said = [_chat(http, messages=messages)["choices"][0]["message"]["content"] for messages in (HI, weather, weather)]
-    assert said == ["Grüße 7", "rain", "the weather?"]
+    texts = [_chat(http, messages=messages)["choices"][0]["message"]["content"] for messages in (HI, weather, weather)]
+    assert texts == ["Grüße 7", "rain", "the weather?"]
 
 
 def test_parallel_tool_calls_can_be_scripted(fake_engine, http):

@@ -41,11 +41,11 @@ async def test_without_a_limit_nothing_is_counted():
 
 async def test_one_key_at_its_limit_does_not_stop_another():
     limits = make_limits(key_max_calls=1)
-    held = await limits.admit(caller("a"))
+    admission = await limits.admit(caller("a"))
     with pytest.raises(Overloaded, match="key 'a'"):
         await limits.admit(caller("a"))
     await limits.admit(caller("b"))
-    held.release()
+    admission.release()
     await limits.admit(caller("a"))
 
 
@@ -77,7 +77,7 @@ async def test_requests_and_tokens_per_minute_are_limited_and_the_error_has_the_
 async def test_the_queue_is_fair_between_keys_for_any_number_of_calls():
     """One slot; `greedy` queues three calls before `modest` queues one, which is served second."""
     limits = make_limits(max_concurrent_calls=1, queue_seconds=20)
-    held = await limits.admit(caller("first"))
+    admission = await limits.admit(caller("first"))
     served: list[str] = []
 
     async def call(key_id: str) -> None:
@@ -90,7 +90,7 @@ async def test_the_queue_is_fair_between_keys_for_any_number_of_calls():
     await asyncio.sleep(0)
     waiting.append(asyncio.ensure_future(call("modest")))
     await asyncio.sleep(0)
-    held.release()
+    admission.release()
     await asyncio.wait_for(asyncio.gather(*waiting), 10)
     assert served == ["greedy", "modest", "greedy", "greedy"]
     assert limits._everybody.num_calls == 0
@@ -98,7 +98,7 @@ async def test_the_queue_is_fair_between_keys_for_any_number_of_calls():
 
 async def test_a_call_that_times_out_or_whose_client_disconnects_leaves_the_queue():
     limits = make_limits(max_concurrent_calls=1, queue_seconds=0.05)
-    held = await limits.admit(caller("a"))
+    admission = await limits.admit(caller("a"))
     with pytest.raises(Overloaded, match=r"after 0\.05 s in the queue"):
         await limits.admit(caller("b"))
     limits._queue_seconds = 20.0
@@ -107,7 +107,7 @@ async def test_a_call_that_times_out_or_whose_client_disconnects_leaves_the_queu
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
     assert not limits._queues
-    held.release()
+    admission.release()
     await asyncio.wait_for(limits.admit(caller("d")), 5)
 
 

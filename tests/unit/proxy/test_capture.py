@@ -38,8 +38,8 @@ def call_of(*messages: Json, key: str | None = None, **fields: Any) -> Call:
 def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields: Any) -> Choice:
     """Return a choice; each token has a logprob of minus a tenth of its id."""
     found = [-token / 10 for token in token_ids] if logprobs is None else logprobs
-    told = json.dumps({"content": [{"logprob": logprob} for logprob in found]}).encode()
-    return Choice(message=dict(REPLY), token_ids=list(token_ids), logprobs=[told], finish_reason="stop", **fields)
+    encoded = json.dumps({"content": [{"logprob": logprob} for logprob in found]}).encode()
+    return Choice(message=dict(REPLY), token_ids=list(token_ids), logprobs=[encoded], finish_reason="stop", **fields)
 
 
 def plan_of(call: Call, **fields: Any) -> Plan:
@@ -127,7 +127,7 @@ def test_a_reason_makes_a_turn_retokenised_and_a_cut_makes_it_aborted():
     assert (turn.outcome, turn.reason, turn.token_ids.tolist()) == (Outcome.ABORTED, "client_left", [7])
 
 
-def test_an_extension_stores_what_came_after_its_parent():
+def test_an_extension_stores_the_messages_after_its_parent():
     """[1, 2, 3] belongs to the parent; [4] and the new message belong to this turn. The store assigns its chain."""
     call = call_of(USER, REPLY, USER, tools=[{"type": "function"}])
     plan = extending(call)

@@ -103,8 +103,8 @@ def test_an_invalid_body_gets_one_sentence(http) -> None:
     assert refusal(http.post("/v1/rewards", json={"session_id": "s"})) == "`value` is missing."
     assert refusal(http.post("/v1/rewards", json=[{"session_id": "s"}])) == "`0.value` is missing."
     form = {"content-type": "application/x-www-form-urlencoded"}
-    said = refusal(http.post("/v1/rewards", content=b'{"session_id": "s", "value": 1}', headers=form))
-    assert said.endswith("Send content-type: application/json.")
+    answer = refusal(http.post("/v1/rewards", content=b'{"session_id": "s", "value": 1}', headers=form))
+    assert answer.endswith("Send content-type: application/json.")
 
 
 def test_a_second_creation_changes_the_fields_that_calls_and_credit_use(http) -> None:
@@ -119,8 +119,8 @@ def test_a_second_creation_changes_the_fields_that_calls_and_credit_use(http) ->
 
 
 def test_a_turn_is_returned_with_its_new_tokens_and_on_request_with_its_whole_prompt(http) -> None:
-    said = http.post("/sessions/long/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]
-    messages = [*CHAT["messages"], said, {"role": "user", "content": "Go on."}]
+    answer = http.post("/sessions/long/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]
+    messages = [*CHAT["messages"], answer, {"role": "user", "content": "Go on."}]
     second = http.post("/sessions/long/v1/chat/completions", json={**CHAT, "messages": messages}).json()
     for path in ("/v1/sessions/long/turns?after=" + http.get("/v1/sessions/long/turns").json()["data"][0]["turn_id"],):
         (added,) = http.get(path).json()["data"]
@@ -141,8 +141,8 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) 
     ended = http.post("/v1/sessions/kim/end", json={}).json()
     assert ended["num_turns"] == 1
     (turn,) = http.get("/v1/sessions/kim/turns").json()["data"]
-    held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
-    assert held is not None
+    claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
+    assert claimed is not None
     update = UpdateRecord(
         update_id=7,
         trainer_id="t",
@@ -153,7 +153,7 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) 
         metrics={"reward_mean": 1.0},
     )
     with database.write() as connection:
-        claims.ack(connection, held, update, trained={("default", "kim"): {turn["turn_id"]: 0.25}})
+        claims.ack(connection, claimed, update, trained={("default", "kim"): {turn["turn_id"]: 0.25}})
     for line in ({"session_id": "kim"}, {"turn_id": turn["turn_id"]}):
         late = http.post("/v1/rewards", json={**line, "value": 2.0}).json()["data"]
         assert late == [{"turns": 1, "trained_in": 7}]
@@ -180,15 +180,15 @@ def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypat
     are_enough = threading.Event()
     plain = search.search_sessions
 
-    def slow(connection, wanted, held, **page):
+    def slow(connection, wanted, contents, **page):
         nonlocal going, longest
-        if not held.is_empty:
+        if not contents.is_empty:
             with lock:
                 going, longest = going + 1, max(longest, going + 1)
             assert are_enough.wait(60)
             with lock:
                 going -= 1
-        return plain(connection, wanted, held, **page)
+        return plain(connection, wanted, contents, **page)
 
     monkeypatch.setattr(search, "search_sessions", slow)
     with ThreadPoolExecutor(12) as clients:
@@ -200,7 +200,7 @@ def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypat
     assert longest == MAX_SEARCHES
 
 
-def test_a_long_page_of_turns_is_encoded_beside_the_event_loop(http, monkeypatch) -> None:
+def test_a_long_page_of_turns_is_encoded_outside_the_event_loop(http, monkeypatch) -> None:
     """24 MB of whole prompts held the loop for 47 ms."""
     http.post("/sessions/paged/v1/chat/completions", json=CHAT).raise_for_status()
     threads: list[str] = []

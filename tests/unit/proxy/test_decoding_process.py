@@ -102,10 +102,10 @@ async def test_four_mebibytes_hold_the_loop_for_a_fraction_of_their_time(name, n
     raw = orjson.dumps(bodies(num_messages)[name])
     dialect, request = long_request(name)
     started = time.thread_time()
-    here = request.parse(*request.decode(raw))
-    history = digest_history(here.messages, b"", FIELDS)
-    sent = b"".join(encode_request(here.dialect.engine_body(here, None, {})))
-    whole = frame(pack(turn_of(here)))
+    local = request.parse(*request.decode(raw))
+    history = digest_history(local.messages, b"", FIELDS)
+    sent = b"".join(encode_request(local.dialect.engine_body(local, None, {})))
+    whole = frame(pack(turn_of(local)))
     in_the_loop = time.thread_time() - started
     stop = asyncio.Event()
     watch = asyncio.create_task(longest_hold(stop))
@@ -122,9 +122,14 @@ async def test_four_mebibytes_hold_the_loop_for_a_fraction_of_their_time(name, n
     assert await watch < in_the_loop / 3
     assert conversation.history.full == history.full
     assert orjson.loads(b"".join(pieces)) == orjson.loads(sent)
-    assert [message for piece in light.messages for message in pickle.loads(piece)] == here.messages
+    assert [message for piece in light.messages for message in pickle.loads(piece)] == local.messages
     assert sum(map(len, frame(pack(light)))) < 1.1 * sum(map(len, whole))
-    assert (call.sampling, call.tools, call.notes, call.stream) == (here.sampling, here.tools, here.notes, here.stream)
+    assert (call.sampling, call.tools, call.notes, call.stream) == (
+        local.sampling,
+        local.tools,
+        local.notes,
+        local.stream,
+    )
 
 
 async def test_a_short_request_of_many_strings_is_decoded_elsewhere(decoder):
@@ -154,8 +159,8 @@ async def test_only_the_new_messages_of_a_long_request_are_pickled(decoder):
 async def test_a_long_request_under_a_key_has_the_digest_of_a_short_one(decoder):
     raw = orjson.dumps(bodies(3)["responses"])
     _, request = long_request("responses")
-    here = request.parse(*request.decode(raw))
-    assert await digest_call(decoder, raw, request, keyed_digest) == keyed_digest(here)
+    local = request.parse(*request.decode(raw))
+    assert await digest_call(decoder, raw, request, keyed_digest) == keyed_digest(local)
 
 
 async def test_digests_for_another_template_are_not_used(decoder):

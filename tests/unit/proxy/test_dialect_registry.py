@@ -76,7 +76,7 @@ def test_a_registered_dialect_is_served_and_documented_and_has_its_own_error_sha
 
 
 def test_a_model_name_with_a_line_feed_is_refused_in_the_shape_of_its_dialect(client: TestClient) -> None:
-    """A pattern whose `.` matches no line feed would find no route, whose 404 has OpenAI's shape."""
+    """If the pattern's `.` did not match a line feed, no route would match, and the 404 would have OpenAI's shape."""
     for prefix in ("", "/sessions/s1"):
         answer = client.post(f"{prefix}/v1/models/no%0Amodel:generateContent", json={"contents": []})
         assert (answer.status_code, answer.json()["error"]["status"]) == (400, "INVALID_ARGUMENT")

@@ -55,19 +55,19 @@ def some(*logprobs: float) -> dict:
 def test_only_fields_that_were_not_requested_become_null(choices, separators):
     whole = reply(*choices, prompt_token_ids=[1, 2])
     raw = json.dumps(whole, separators=separators).encode()
-    said = read_reply(raw, has_one_choice=len(choices) < 2)
+    parsed = read_reply(raw, has_one_choice=len(choices) < 2)
 
     def stripped(fields: set[str]) -> dict:
         kept = [{key: None if key in fields else value for key, value in each.items()} for each in choices]
         return reply(*kept, prompt_token_ids=None if "token_ids" in fields else [1, 2])
 
-    assert said.raw == raw
-    assert json.loads(said.rest) == stripped({"logprobs"})
-    assert json.loads(without_ids(said.raw)) == stripped({"token_ids"})
-    assert json.loads(without_ids(said.rest)) == stripped({"logprobs", "token_ids"})
-    assert [each.token_ids for each in said.reply.choices] == [each.get("token_ids") for each in choices]
+    assert parsed.raw == raw
+    assert json.loads(parsed.rest) == stripped({"logprobs"})
+    assert json.loads(without_ids(parsed.raw)) == stripped({"token_ids"})
+    assert json.loads(without_ids(parsed.rest)) == stripped({"logprobs", "token_ids"})
+    assert [each.token_ids for each in parsed.reply.choices] == [each.get("token_ids") for each in choices]
     expected = [[entry["logprob"] for entry in (each["logprobs"] or {}).get("content") or ()] for each in choices]
-    found = [read_logprobs(said.logprobs[position:][:1]) for position in range(len(choices))]
+    found = [read_logprobs(parsed.logprobs[position:][:1]) for position in range(len(choices))]
     assert found == expected
 
 
@@ -106,7 +106,7 @@ TRAP = b'{"choices":[{"index":0,"delta":{"content":"\\"logprobs\\":{"},"logprobs
 
 
 @pytest.mark.parametrize("chunks", [[CHUNK], [CHUNK, CHUNK], [CHUNK, USAGE], [TRAP, CHUNK, TRAP]])
-def test_chunks_that_are_read_together_are_read_as_each_by_itself(chunks):
+def test_chunks_that_are_read_together_give_the_same_result_as_read_one_by_one(chunks):
     together, each = read_chunks(chunks), [read_reply(chunk, has_one_choice=True) for chunk in chunks]
     assert together is not None
     assert together.rest.split(b"\n") == [one.rest for one in each]
@@ -123,12 +123,12 @@ def test_chunks_in_another_format_are_not_read_together(other):
 @pytest.mark.parametrize("array", [b'["1"]', b"[1.5]", b"[-1]", b"[[1]]", b"{}"])
 def test_prompt_ids_that_are_no_ids_are_refused(array):
     """The text of the ids is stored without being decoded first."""
-    said = read_reply(b'{"choices":[],"prompt_token_ids":%b}' % array, has_one_choice=True)
+    parsed = read_reply(b'{"choices":[],"prompt_token_ids":%b}' % array, has_one_choice=True)
     with pytest.raises(msgspec.ValidationError):
-        ids_text(said.reply.prompt_token_ids)
+        ids_text(parsed.reply.prompt_token_ids)
 
 
 def test_the_text_of_prompt_ids_has_no_spaces():
-    said = read_reply(b'{"choices":[],"prompt_token_ids": [1, 22,\n3]}', has_one_choice=True)
-    assert ids_text(said.reply.prompt_token_ids) == b"1,22,3"
+    parsed = read_reply(b'{"choices":[],"prompt_token_ids": [1, 22,\n3]}', has_one_choice=True)
+    assert ids_text(parsed.reply.prompt_token_ids) == b"1,22,3"
     assert ids_text(read_reply(b'{"choices":[]}', has_one_choice=True).reply.prompt_token_ids) == b""

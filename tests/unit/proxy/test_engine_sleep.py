@@ -1,4 +1,4 @@
-"""Engines give up their memory while a trainer computes, keep their calls, and wake when it ends or dies."""
+"""Engines free their memory while a trainer computes, keep their calls, and wake when it has computed or dies."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_only_new_and_changed_objects_are_events() -> None:
     ]
 
 
-def test_a_slow_listener_loses_what_waits_and_is_told_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_listener_loses_its_queued_events_and_gets_one_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_WAITING", 2)
 
     async def go() -> None:

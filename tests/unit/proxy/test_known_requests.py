@@ -34,7 +34,7 @@ def read(requests: KnownRequests, raw: bytes, caller: tuple[str, str] = CALLER) 
     return asyncio.run(requests.read(caller, raw, **LIMITS))
 
 
-def test_only_what_follows_the_known_messages_is_decoded():
+def test_only_bytes_after_the_known_messages_are_decoded():
     """The messages of the earlier request are the same objects."""
     requests = KnownRequests(10**6, DecodingProcess())
     first = read(requests, orjson.dumps({"model": "m", "messages": [USER], "tools": [1]}))
@@ -101,7 +101,7 @@ def test_requests_above_the_limit_are_dropped_and_the_least_recent_first():
         b"",
     ],
 )
-def test_what_is_wrong_after_the_known_messages_is_answered_as_in_a_whole_request(tail: bytes):
+def test_an_error_after_the_known_messages_is_answered_as_in_a_whole_request(tail: bytes):
     """An error, or the last of two fields of one name."""
     raw = orjson.dumps({"model": "m", "messages": [USER]})
     requests = KnownRequests(10**6, DecodingProcess())
@@ -139,7 +139,7 @@ def engine_body(call: Call) -> Any:
     tails=st.lists(FIELDS, min_size=6, max_size=6),
     spaced=st.lists(st.booleans(), min_size=6, max_size=6),
 )
-def test_random_conversations_are_read_as_they_are_decoded_whole(edits, head, tails, spaced):
+def test_random_conversations_give_the_same_result_as_decoded_whole(edits, head, tails, spaced):
     """They grow, are cut, edited and compacted; some clients put spaces between.
 
     The body, the digest, the history, whether there is media, and the engine's request agree.

@@ -158,7 +158,7 @@ def test_a_conversation_of_a_known_kind_is_rendered_once():
     assert "".join(map(str, rendered)) == "1111011110" + "1011110"
 
 
-def test_what_is_kept_of_a_kind_of_conversation_does_not_grow_with_its_tools():
+def test_the_cached_data_of_a_kind_of_conversation_does_not_grow_with_its_tools():
     """Tools with a mark of the template are not shortened; here they have 100,000 characters."""
     template = shortened("qwen3_instruct_2507")
     messages = [

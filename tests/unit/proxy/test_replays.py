@@ -1,4 +1,4 @@
-"""Which calls are retries, and which answer a retry gets."""
+"""The rules for which calls are retries, and which answer a retry gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt the chat template added, told from the texts of the messages."""
+"""The tokens of a prompt that the chat template added are distinguished from those of the messages."""
 
 from __future__ import annotations
 

@@ -93,7 +93,9 @@ async def test_engines_get_a_version_from_memory_and_need_no_directory(stage: St
         assert all(engine.state.running.is_set() for engine in stage.engines)
 
 
-async def test_what_arrives_as_a_delta_equals_the_whole_bit_for_bit(stage: Stage, trainer: WeightServer, monkeypatch):
+async def test_a_version_received_as_a_delta_equals_the_whole_version_bit_for_bit(
+    stage: Stage, trainer: WeightServer, monkeypatch
+):
     """The first version is sent whole; of the second only the words that changed."""
     old = weights(1)
     new = {name: value.clone() for name, value in old.items()}
@@ -269,16 +271,16 @@ async def test_an_update_that_a_dead_driver_left_open_is_ended_first(stage: Stag
 
 
 def test_a_version_with_a_weight_that_is_not_finite_is_not_offered():
-    held = HeldVersions(keep=2)
-    assert not held.hold(1, {"w": torch.tensor([1.0, float("nan")])}, NO_PROBE)
-    assert held.find(1) is None
+    versions = HeldVersions(keep=2)
+    assert not versions.hold(1, {"w": torch.tensor([1.0, float("nan")])}, NO_PROBE)
+    assert versions.find(1) is None
 
 
 def test_memory_keeps_the_newest_versions_only():
-    held = HeldVersions(keep=2)
+    versions = HeldVersions(keep=2)
     for version in (1, 2, 3):
-        assert held.hold(version, weights(version), NO_PROBE)
-    assert [version for version in (1, 2, 3) if held.find(version)] == [2, 3]
+        assert versions.hold(version, weights(version), NO_PROBE)
+    assert [version for version in (1, 2, 3) if versions.find(version)] == [2, 3]
 
 
 def test_a_request_without_the_key_learns_nothing(trainer: WeightServer):

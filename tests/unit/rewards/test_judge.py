@@ -20,8 +20,8 @@ def test_an_answer_without_a_score_for_every_conversation_is_not_a_verdict(answe
 
 
 def test_a_long_conversation_is_cut_in_its_middle():
-    shown = {"chains": [{"messages": [{"role": "user", "content": "a" * 50_000 + "the end"}]}]}
-    text = as_text(shown)
+    session = {"chains": [{"messages": [{"role": "user", "content": "a" * 50_000 + "the end"}]}]}
+    text = as_text(session)
     assert len(text) < MAX_CONVERSATION_CHARS + 100
     assert text.endswith("the end")
 
@@ -35,9 +35,9 @@ def test_a_conversation_is_joined_from_the_new_messages_of_each_turn():
         return {**ids, "messages": [message], "response": reply, "tools": [{"a": 1}] if parent is None else None}
 
     turns = [turn(0, "a", None, "t0"), turn(1, "b", "t0", "t0"), turn(2, "c", "t0", "t2")]
-    shown = conversation(turns, "t1")
-    assert [message["content"] for message in shown["messages"]] == ["a", "A", "b", "B"]
-    assert shown["tools"] == [{"a": 1}]
+    session = conversation(turns, "t1")
+    assert [message["content"] for message in session["messages"]] == ["a", "A", "b", "B"]
+    assert session["tools"] == [{"a": 1}]
     chains = document({"session_id": "s"}, turns)["chains"]
     assert [[m["content"] for m in chain["messages"]] for chain in chains] == [
         ["a", "A", "b", "B"],

@@ -38,7 +38,7 @@ def test_every_known_agent_gets_the_address_of_its_session(name, address):
     assert variables["HOME"] == str(address.home)
 
 
-def test_an_agents_default_flags_come_before_the_users_flags(address):
+def test_an_agents_default_flags_precede_the_users_flags(address):
     assert command_line(AGENTS["pi"], ["pi", "-p", "hello"], address) == [
         *("pi", "--provider", "turnwise", "--model", "demo"),
         *("-p", "hello"),

@@ -41,9 +41,9 @@ def update(update_id: int = 1, trainer_id: str = "t") -> UpdateRecord:
     )
 
 
-def ack(database: Database, held: Claim, record: UpdateRecord, **options: Any) -> bool:
+def ack(database: Database, claimed: Claim, record: UpdateRecord, **options: Any) -> bool:
     with database.write() as connection:
-        return claims.ack(connection, held, record, **options)
+        return claims.ack(connection, claimed, record, **options)
 
 
 def group_rows(database: Database) -> dict[str, Any]:
@@ -83,14 +83,14 @@ def test_a_group_with_an_expired_lease_can_be_claimed_with_the_next_fencing_toke
 def test_a_late_ack_is_accepted_while_no_other_trainer_has_claimed_the_group(database: Database) -> None:
     """The token decides, not the clock: finished work is not discarded without need."""
     add_ready(database, "a")
-    held = claim(database, now=NOW - 10 * MINUTE)
-    assert ack(database, held, update())
+    claimed = claim(database, now=NOW - 10 * MINUTE)
+    assert ack(database, claimed, update())
 
 
 def test_a_renewed_lease_does_not_expire(database: Database) -> None:
     add_ready(database, "a")
-    held = claim(database, now=NOW)
-    renewed = claims.renew(database, held, 120, now=NOW)
+    claimed = claim(database, now=NOW)
+    renewed = claims.renew(database, claimed, 120, now=NOW)
     assert renewed.leased_until == NOW + 2 * MINUTE
     assert claims.claim(database, "next", max_groups=1, lease_seconds=60, now=NOW + MINUTE) is None
 
@@ -113,17 +113,17 @@ def test_a_lease_from_before_the_clock_was_set_back_is_void(database: Database) 
 
 def test_no_lease_is_longer_than_the_longest(database: Database) -> None:
     add_ready(database, "a")
-    held = claims.claim(database, "t", max_groups=1, lease_seconds=1e6, now=NOW)
-    assert held is not None
-    assert held.leased_until == NOW + 60 * MINUTE
-    assert claims.renew(database, held, 1e6, now=NOW + MINUTE).leased_until == NOW + 61 * MINUTE
+    claimed = claims.claim(database, "t", max_groups=1, lease_seconds=1e6, now=NOW)
+    assert claimed is not None
+    assert claimed.leased_until == NOW + 60 * MINUTE
+    assert claims.renew(database, claimed, 1e6, now=NOW + MINUTE).leased_until == NOW + 61 * MINUTE
 
 
 def test_an_ack_records_the_update_and_publishes_its_policy_at_once(database: Database) -> None:
     add_ready(database, "a", "b")
-    held = claim(database)
+    claimed = claim(database)
     published = PolicyVersion(version=1, path="/1", update_id=1)
-    assert ack(database, held, update(), policy=published, refused={("default", "b"): "gap"})
+    assert ack(database, claimed, update(), policy=published, refused={("default", "b"): "gap"})
     groups = group_rows(database)
     assert (groups["a"].status, groups["a"].update_id, groups["a"].reason) == ("trained", 1, None)
     assert (groups["b"].status, groups["b"].update_id, groups["b"].reason) == ("dropped", 1, "gap")
@@ -140,11 +140,11 @@ def test_an_ack_is_all_or_nothing(database: Database) -> None:
     """The second group was lost: the first is not trained, the update not recorded, the policy not published."""
     add_ready(database, "a")
     add_ready(database, "b")
-    held = claim(database)
+    claimed = claim(database)
     with database.write() as connection:
         connection.execute(sa.update(tables.groups).where(tables.groups.c.group_id == "b").values(fencing_token=7))
     with pytest.raises(LeaseLost, match="'b'"):
-        ack(database, held, update(), policy=PolicyVersion(version=1, path="/1"))
+        ack(database, claimed, update(), policy=PolicyVersion(version=1, path="/1"))
     assert group_rows(database)["a"].status == "claimed"
     with database.read() as connection:
         assert queries.last_update(connection) is None
@@ -154,11 +154,11 @@ def test_an_ack_is_all_or_nothing(database: Database) -> None:
 
 def test_a_replayed_ack_writes_nothing_and_another_trainers_is_a_conflict(database: Database) -> None:
     add_ready(database, "a")
-    held = claim(database)
-    assert ack(database, held, update())
-    assert not ack(database, held, update())
+    claimed = claim(database)
+    assert ack(database, claimed, update())
+    assert not ack(database, claimed, update())
     with pytest.raises(Conflict, match="update 1 was recorded by trainer 't'"):
-        ack(database, held, update(trainer_id="other"))
+        ack(database, claimed, update(trainer_id="other"))
 
 
 def test_released_groups_are_ready_again(database: Database) -> None:
@@ -194,9 +194,9 @@ def test_groups_with_a_trainable_turn_that_is_too_old_are_dropped_as_stale(datab
             failed = make_turn("t9", session_id=session_id, policy_version_first=0, outcome=Outcome.ERROR)
             ledger.append_turns(connection, [_named(failed, f"{session_id}-9")])
         finish(database, session_id)
-    held = claim(database, min_policy_version=2)
-    assert [group.group_id for group in held.groups] == ["new", "old_error", "no_turns"]
-    assert held.num_stale == 1
+    claimed = claim(database, min_policy_version=2)
+    assert [group.group_id for group in claimed.groups] == ["new", "old_error", "no_turns"]
+    assert claimed.num_stale == 1
     stale = group_rows(database)["old"]
     assert (stale.status, stale.reason) == ("dropped", "stale")
 
@@ -220,11 +220,11 @@ def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: 
         # PostgreSQL skips rows that another trainer has locked, so an empty answer is not the end.
         while len(claimed) < len(names):
             assert time.monotonic() < deadline, f"only {len(claimed)} groups were trained"
-            held = claims.claim(own, f"trainer-{worker}", max_groups=2, lease_seconds=60)
-            if held is not None:
+            batch = claims.claim(own, f"trainer-{worker}", max_groups=2, lease_seconds=60)
+            if batch is not None:
                 number += 1
-                ack(own, held, update(number, f"trainer-{worker}"))
-                claimed.extend(group.group_id for group in held.groups)
+                ack(own, batch, update(number, f"trainer-{worker}"))
+                claimed.extend(group.group_id for group in batch.groups)
         own.close()
 
     with ThreadPoolExecutor(4) as pool:
@@ -241,9 +241,9 @@ def test_a_claim_gives_the_trainer_its_experiences(database: Database) -> None:
         ledger.end_session(connection, "default", "unrewarded")
     finish(database, "a", value=1)
     finish(database, "b", value=0)
-    held = claim(database)
+    claimed = claim(database)
     with database.read() as connection:
-        found = list(experiences.experiences_of_groups(connection, held.group_pks))
+        found = list(experiences.experiences_of_groups(connection, claimed.group_pks))
     assert [(one.session_id, one.reward, one.turn_ids) for one in found] == [
         ("a", 1, ("a-t1", "a-t2")),
         ("b", 0, ("b-t1", "b-t2")),

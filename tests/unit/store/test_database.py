@@ -133,7 +133,7 @@ def test_a_server_that_does_not_run_is_named_in_one_line() -> None:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("wrong", ["role", "database"])
-def test_a_refused_login_names_what_to_check(postgres_server: PrivatePostgres, wrong: str) -> None:
+def test_the_error_of_a_refused_login_names_the_settings_to_check(postgres_server: PrivatePostgres, wrong: str) -> None:
     url = sa.make_url(postgres_server.url(postgres_server.create_database()))
     url = url.update_query_dict({"user": "nobody"}) if wrong == "role" else url.set(database="nowhere")
     database = Database(url.render_as_string(hide_password=False))
@@ -205,17 +205,17 @@ def test_kill_9_loses_no_turn_whose_commit_returned(database: Database, database
     )
     assert process.stdout is not None
     try:
-        said = [int(process.stdout.readline()) for _ in range(20)]
+        values = [int(process.stdout.readline()) for _ in range(20)]
     finally:
         process.kill()
-    said += [int(line) for line in process.stdout.read().split()]
+    values += [int(line) for line in process.stdout.read().split()]
     process.wait(30)
     process.stdout.close()
     with database.read() as connection:
         stored = [entry.seq + 1 for entry in history.unknown_turns(connection, "default", "s", first=0, known=())[0]]
         session = queries.session(connection, "default", "s")
-    assert stored[: len(said)] == said
-    assert len(stored) <= len(said) + 1  # at most the one that was committed and not yet printed
+    assert stored[: len(values)] == values
+    assert len(stored) <= len(values) + 1  # at most the one that was committed and not yet printed
     assert session.num_turns == len(stored)
 
 

@@ -85,7 +85,7 @@ def test_an_unknown_id_is_named(connection: sa.Connection) -> None:
             ask()
 
 
-def test_unknown_turns_are_read_with_what_they_add_and_known_turns_are_not_read(connection: sa.Connection) -> None:
+def test_only_unknown_turns_are_read_with_the_messages_that_they_add(connection: sa.Connection) -> None:
     """The second read starts after the turns of the first one."""
     found, num_read = history.unknown_turns(connection, "default", "s", first=0, known={"t1", "t3"})
     assert ([turn.turn_id for turn in found], num_read) == (["t2", "t4"], 4)
@@ -258,11 +258,11 @@ def test_a_conversation_is_found_only_by_its_own_key_and_tenant_in_an_open_sessi
 def test_a_conversation_is_looked_up_in_its_index(sqlite_template: Path) -> None:
     """SQLite's planner does not need rows to choose; the lookup must not walk all turns."""
     database = Database(f"sqlite:///{sqlite_template}")
-    asked: list[tuple[str, tuple[object, ...]]] = []
+    statements: list[tuple[str, tuple[object, ...]]] = []
     with database.read() as connection:
-        sa.event.listen(connection, "before_cursor_execute", lambda *said: asked.append((said[2], said[3])))
+        sa.event.listen(connection, "before_cursor_execute", lambda *given: statements.append((given[2], given[3])))
         history.sessions_of_conversation(connection, "default", "key", [b"1", b"2"], limit=9)
-        statement, parameters = next(each for each in asked if each[0].startswith("SELECT"))
+        statement, parameters = next(each for each in statements if each[0].startswith("SELECT"))
         plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]
     database.close()
     assert plan[0] == "SEARCH turns USING INDEX ix_turns_inferred (inferred_by=? AND history_digest=?)"

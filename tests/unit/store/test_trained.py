@@ -17,8 +17,8 @@ KIM = {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "kim-1"): {"acme-kim-
 
 
 def train(database: Database, update_id: int, advantages, refused=None) -> None:
-    held = claims.claim(database, "t", max_groups=9, lease_seconds=60)
-    assert held is not None
+    claimed = claims.claim(database, "t", max_groups=9, lease_seconds=60)
+    assert claimed is not None
     record = UpdateRecord(
         update_id=update_id,
         trainer_id="t",
@@ -28,7 +28,7 @@ def train(database: Database, update_id: int, advantages, refused=None) -> None:
         num_tokens=4,
     )
     with database.write() as connection:
-        assert claims.ack(connection, held, record, refused=refused, trained=advantages)
+        assert claims.ack(connection, claimed, record, refused=refused, trained=advantages)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_an_update_lists_the_groups_and_sessions_of_the_tenant_that_asks(ledger_
 
 
 @pytest.mark.parametrize("retrain", [False, True])
-def test_a_late_reward_is_trained_again_only_with_that_setting(ledger_of_two: Database, *, retrain: bool) -> None:
+def test_a_late_reward_is_trained_again_only_with_retrain_revised(ledger_of_two: Database, *, retrain: bool) -> None:
     with ledger_of_two.write() as connection:
         assert trained.last_updates(connection, "acme", ["kim-0", "kim-1"]) == {"kim-0": 1, "kim-1": 1}
         line = Reward(session_id="kim-0", tenant="acme", value=5.0)

@@ -1,4 +1,4 @@
-"""What the answer to a session's end says about its training."""
+"""The note on training in the answer to a session's end."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(da
     add_judged(database, "s4", "g2", "t2", "mine", 1.0)
     add_judged(database, "s5", "g3", "t1", "theirs", 9.0)
     add_judged(database, "s6", "g3", "t1", "theirs", 9.0)
-    held = claims.claim(database, "t", max_groups=3, lease_seconds=60)
-    assert held is not None
+    claimed = claims.claim(database, "t", max_groups=3, lease_seconds=60)
+    assert claimed is not None
     update = UpdateRecord(
         update_id=4, trainer_id="t", policy_version=2, num_groups=1, num_sessions=2, num_tokens=8, metrics={"kl": 0.5}
     )
     with database.write() as connection:
-        claims.ack(connection, held, update, refused={("mine", "g2"): "uniform_rewards"})
+        claims.ack(connection, claimed, update, refused={("mine", "g2"): "uniform_rewards"})
     with database.read() as connection:
         (mine,) = summarise_updates(connection, "mine")
         (nobodys,) = summarise_updates(connection, "nobody")
@@ -48,17 +48,17 @@ def test_an_update_has_the_mean_rewards_of_its_sessions_also_by_task_and_name(da
     assert (nobodys.reward, nobodys.by_task, nobodys.dropped, nobodys.metrics) == (None, {}, {}, {"kl": 0.5})
 
 
-def test_the_newest_updates_come_oldest_first(database: Database) -> None:
+def test_the_newest_updates_are_listed_oldest_first(database: Database) -> None:
     for number in range(1, 4):
         add_judged(database, f"a{number}", f"g{number}", "t", "mine", 1.0)
         add_judged(database, f"b{number}", f"g{number}", "t", "mine", 0.0)
-        held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
-        assert held is not None
+        claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
+        assert claimed is not None
         update = UpdateRecord(
             update_id=number, trainer_id="t", policy_version=number, num_groups=1, num_sessions=2, num_tokens=8
         )
         with database.write() as connection:
-            claims.ack(connection, held, update)
+            claims.ack(connection, claimed, update)
     with database.read() as connection:
         assert [each.update_id for each in summarise_updates(connection, "mine", limit=2)] == [2, 3]
 

@@ -70,7 +70,7 @@ def test_every_sequence_attends_to_exactly_its_own_tokens(sequences):
             assert np.flatnonzero(attention[place]).tolist() == sorted(places[: depth + 1].tolist())
 
 
-def test_weights_by_hand():
+def test_weights_equal_the_numbers_worked_by_hand():
     """Session s has 4 trained tokens in two chains, session t has 2."""
     batch = build(
         [experience(session_id="s"), experience(session_id="s"), experience(session_id="t")],

@@ -21,7 +21,7 @@ def close(actual, expected):
     np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6, rtol=0)
 
 
-def test_gae_by_hand():
+def test_gae_gives_the_numbers_worked_by_hand():
     """γ = 0.5, λ = 0.5, V = 1, 2, 4, rewards 0, 0, 8.
 
     δ = 0 + 1 - 1 = 0, 0 + 2 - 2 = 0, 8 - 4 = 4; A = 4 / 16 = 0.25, 4 / 4 = 1, 4.
@@ -57,7 +57,7 @@ def test_rewards_follow_the_chain_or_each_step_by_hand():
     close(values.token_rewards(stepwise, places[:2]), [0, 0.75])  # the second turn is not trained
 
 
-def test_at_a_fork_each_chain_goes_on_with_its_own_next_token_by_hand():
+def test_at_a_fork_each_chain_continues_with_its_own_next_token_by_hand():
     """Two chains share the prompt 1 and the sampled tokens 2, 3; the first trains them, the second only its own token.
 
     Values 0.1, 0.2, 0.3 for the first chain, 0.9 for the second; rewards 1 and 0; γ = λ = 1.
@@ -146,7 +146,7 @@ def test_the_critic_learns_to_predict_the_rewards(tmp_path, model, critic):
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_critic_that_was_not_saved_starts_anew(tmp_path, model, caplog):
+def test_a_critic_that_was_not_saved_starts_with_new_weights(tmp_path, model, caplog):
     """A run goes on under GAE after another estimator, and the log says that the critic is new."""
     settings = play(tmp_path, model, groups_per_batch=1, total_batches=1, estimator="rloo")
     train(settings)

@@ -107,7 +107,7 @@ def test_gradients_are_reduced_with_the_last_row_of_a_step_only(tmp_path, model,
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_model_without_weights_takes_no_memory_for_them_and_has_the_names_and_buffers_of_the_model(model, kind):
-    """What several processes shard: no process but the first reads the base model."""
+    """A model that several processes shard: only the first process reads the base model."""
     spec = PolicySpec(model=str(model), device="cpu", kind=kind)
     whole, empty = load_model(spec, "sdpa"), empty_model(spec, "sdpa")
     frozen = {name: value.requires_grad for name, value in whole.named_parameters()}
@@ -195,7 +195,7 @@ def test_the_critic_is_computed_and_counted_where_rows_that_fit_are_found(tmp_pa
     assert all(value.grad is None for value in agent.critic.parameters())
 
 
-def test_a_model_beside_which_no_row_fits_ends_the_start_with_advice(tmp_path, model, ledger, monkeypatch):
+def test_a_model_that_leaves_no_memory_for_a_row_ends_the_start_with_advice(tmp_path, model, ledger, monkeypatch):
     small_memory(monkeypatch, 10)
     settings = settings_for(tmp_path, model, row_tokens=64, probe_rows=True)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
@@ -279,7 +279,7 @@ def test_gpt_oss_is_sharded_although_it_has_no_sdpa(gpt_oss):
         leave_world()
 
 
-def test_gpt_oss_has_no_sdpa_and_is_trained_on_a_cpu_all_the_same(gpt_oss):
+def test_gpt_oss_without_sdpa_is_trained_on_a_cpu(gpt_oss):
     policy = Policy(gpt_oss)
     policy.load(0)
     assert policy.attention == "eager"
@@ -295,7 +295,7 @@ def test_gpt_oss_has_no_sdpa_and_is_trained_on_a_cpu_all_the_same(gpt_oss):
     assert all(parameter.grad is not None for parameter in policy.parameters())
 
 
-def test_processes_wait_for_what_the_first_one_shares_in_a_gloo_group_without_nccls_time_limit(monkeypatch):
+def test_processes_wait_for_the_first_one_in_a_gloo_group_without_nccls_time_limit(monkeypatch):
     """Rollouts may take longer than ten minutes; `shares` holds the group of each broadcast."""
     made, shares = [], []
 

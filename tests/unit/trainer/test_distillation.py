@@ -33,8 +33,8 @@ def batch_of(*sessions):
 
 
 def prompt_logprobs(body, logprob=-0.5):
-    shown = [None, *({str(token): {"logprob": logprob, "rank": 1}} for token in body["prompt"][1:])]
-    return 200, {"choices": [{"prompt_logprobs": shown}]}
+    entries = [None, *({str(token): {"logprob": logprob, "rank": 1}} for token in body["prompt"][1:])]
+    return 200, {"choices": [{"prompt_logprobs": entries}]}
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_what_a_teacher_cannot_score_is_counted_and_gets_no_advantage(name, serve, teachers):
+def test_tokens_that_a_teacher_cannot_score_are_counted_and_get_no_advantage(name, serve, teachers):
     scores = teachers(Teacher(url=serve(UNUSABLE[name]), model="m")).score(batch_of(experience()), [0])
     assert scores.unscored == {name.split()[0]: 1}
     assert not scores.is_scored.any()
@@ -179,8 +179,8 @@ def test_a_student_moves_towards_its_teacher_and_the_gauges_say_so(tmp_path, mod
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
 
     def answer(body):
-        shown = [None, *({str(t): {"logprob": -1.0 if t < 24 else -8.0}} for t in body["prompt"][1:])]
-        return 200, {"choices": [{"prompt_logprobs": shown}]}
+        entries = [None, *({str(t): {"logprob": -1.0 if t < 24 else -8.0}} for t in body["prompt"][1:])]
+        return 200, {"choices": [{"prompt_logprobs": entries}]}
 
     teacher = {"url": serve(answer), "model": "m"}
     settings = settings_for(

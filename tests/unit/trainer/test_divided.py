@@ -90,7 +90,7 @@ def test_four_processes_equal_one_however_they_divide_the_work(models: Path, fam
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_parts_of_a_row_see_what_the_whole_row_sees_and_cost_alike(size: int):
+def test_the_parts_of_a_row_attend_to_the_same_tokens_as_the_whole_row_and_have_equal_costs(size: int):
     """Dense masks and FlexAttention's blocks; shares are within a tenth of the row of each other."""
     layout = grown_forest(0)[0].lay_out()
     whole = dense_mask(layout, CPU)

@@ -1,4 +1,4 @@
-"""What a trainer hands to engines from memory is what it writes into a version's directory."""
+"""The weights that a trainer sends to engines from memory equal those in the version's directory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, cha
     db.close()
 
 
-def test_a_trainer_whose_engines_do_not_sleep_computes_all_the_same(tmp_path, caplog):
+def test_a_trainer_computes_even_if_its_engines_do_not_sleep(tmp_path, caplog):
     """Also an adapter's trainer has an address then; without a proxy nobody answers its wish."""
     model = make_model(tmp_path / "model")
     db = new_ledger(tmp_path / "ledger.db")

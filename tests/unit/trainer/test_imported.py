@@ -89,7 +89,9 @@ def test_dpo_prefers_the_imported_preferred_output(tmp_path: Path, model: Path) 
         {"algorithm": "dpo", "dpo_reference": "behaviour"},
     ],
 )
-def test_losses_that_read_behaviour_logprobs_do_not_claim_imports(changes: dict, tmp_path: Path, model: Path) -> None:
+def test_a_trainer_with_a_loss_over_behaviour_logprobs_claims_no_imports(
+    changes: dict, tmp_path: Path, model: Path
+) -> None:
     assert not settings_for(tmp_path, model, **changes).reads_no_behaviour
     import_lines(tmp_path, model, [{"messages": [*PROMPT, {"role": "assistant", "content": GOOD}]}])
     database = Database(f"sqlite:///{tmp_path / 'ledger.db'}")

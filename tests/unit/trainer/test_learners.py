@@ -156,7 +156,7 @@ def test_an_optimizer_instance_gives_its_class_and_defaults(tmp_path, model):
         ("cosine", [1 / 3, 2 / 3, 1, 0.853553, 0.5, 0.146447]),
     ],
 )
-def test_schedules_by_hand(schedule, expected):
+def test_schedules_give_the_numbers_worked_by_hand(schedule, expected):
     settings = TrainerSettings(
         model="m", schedule=schedule, num_warmup_updates=2, total_batches=3, num_minibatches=2, learning_rate=1.0
     )
@@ -231,7 +231,7 @@ def test_the_size_of_a_model_is_read_from_the_heads_of_its_files(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"optimizer_state": "host"}, {"weights_dtype": "bfloat16"}])
-def test_several_devices_exclude_what_one_process_keeps_elsewhere(changes):
+def test_several_devices_exclude_the_memory_settings_of_one_process(changes):
     with pytest.raises(SettingsError, match="multi_devices=true shards float32 weights and moments"):
         run(TrainerSettings(model="m", multi_devices=True, **changes))
 

@@ -18,7 +18,7 @@ def close(actual, expected, tolerance=1e-6):
     np.testing.assert_allclose(np.asarray(actual), expected, atol=tolerance, rtol=0)
 
 
-def test_reinforce_by_hand():
+def test_reinforce_gives_the_numbers_worked_by_hand():
     """-A log p: -2 * -1 = 2, and 3 * -0.5 = -1.5."""
     close(losses.reinforce(tensor([-1.0, -0.5]), tensor([2.0, -3.0])), [2.0, -1.5])
 
@@ -64,7 +64,7 @@ def test_dppo_masks_by_the_change_of_probability_by_hand():
     close(losses.dppo(new, old, tensor([1.0, 1.0, -1.0]), 0.2, 0.2), [-4.0, 0.0, 2.0])
 
 
-def test_kl_estimates_by_hand():
+def test_kl_estimates_equal_the_numbers_worked_by_hand():
     """Log ratio to the reference d = ln 2: k1 = -ln 2, k2 = ln² 2 / 2, k3 = 2 - 1 - ln 2."""
     logprobs, reference = tensor([-1.0]), tensor([-1.0 + LN2])
     close(losses.kl(logprobs, reference, "k1"), [-LN2])
@@ -80,14 +80,14 @@ def test_the_kl_estimates_agree_with_the_kl_in_expectation():
         close((p * losses.kl(p.log(), q.log(), estimate)).sum(), exact)
 
 
-def test_truncated_importance_sampling_by_hand():
+def test_truncated_importance_sampling_gives_the_numbers_worked_by_hand():
     """exp(ln 2) = 2 stays under a cap of 3 and is cut by one of 1.5."""
     ratio = ratio_of(tensor([LN2]), tensor([0.0]))
     assert corrections.truncated_importance(ratio, 3.0).item() == pytest.approx(2.0)
     assert corrections.truncated_importance(ratio, 1.5).item() == 1.5
 
 
-def test_masked_importance_sampling_by_hand():
+def test_masked_importance_sampling_gives_the_numbers_worked_by_hand():
     """Ratio 2 is over a cap of 1.5 and left out, ratio 1.25 is kept as it is."""
     close(corrections.masked_importance_sampling(tensor([2.0, 1.25]), 1.5), [0.0, 1.25])
 
@@ -135,7 +135,7 @@ def test_the_dual_clip_bounds_the_loss_of_bad_tokens_by_hand():
     close(losses.ppo_clip(ratio, advantages, 0.2, 0.28, 3.0), [3.0, 2.0, -1.28])
 
 
-def test_sapo_by_hand():
+def test_sapo_gives_the_numbers_worked_by_hand():
     """At ratio 1 the gate is 4/tau * 1/2 = 2/tau, with slope 1; at ratio 2 and tau 1, 4 * sigmoid(1) = 2.924234."""
     ratio = tensor([1.0, 2.0, 1.0], requires_grad=True)
     loss = losses.sapo(ratio, tensor([1.0, 1.0, -1.0]), (1.0, 2.0))
@@ -168,7 +168,7 @@ def test_the_kl_in_the_reward_is_summed_over_the_rest_of_the_chain_by_hand():
     close(losses.kl_in_advantages(tokens, 0.5), [1 - 1.5, 1 - 1.0, 1 - 2.0])
 
 
-def test_sums_to_go_follow_the_order_within_each_chain():
+def test_sums_to_go_use_the_order_within_each_chain():
     close(to_go(tensor([1.0, 2.0, 3.0, 4.0]), tensor([0, 1, 0, 1])), [4.0, 6.0, 3.0, 4.0])
 
 
@@ -200,7 +200,7 @@ def test_a_custom_loss_replaces_the_algorithms_loss():
         LossRule(algorithm="custom")
 
 
-def test_dpo_by_hand():
+def test_dpo_gives_the_numbers_worked_by_hand():
     """Beta 0.5 and margin 2 - (-2) = 4: -log sigmoid(2) = 0.126928."""
     close(losses.dpo(tensor([2.0]), tensor([-2.0]), 0.5), [0.126928])
 

@@ -27,9 +27,9 @@ AT_7 = Position(recent_versions=tuple(range(8)))
     ],
 )
 def test_the_next_version_is_at_most_so_many_ahead_of_the_oldest_open_group(oldest, bound, is_held):
-    held = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, PacingRule(max_versions_in_flight=bound))
-    assert (held is not None) == is_held
-    assert not is_held or held.endswith("training waits for them (max_versions_in_flight=4)")
+    reason = why_held(Look(num_ready=32, oldest_in_flight=oldest), AT_7, PacingRule(max_versions_in_flight=bound))
+    assert (reason is not None) == is_held
+    assert not is_held or reason.endswith("training waits for them (max_versions_in_flight=4)")
 
 
 def test_a_strict_staleness_bound_tightens_the_pace():

@@ -54,8 +54,8 @@ def test_weights_and_biases_runs_offline_and_records_every_line(tmp_path, monkey
     summary = dict(recorder._run.summary)
     recorder.close()
     assert list(Path(tmp_path, "wandb").glob("offline-run-*/*.wandb"))
-    shown = {name: value for name, value in summary.items() if not name.startswith("_")}
-    assert shown == {
+    values = {name: value for name, value in summary.items() if not name.startswith("_")}
+    assert values == {
         "batch": 1,
         "update/number": 2,
         "update/loss": 0.25,
@@ -65,7 +65,7 @@ def test_weights_and_biases_runs_offline_and_records_every_line(tmp_path, monkey
     }
 
 
-def test_a_restarted_trainer_goes_on_with_its_run_of_weights_and_biases(tmp_path, monkeypatch):
+def test_a_restarted_trainer_continues_its_run_of_weights_and_biases(tmp_path, monkeypatch):
     """The first start stores the run's id, the second one resumes the run of that id."""
     starts = []
 
@@ -87,7 +87,7 @@ def test_a_restarted_trainer_goes_on_with_its_run_of_weights_and_biases(tmp_path
     assert starts == [(None, None), ("abc123", "allow")]
 
 
-def test_a_restarted_trainer_goes_on_with_its_run_of_trackio(tmp_path, monkeypatch):
+def test_a_restarted_trainer_continues_its_run_of_trackio(tmp_path, monkeypatch):
     """A stand-in of the package: the second start resumes the run of the first by its name."""
     starts, lines = [], []
 

@@ -1,4 +1,4 @@
-"""The publishing gate: what it measures, what it refuses, and where training goes on after a refusal."""
+"""The publishing gate: its measurements, its refusals, and the weights from which training then continues."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_labelled_sessions_of_any_split_are_in_the_regression_set_without_a_rewa
     assert labels["default", "held-out-0-1"] == set()
 
 
-def test_a_version_that_holds_is_published_with_what_was_measured(tmp_path, model, ledger):
+def test_a_version_that_passes_the_gate_is_published_with_its_measurements(tmp_path, model, ledger):
     play(ledger, model)
     train(trainer_ledger.settings_for(tmp_path, model, **POISON | {"learning_rate": 1e-4, "total_batches": 1}))
     version = published(ledger)[1]

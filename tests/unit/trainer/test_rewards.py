@@ -43,7 +43,7 @@ def test_a_missing_function_is_named_with_its_setting():
 
 
 @pytest.mark.parametrize(("num_tokens", "penalty"), [(60, 0.0), (70, 0.25), (100, 1.0), (500, 1.0)])
-def test_the_overlong_penalty_by_hand(num_tokens, penalty):
+def test_the_overlong_penalty_equals_the_numbers_worked_by_hand(num_tokens, penalty):
     """From 60 to 100 tokens it rises from 0 to 1: at 70 it is 10 / 40."""
     assert overlong_penalty(num_tokens, RewardRule(overlong_tokens=100, overlong_buffer=40)) == penalty
 

@@ -60,7 +60,7 @@ def test_a_stalled_group_is_trained_on_its_finished_sessions(database):
     assert [experience.session_id for experience in batch.experiences] == ["finished"]
 
 
-def test_a_stalled_group_is_dropped_with_that_setting(database):
+def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):
     play_incomplete_group(database)
     source = source_for(database, stalled_policy="drop")
     deadline = time.monotonic() + PATIENCE_SECONDS

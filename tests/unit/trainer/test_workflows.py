@@ -373,7 +373,7 @@ def test_a_setting_that_the_weights_depend_on_cannot_change_within_a_run(tmp_pat
     workflow.close()
 
 
-def test_training_returns_to_a_pinned_version_with_that_setting(tmp_path, model, ledger):
+def test_training_returns_to_a_pinned_version_with_when_pinned_set(tmp_path, model, ledger):
     """Version 3 is trained from the weights of the pinned version 1, also after a restart."""
     policy = load_model(model)
     Rollouts(ledger, policy).play("a", num_groups=6)

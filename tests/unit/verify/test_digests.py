@@ -33,15 +33,15 @@ def trained(database: Database, tmp_path: Path) -> Database:
     directory.mkdir()
     (directory / "model.safetensors").write_bytes(b"weights")
     write_manifest(directory, {"version": 1})
-    held = claims.claim(database, "trainer", max_groups=2, lease_seconds=60)
-    assert held is not None
+    claimed = claims.claim(database, "trainer", max_groups=2, lease_seconds=60)
+    assert claimed is not None
     update = UpdateRecord(
         update_id=1, trainer_id="trainer", policy_version=1, num_groups=2, num_sessions=2, num_tokens=8
     )
     policy = PolicyVersion(version=1, path=str(directory), update_id=1, weights_digest=weights_digest(directory))
     advantages = {("default", "a"): ADVANTAGES, ("default", "b"): {"b-t1": 1.0, "b-t2": 1.0}}
     with database.write() as connection:
-        claims.ack(connection, held, update, policy, trained=advantages)
+        claims.ack(connection, claimed, update, policy, trained=advantages)
     return database
 
 

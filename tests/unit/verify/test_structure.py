@@ -105,7 +105,7 @@ def test_a_pruned_version_is_reported_as_not_checked(database: Database, tmp_pat
     assert report["not_checked"] == {"policy versions whose files are gone": 1}
 
 
-def test_a_filter_narrows_what_is_checked(database: Database, tmp_path: Path) -> None:
+def test_a_filter_limits_the_checked_turns(database: Database, tmp_path: Path) -> None:
     with database.write() as connection:
         connection.execute(sa.update(sessions).where(sessions.c.session_id == "other").values(num_turns=9))
     assert verify(tmp_path, "--session-id", "s")[0] == 0

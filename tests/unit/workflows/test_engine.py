@@ -143,14 +143,14 @@ def test_a_workflow_that_is_not_multithread_safe_is_refused():
     engine.shutdown()
 
 
-def test_episodes_come_back_by_first_appearance_of_their_task(proxy):
+def test_episodes_are_returned_by_first_appearance_of_their_task(proxy):
     """Ids a, b, a: both of a's rollouts first, numbered 0 and 1 by occurrence, then b's."""
     episodes = execute(proxy, [{"q": 1}, {"q": 2}, {"q": 1}], ["a", "b", "a"])
     assert sorted(episode.id for episode in episodes[:2]) == ["a:0", "a:1"]
     assert episodes[2].id == "b:0"
 
 
-def test_inside_a_task_episodes_come_back_by_completion(proxy):
+def test_the_episodes_of_a_task_are_returned_in_order_of_completion(proxy):
     """The first rollout needs three calls, the second one: the second comes first."""
     tasks = [{"q": 1, "rewards": [0.0] * 20}, {"q": 1, "rewards": [1.0]}]
     assert [episode.id for episode in execute(proxy, tasks, ["a", "a"])] == ["a:1", "a:0"]
@@ -479,15 +479,15 @@ def test_progress_is_one_line_on_a_terminal_and_absent_elsewhere(monkeypatch, ca
     silent.close()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    shown = Progress(2)
-    shown.advance(failed=False)
-    shown.advance(failed=True)
-    shown.close()
+    progress = Progress(2)
+    progress.advance(failed=False)
+    progress.advance(failed=True)
+    progress.close()
     lines = capsys.readouterr().err.split("\r")
     assert [line.split(" failed")[0] for line in lines[1:]] == ["1/2 rollouts, 0", "2/2 rollouts, 1"]
 
 
-def test_a_single_run_may_be_processed_by_itself(proxy):
+def test_a_single_run_may_be_processed_alone(proxy):
     """Without a batch it is a session without a group."""
 
     async def go():

@@ -61,7 +61,7 @@ def test_a_missing_episode_and_an_empty_trajectory_give_no_row():
     assert rows_of(Episode(trajectories=[Trajectory(), Trajectory()]), "t", stepwise=True) == []
 
 
-def test_an_empty_trajectory_beside_a_full_one_is_skipped():
+def test_an_empty_trajectory_is_skipped():
     """The other trajectories of the episode still give their rows."""
     full = episode(GROWING[0])
     full.trajectories.insert(0, Trajectory(name="judge"))

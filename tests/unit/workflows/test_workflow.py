@@ -70,8 +70,8 @@ class UnsafeEnv(Env):
         return False
 
 
-def step(reward=0.0, said="x"):
-    return Step(chat_completions=[{"role": "assistant", "content": said}] if said else [], reward=reward)
+def step(reward=0.0, content="x"):
+    return Step(chat_completions=[{"role": "assistant", "content": content}] if content else [], reward=reward)
 
 
 class Scripted(Workflow):
@@ -344,7 +344,7 @@ def test_a_last_step_without_a_reply_is_dropped_before_rewards_are_summed():
     """A crash between the environment's answer and the model's reply leaves an unfinished step."""
     made = workflow()
     made.reset({}, "t:0")
-    trajectory = Trajectory(steps=[step(1.0), step(5.0, said="")])
+    trajectory = Trajectory(steps=[step(1.0), step(5.0, content="")])
     made.postprocess_episode(Episode(trajectories=[trajectory]))
     assert (len(trajectory.steps), trajectory.reward) == (1, 1.0)
 
@@ -421,9 +421,9 @@ def test_blocking_calls_run_in_the_executor():
 
 def test_a_trajectory_is_cumulative_when_each_conversation_begins_with_the_one_before():
     """Compared message by message."""
-    said = [{"role": "user", "content": str(k)} for k in range(3)]
-    grows = Trajectory(steps=[Step(chat_completions=said[:1]), Step(chat_completions=said)])
-    jumps = Trajectory(steps=[Step(chat_completions=said[:1]), Step(chat_completions=said[1:])])
+    content = [{"role": "user", "content": str(k)} for k in range(3)]
+    grows = Trajectory(steps=[Step(chat_completions=content[:1]), Step(chat_completions=content)])
+    jumps = Trajectory(steps=[Step(chat_completions=content[:1]), Step(chat_completions=content[1:])])
     assert (grows.is_cumulative(), jumps.is_cumulative()) == (True, False)
 
 
