@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.continuation.chat_template import ChatTemplate, Unsafe, load_chat_template
 from proxy.engines.engine import Engine, Lane
+from turnwise import logprob_request
 from turnwise.engine_requirements import CHAT_ROUTE, check_sampling_defaults, read_sampling_defaults
 from turnwise.engine_requirements import check_capture as requirements_check
 from turnwise.errors import EngineRefused, EngineUnsuitable
@@ -194,25 +194,10 @@ async def token_logprobs(
 ) -> list[float]:
     """Return the logprobs of some of a text's tokens, each given the tokens before it, under a lane's weights.
 
-    One token is sampled after each prefix of the text, and the logprob of the text's own token is requested with it.
-    `prompt_logprobs` would need only one call, but crashes a vLLM with LoRA while other calls run.
-
     Raises:
         EngineRefused: the engine does not support that.
         EngineUnavailable: no answer.
     """
-    body: Json = {
-        "model": lane.adapter or lane.engine.model,
-        "prompt": [token_ids[:position] for position in positions],
-        "max_tokens": 1,
-        "temperature": 1.0,
-        **(sampling or {}),
-        "logprobs": 1,
-        "logprob_token_ids": sorted({token_ids[position] for position in positions}),
-        "return_tokens_as_token_ids": True,
-    }
+    body = logprob_request.request(lane.adapter or lane.engine.model, token_ids, positions, sampling or {})
     reply = await lane.engine.ask("POST", "/v1/completions", body, seconds=60.0)
-    found = {choice["index"]: choice["logprobs"]["top_logprobs"][0] for choice in reply["choices"]}
-    return [
-        float(found[index].get(f"token_id:{token_ids[position]}", math.nan)) for index, position in enumerate(positions)
-    ]
+    return logprob_request.read(reply, token_ids, positions)

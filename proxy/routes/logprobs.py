@@ -16,16 +16,14 @@ from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from turnwise.chains import is_trainable
 from turnwise.errors import Conflict
+from turnwise.logprob_request import NOT_REPEATABLE, POSITIONS_AT_ONCE
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
-from turnwise.verify.logprobs import NOT_REPEATABLE, SAMPLING_FIELDS
 
 router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
 
 MAX_TOKENS = 2048
 """Sampled tokens whose logprobs are recomputed; those behind them are left out."""
-POSITIONS_AT_ONCE = 64
-"""Most prompts in one call to the engine."""
 IDS_AT_ONCE = 500_000
 """Most token ids in one call to the engine, unless a single prompt has more."""
 
@@ -63,13 +61,12 @@ async def recompute_logprobs(
     lane = services.pool.route(view.turn.session_id).active_lane
     version = lane.version
     turn = view.turn
-    sampling = {name: turn.sampling[name] for name in SAMPLING_FIELDS if turn.sampling.get(name) is not None}
     token_ids = [*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()][: turn.prompt_length + MAX_TOKENS]
     step = max(1, min(POSITIONS_AT_ONCE, IDS_AT_ONCE // len(token_ids)))
     after: list[float] = []
     for start in range(turn.prompt_length, len(token_ids), step):
         positions = list(range(start, min(start + step, len(token_ids))))
-        after += await token_logprobs(lane, token_ids, positions, sampling)
+        after += await token_logprobs(lane, token_ids, positions, turn.sampling)
     if lane.version != version:
         raise Conflict(f"version {lane.version} was loaded in the place of {version} meanwhile; ask again")
     return answer(

@@ -1,9 +1,4 @@
-"""Stored logprobs against those that an engine gives now for the same tokens under the same weights.
-
-Each sampled token is sampled again from its own prompt for one step, with the turn's sampling parameters, and the
-engine is asked for the logprob of the token that is stored there (`logprob_token_ids`). So temperature, top-p and top-k
-count as they did; a prompt's prefix is computed once, by the engine's prefix cache.
-"""
+"""Stored logprobs against those that an engine gives now for the same tokens under the same weights."""
 
 from __future__ import annotations
 
@@ -12,32 +7,13 @@ from typing import Any
 
 import httpx2
 
+from turnwise import logprob_request
 from turnwise.errors import EngineUnavailable
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 from turnwise.verify.report import Report
 
-POSITIONS_AT_ONCE = 64
-"""Prompts in one call to the engine."""
 TIMEOUT_SECONDS = 300.0
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-"""Sampling parameters that the recomputed distribution depends on."""
-NOT_REPEATABLE = (
-    "logit_bias",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
-    "response_format",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-"""Sampling parameters whose effect on a token depends on the tokens sampled before it."""
 
 
 class LogprobChecker:
@@ -67,9 +43,10 @@ class LogprobChecker:
             report.not_checked[reason] += 1
             return
         tokens = [*view.prompt_token_ids.tolist(), *turn.token_ids.tolist()]
-        for start in range(turn.prompt_length, len(tokens), POSITIONS_AT_ONCE):
-            positions = range(start, min(start + POSITIONS_AT_ONCE, len(tokens)))
-            now = self._logprobs(tokens, positions, turn.sampling)
+        for start in range(turn.prompt_length, len(tokens), logprob_request.POSITIONS_AT_ONCE):
+            positions = range(start, min(start + logprob_request.POSITIONS_AT_ONCE, len(tokens)))
+            body = logprob_request.request(self.model, tokens, positions, turn.sampling)
+            now = logprob_request.read(self._ask("POST", "/v1/completions", body), tokens, positions)
             for position, logprob in zip(positions, now, strict=True):
                 index = position - turn.prompt_length
                 self._compare(float(turn.logprobs[index]), logprob, f"{place} logprobs[{index}]", report)
@@ -89,27 +66,9 @@ class LogprobChecker:
             return "sampled under two versions"
         if turn.policy_version_first != self.version:
             return f"sampled under version {turn.policy_version_first}, the engine serves {self.version}"
-        if any(turn.sampling.get(field) for field in NOT_REPEATABLE):
+        if any(turn.sampling.get(field) for field in logprob_request.NOT_REPEATABLE):
             return "sampled with a constraint that depends on earlier tokens"
         return None
-
-    def _logprobs(self, tokens: list[int], positions: range, sampling: Json) -> list[float]:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": [tokens[:position] for position in positions],
-            "max_tokens": 1,
-            "temperature": 1.0,
-            **{field: sampling[field] for field in SAMPLING_FIELDS if sampling.get(field) is not None},
-            "logprobs": 1,
-            "logprob_token_ids": sorted({tokens[position] for position in positions}),
-            "return_tokens_as_token_ids": True,
-        }
-        reply = self._ask("POST", "/v1/completions", body)
-        found = {choice["index"]: choice["logprobs"]["top_logprobs"][0] for choice in reply["choices"]}
-        return [
-            float(found[index].get(f"token_id:{tokens[position]}", math.nan))
-            for index, position in enumerate(positions)
-        ]
 
     def _served_version(self) -> int:
         try:
