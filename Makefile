@@ -12,6 +12,8 @@ MISMATCHED := torchvision torchaudio torchcodec
 # Three processes run the tests on two cores, because many tests wait. tests/support/workers.py groups the tests, so one
 # process starts the shared vLLM.
 WORKERS := -n 3
+# `.ci/run` sets it: the pytest options that repeat a failed test.
+RERUNS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup constraints fmt lint test test-all chaos demo up bench bench-learning gpu-check docs screenshots compose-check conformance clean
@@ -49,7 +51,7 @@ up: .venv/.demo ## Run engine, proxy and trainer on this machine
 	touch $@
 
 test: setup lint .conformance/.installed ## Run the tests that a commit must pass: real vLLM, SQLite and PostgreSQL
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) -m "not slow"
 
 test-all: setup lint .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
 	$(BIN)/python -m pytest $(WORKERS)
