@@ -29,6 +29,8 @@ class SessionCredit:
     """Return of each turn, by turn id: its reward after bonus and discount."""
     by_name: dict[str, float] = dataclasses.field(default_factory=dict)
     """The session's reward by the names of its lines."""
+    own_rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Sum of the lines for each single turn, by turn id; 0 or left out for turns without such lines."""
 
 
 def latest_lines(lines: Iterable[Reward], names: Collection[str] | None = None) -> list[Reward]:
@@ -108,7 +110,7 @@ def assign_credit(
     rewards = {turn.turn_id: of_turn[turn.turn_id] + of_step[_step(turn)] for turn in turns}
     # A turn with a reward of its own differs from its step's return by as much as from its step's reward.
     returns = {turn.turn_id: shaped[_step(turn)] + (rewards[turn.turn_id] - step_total[_step(turn)]) for turn in turns}
-    return SessionCredit(reward, rewards, returns, by_name)
+    return SessionCredit(reward, rewards, returns, by_name, dict(of_turn))
 
 
 def _step_rewards(

@@ -56,6 +56,8 @@ class Experience:
     [L, layers, experts a token]"""
     turn_rewards: npt.NDArray[np.float64]
     """Reward of each turn after credit assignment. [K]"""
+    turn_own_rewards: npt.NDArray[np.float64]
+    """The part of `turn_rewards` that was posted for the turn itself; the rest belongs to its step or session. [K]"""
     turn_returns: npt.NDArray[np.float64]
     """Return of each turn: `turn_rewards` after bonus and discount. [K]"""
     reward: float

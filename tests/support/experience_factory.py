@@ -41,6 +41,7 @@ def experience(
         turn_index=index.astype(np.int32),
         logprobs=np.where(mask, -1.0 if logprobs is None else np.array(logprobs), 0.0).astype(np.float32),
         turn_rewards=np.zeros(turns),
+        turn_own_rewards=np.zeros(turns),
         turn_returns=np.array([reward] * turns if turn_returns is None else turn_returns, np.float64),
         reward=reward,
         policy_version_first=version,

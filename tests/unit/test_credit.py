@@ -92,6 +92,7 @@ def test_step_wise_a_turns_own_line_applies_to_it_and_counts_once_in_its_steps_r
     assert credit.turn_rewards == {"t1": 1, "t2": 5, "t3": 2}
     assert credit.turn_returns == {"t1": 2, "t2": 6, "t3": 2}
     assert credit.reward == 7
+    assert {turn_id: value for turn_id, value in credit.own_rewards.items() if value} == {"t2": 4}
 
 
 def test_step_wise_the_sessions_line_goes_to_its_last_step_that_can_be_trained() -> None:

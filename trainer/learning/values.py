@@ -60,8 +60,9 @@ def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> Floats:
 def token_rewards(experience: Experience, places: Indices) -> Floats:
     """Return the reward after each trained token of a chain. [T].
 
-    Step by step, a step's reward follows its last turn; else the session's reward follows the chain. The reward of a
-    turn that is not trained follows the trained token before it.
+    With step-wise credit a turn's own reward follows its last token, and the reward of a step follows the step's last
+    turn. Otherwise the session's reward follows the chain. The reward of a turn that is not trained follows the trained
+    token before it.
 
     Args:
         experience: The chain.
@@ -73,12 +74,14 @@ def token_rewards(experience: Experience, places: Indices) -> Floats:
     if experience.info.get("credit") != Credit.STEP_WISE:
         rewards[-1] = experience.reward
         return rewards
+    after_turn = experience.turn_own_rewards.copy()
+    last_of_step = list({step: turn for turn, step in enumerate(experience.turn_steps)}.values())
+    after_turn[last_of_step] = experience.turn_rewards[last_of_step]
     turns = experience.turn_index[places]
-    last_of_step = {step: turn for turn, step in enumerate(experience.turn_steps)}
-    for turn in last_of_step.values():
+    for turn, reward in enumerate(after_turn):
         until = int(np.searchsorted(turns, turn, side="right"))
         if until:
-            rewards[until - 1] += experience.turn_rewards[turn]
+            rewards[until - 1] += reward
     return rewards
 
 

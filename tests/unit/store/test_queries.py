@@ -148,10 +148,13 @@ def test_experiences_are_those_of_ended_and_rewarded_sessions(forest: Database) 
 
 
 def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> None:
-    """Steps 0 to 3 with rewards 1, 2, 0, 4 and γ = 0.5: returns 1 + 0.5·3 = 2.5, 2 + 0.5·2 = 3, 2, 4."""
+    """Steps 0 to 3 with rewards 1, 2, 0, 4 and γ = 0.5: returns 1 + 0.5·3 = 2.5, 2 + 0.5·2 = 3, 2, 4.
+
+    The reward of step 1 was posted for its only turn, t2.
+    """
     with forest.write() as connection:
-        lines = [Reward(session_id="s", step=step, value=value) for step, value in ((0, 1), (1, 2), (3, 4))]
-        ledger.add_rewards(connection, lines)
+        lines = [Reward(session_id="s", step=step, value=value) for step, value in ((0, 1), (3, 4))]
+        ledger.add_rewards(connection, [*lines, Reward(session_id="s", turn_id="t2", value=2)])
         ledger.end_session(connection, "default", "s", "env_done")
     with forest.read() as connection:
         trunk, branch = experiences.experiences(
@@ -159,6 +162,7 @@ def test_an_experience_per_chain_carries_each_turns_return(forest: Database) -> 
         )
     assert (trunk.turn_ids, trunk.turn_steps) == (("t1", "t2", "t4"), (0, 1, 3))
     assert trunk.turn_rewards.tolist() == [1, 2, 4]
+    assert trunk.turn_own_rewards.tolist() == [0, 2, 0]
     assert trunk.turn_returns.tolist() == [2.5, 3, 4]
     assert trunk.reward == 7
     assert trunk.tokens.tolist() == [10, 11, 12, 13, 20, 21, 22, 23, 40, 41, 42, 43]

@@ -163,6 +163,7 @@ def as_experiences(sequences, session_id="s", group_id="g"):
             turn_index=sequence.turn_index,
             logprobs=sequence.logprobs,
             turn_rewards=np.zeros(len(sequence.turns)),
+            turn_own_rewards=np.zeros(len(sequence.turns)),
             turn_returns=np.zeros(len(sequence.turns)),
             reward=0.0,
             policy_version_first=0,

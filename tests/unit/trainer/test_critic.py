@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,21 @@ def test_rewards_follow_the_chain_or_each_step_by_hand():
     stepwise.turn_rewards[:] = [0.25, 0.5]
     close(values.token_rewards(stepwise, places), [0, 0.25, 0, 0.5])
     close(values.token_rewards(stepwise, places[:2]), [0, 0.75])  # the second turn is not trained
+
+
+def test_the_own_reward_of_each_turn_of_a_step_follows_that_turn_by_hand():
+    """Three turns of two tokens; the first two are one step, whose own reward is 0.5.
+
+    Own rewards of the turns: 1, 2 and 0; the second step's reward is 4. After credit assignment the turns' rewards are
+    1 + 0.5, 2 + 0.5 and 4. The first turn's last token gets 1, the second's 2 + 0.5, the third's 4: 7.5 in all.
+    """
+    found = dataclasses.replace(
+        experience(turns=3, reward=7.5, credit="step_wise"),
+        turn_steps=(0, 0, 1),
+        turn_rewards=np.array([1.5, 2.5, 4.0]),
+        turn_own_rewards=np.array([1.0, 2.0, 0.0]),
+    )
+    close(values.token_rewards(found, np.flatnonzero(found.loss_mask)), [0, 1, 0, 2.5, 0, 4])
 
 
 def test_at_a_fork_each_chain_continues_with_its_own_next_token_by_hand():
