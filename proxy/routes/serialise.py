@@ -77,6 +77,7 @@ def experience_json(experience: Experience) -> Json:
         "logprobs": [float(value) for value in experience.logprobs[after:]],
         "reward": experience.reward,
         "turn_rewards": experience.turn_rewards.tolist(),
+        "turn_own_rewards": experience.turn_own_rewards.tolist(),
         "return": experience.turn_returns.tolist(),
         "policy_version_first": experience.policy_version_first,
         "policy_version_last": experience.policy_version_last,
