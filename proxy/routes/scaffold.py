@@ -52,19 +52,26 @@ def _solid_text(
     """Return the text of tokens without white space, and the range of tokens that each of its characters is in."""
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
-    at = 0
-    while at < len(token_ids):
-        width, part = 1, pieces[token_ids[at]]
-        while BROKEN in part and width < MAX_PARTS and at + width < len(token_ids):
-            width += 1
-            part = decode(token_ids[at : at + width])
-        if BROKEN in part:
-            width, part = 1, pieces[token_ids[at]]
-        solid = _without_space(part)
-        parts.append(solid)
-        spans += [(at, at + width)] * len(solid)
-        at += width
+    solid = {token: _without_space(pieces[token]) for token in set(token_ids)}
+    behind = 0
+    for at, token in enumerate(token_ids):
+        if at < behind:
+            continue
+        part = solid[token]
+        behind = at + 1
+        if BROKEN in part and (whole := _whole_character(token_ids, at, decode)):
+            part, behind = _without_space(whole[0]), whole[1]
+        parts.append(part)
+        spans += [(at, behind)] * len(part)
     return "".join(parts), spans
+
+
+def _whole_character(token_ids: Sequence[int], at: int, decode: Decode) -> tuple[str, int] | None:
+    """Return the text of the fewest tokens from here that hold whole characters, and where they end; None without."""
+    for behind in range(at + 2, min(at + MAX_PARTS, len(token_ids)) + 1):
+        if BROKEN not in (text := decode(token_ids[at:behind])):
+            return text, behind
+    return None
 
 
 def _find_all(wanted: Sequence[str], text: str) -> list[tuple[int, int]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,14 @@ VIEWS = {
 }
 
 
+FETCHED = """
+performance.getEntriesByType("resource")
+    .filter((each) => /session|turn/.test(each.name) && each.name.includes("/v1/"))
+    .map((each) => [each.name, each.encodedBodySize])
+"""
+"""Script that returns the address and the size of each answer with a session's content."""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with running_browser() as running:
@@ -34,7 +43,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def world(shared_proxy: ProxyAndEngine) -> RunningProxy:
-    shared_proxy.engine.state.script.max_model_len = 400_000
+    shared_proxy.engine.state.script.max_model_len = 1_200_000
     observe_run(shared_proxy.proxy, shared_proxy.engine)
     return shared_proxy.proxy
 
@@ -214,7 +223,7 @@ def test_the_page_is_used_by_keyboard(window: Visit) -> None:
 
 
 def test_odd_names_and_long_text_are_shown_as_text(window: Visit, world: RunningProxy) -> None:
-    long = "x" * 200_000
+    long = "x" * 1_000_000
     with httpx2.Client(base_url=world.url, timeout=60) as http:
         wanted = {"session_id": "odd", "task_id": ODD, "metadata": {"a": ODD}, "group_id": f"{ODD}#1"}
         session = http.post("/v1/sessions", json=wanted).raise_for_status().json()
@@ -266,6 +275,31 @@ def test_a_sequence_of_100_000_tokens_keeps_few_of_them_in_the_document(window: 
     assert page.locator(".tokens span").count() < count / 10
     # Logprob -1.999 of -2.999 to 0 is in the second of five shades.
     assert last.get_attribute("class").split() == ["sampled", "s1"]
+
+
+def test_a_stored_conversation_of_100_000_tokens_opens_with_few_requests_elements_and_layouts(
+    window: Visit, world: RunningProxy
+) -> None:
+    """The time is only printed, because it depends on the machine; what it depends on is checked."""
+    messages: list[dict[str, str]] = []
+    client = OpenAI(base_url=f"{world.url}/sessions/long-conversation/v1", api_key="none")
+    for number in range(3):
+        messages.append({"role": "user", "content": f"{number}. " + "one word and the next\n" * 1550})
+        reply = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=40)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    started = time.perf_counter()
+    page = window.open("#session/long-conversation")
+    opened, num_layouts = time.perf_counter(), window.num_layouts()
+    page.click("summary:text('Tokens')")
+    page.wait_for_selector(".tokens span")
+    print(f"the view opened in {opened - started:.2f} s, its tokens in {time.perf_counter() - opened:.2f} s")
+    assert window.num_layouts() - num_layouts < 30, "each of 200 blocks caused a layout"
+    num_tokens = int(page.get_attribute(".tokens", "aria-label").split(" tokens")[0].replace(",", ""))
+    assert 100_000 < num_tokens < 110_000
+    assert page.evaluate("document.querySelectorAll('*').length") < 3000
+    fetched = dict(page.evaluate(FETCHED))
+    assert sorted(path.split("/")[-1] for path in fetched) == ["long-conversation", "tokens", "turns?limit=200"]
+    assert sum(fetched.values()) < 16 * num_tokens, "bytes: the text, an id, and a logprob or null"
 
 
 def test_the_health_view_shows_engines_queues_and_the_results_of_the_doctor(window: Visit) -> None:

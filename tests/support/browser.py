@@ -52,6 +52,14 @@ class Visit:
             self.page.wait_for_selector("#live .good", timeout=60_000)
         return self.page
 
+    def num_layouts(self) -> int:
+        """Return how often the browser has calculated the layout of the document."""
+        session = self._context.new_cdp_session(self.page)
+        session.send("Performance.enable")
+        metrics = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
+        session.detach()
+        return int(metrics["LayoutCount"])
+
     def close(self) -> None:
         """Close the window."""
         self._context.close()

@@ -37,7 +37,7 @@ export async function ribbon(turnId) {
     block.style.height = "";
     block.replaceChildren(...spans);
     // What has not been shown yet is as high as the first block, so that the scrollbar hardly jumps.
-    if (!isMeasured) { isMeasured = true; for (const other of blocks) if (other !== block) other.style.height = `${block.offsetHeight}px`; }
+    if (!isMeasured) { isMeasured = true; setHeights(blocks.filter((other) => other !== block), block.offsetHeight); }
   };
   const seen = new IntersectionObserver((entries) => {
     for (const {target, isIntersecting} of entries) {
@@ -96,6 +96,11 @@ function addChanges(found, {after, policy_version: version}) {
   found.servedVersion = version;
   const changes = [...found.after.keys()].map((at) => changeAt(found, at)), mean = changes.reduce((sum, each) => sum + each, 0) / (changes.length || 1);
   return `Under version ${version}, ${number(changes.filter((each) => each > NOISE).length)} of ${number(changes.length)} tokens are more probable than when they were sampled; the mean change is ${number(mean)} nats a token.`;
+}
+
+// Takes the height as a number: the browser lays the page out again for each height that is read after one was set.
+function setHeights(blocks, height) {
+  for (const block of blocks) block.style.height = `${height}px`;
 }
 
 // A block is a line of its own, so it ends with a token that ends a line, unless none comes in time.

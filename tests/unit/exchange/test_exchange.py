@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.commands.cli import main
+from turnwise.exchange.replay import offsets
 from turnwise.fake_engine import running_fake_engine
 from turnwise.store import ledger
 from turnwise.store.database import Database
@@ -129,6 +130,32 @@ def test_recorded_calls_are_replayed(database: Database, tmp_path: Path) -> None
         received = [call.body for call in engine.calls]
     assert sorted(len(body["messages"]) for body in received) == [2, 4, 4]
     assert all(body["temperature"] == 1.0 for body in received if len(body["messages"]) == 2)
+
+
+def test_calls_are_due_at_their_recorded_distances_divided_by_the_speed() -> None:
+    calls = [{"started_at": at} for at in (1000.0, 1000.5, 1003.0)]
+    assert offsets(calls, 1) == [0.0, 0.5, 3.0]
+    assert offsets(calls, 10) == [0.0, 0.05, 0.3]
+    assert offsets(calls, 0.5) == [0.0, 1.0, 6.0]
+    assert offsets(calls, 0) == [0.0, 0.0, 0.0]
+
+
+def test_no_call_is_sent_before_it_is_due_and_the_report_says_how_late_the_calls_were(tmp_path: Path) -> None:
+    """Three calls a second apart at speed 10: the last one is due 0.2 s after the start."""
+    body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+    calls = [
+        {"turn_id": str(at), "parent_turn_id": None, "started_at": 1000.0 + at, "body": body | {"seed": at}}
+        for at in range(3)
+    ]
+    file = tmp_path / "calls.jsonl"
+    file.write_text("".join(json.dumps(call) + "\n" for call in calls))
+    with running_fake_engine() as engine:
+        command = ["replay", str(file), "--to", f"{engine.url}/v1", "--speed", "10", "--json"]
+        result = CliRunner().invoke(main, command)
+        assert sorted(call.body["seed"] for call in engine.calls) == [0, 1, 2]
+    report = json.loads(result.stdout)
+    assert report["seconds"] >= 0.2
+    assert report["p99_delay_seconds"] >= 0
 
 
 def test_failed_calls_are_counted_and_end_with_status_1(database: Database, tmp_path: Path) -> None:
