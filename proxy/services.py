@@ -173,7 +173,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
     )
     decoder = DecodingProcess()
     sessions = Sessions(database, writer, settings, metrics, faults)
-    relay = Relay(database, pool, sessions, writer, metrics, faults)
+    relay = Relay(database, pool, sessions, writer, metrics, faults, max_reply_bytes=settings.max_reply_bytes)
     shadows = Shadows(relay, pool, sessions, writer, settings, metrics)
     relay.on_stored = shadows.observe
     reloader = Reloader(

@@ -13,6 +13,7 @@
     │   └── BudgetSpent        a token budget is spent; an early retry fails again
     ├── EngineError            an error of the engine (vLLM)
     │   ├── EngineUnavailable  cannot be reached, or disconnected before its first byte
+    │   │   └── EngineReplyTooLong  sent a reply over the limit of bytes, and was cut off
     │   ├── EngineRefused      answered with an error status; its body is passed on
     │   ├── EngineUnsuitable   reachable, but without a feature that exact capture requires
     │   └── ReloadFailed       new weights were not loaded; the last good version is served
@@ -101,6 +102,10 @@ class EngineError(TurnwiseError):
 
 class EngineUnavailable(EngineError):
     """The engine cannot be reached, or disconnected before its first byte."""
+
+
+class EngineReplyTooLong(EngineUnavailable):
+    """The engine sent a reply over the limit of bytes, and was cut off."""
 
 
 class EngineRefused(EngineError):

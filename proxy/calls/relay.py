@@ -17,6 +17,7 @@ import orjson
 from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
+from proxy.calls.failures import broken_stream, not_a_completion, stored_reason, too_long
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
 from proxy.calls.running import Running
 from proxy.continuation.plan import Forest
@@ -24,8 +25,9 @@ from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call, encode_request
+from proxy.engines.answers import Answer, AnswerTooLong, Disconnected
 from proxy.engines.engine import Lane
-from proxy.engines.http_client import Answer, Body, Disconnected
+from proxy.engines.http_client import Body
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -57,6 +59,8 @@ class Relay:
         writer: Writer,
         metrics: Metrics,
         faults: FaultPoints | None = None,
+        *,
+        max_reply_bytes: int,
     ) -> None:
         self._faults = faults or FaultPoints()
         self._database = database
@@ -66,6 +70,7 @@ class Relay:
         self._metrics = metrics
         self.on_stored: Callable[[Running, Outcome, Role], None] | None = None
         """Called with each call whose turns are stored."""
+        self._max_reply_bytes = max_reply_bytes
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -140,13 +145,15 @@ class Relay:
             (raw,) = _as_requested([raw], running, lane)
             running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
         except NOT_A_COMPLETION as error:
-            raise _not_a_completion(lane, error) from error
+            raise not_a_completion(lane, error) from error
         return reply if await self._commit(running) else None
 
     async def _read_whole(self, running: Running, lane: Lane) -> bytes:
         with await self._post(running, lane) as answer:
             try:
-                return await answer.read()
+                return await answer.read(self._max_reply_bytes)
+            except AnswerTooLong as error:
+                raise too_long(lane, error) from error
             except Disconnected as error:
                 raise EngineUnavailable(
                     f"the engine at {lane.engine.url} closed the connection before its reply was complete; retry"
@@ -173,7 +180,7 @@ class Relay:
         Returns:
             The finishing events, whether the turns are stored, and whether any event was sent.
         """
-        held, has_sent = b"", False
+        held, has_sent, num_bytes = b"", False, 0
         buffer = sse.EventBuffer()
         with cancelled_when_client_leaves(left):
             lane = await self._admit(running)
@@ -181,6 +188,9 @@ class Relay:
             with await self._post(running, lane) as answer:
                 while data := await self._next_part(answer, lane):
                     running.version_last = lane.version
+                    num_bytes += len(data)
+                    if num_bytes > self._max_reply_bytes:
+                        raise too_long(lane, AnswerTooLong(self._max_reply_bytes))
                     encoded = self._take_events(buffer.feed(data), running, lane)
                     if running.captured.is_finished(running.call.num_choices):
                         held += encoded
@@ -189,7 +199,7 @@ class Relay:
                         await send(encoded)
                         self._faults.point("mid_stream")
         if buffer.pending or not running.captured.is_finished(running.call.num_choices):
-            raise _broken_stream(lane)
+            raise broken_stream(lane)
         return held, await self._commit(running), has_sent
 
     async def _stored_stream(self, running: Running, *, has_sent: bool) -> bytes:
@@ -208,7 +218,7 @@ class Relay:
         try:
             return await answer.next_part()
         except Disconnected as error:
-            raise _broken_stream(lane) from error
+            raise broken_stream(lane) from error
 
     def _take_events(self, events: list[bytes], running: Running, lane: Lane) -> bytes:
         """Capture events that arrived together; return the events for the client."""
@@ -221,7 +231,7 @@ class Relay:
         try:
             shown = call.dialect.capture_chunks(_as_requested(chunks, running, lane), captured, call)
         except NOT_A_COMPLETION as error:
-            raise _not_a_completion(lane, error) from error
+            raise not_a_completion(lane, error) from error
         if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
             running.first_token_at = time.perf_counter()
             running.version_first = lane.version
@@ -259,11 +269,11 @@ class Relay:
         except EngineRefused as refused:
             await self._commit_error(running, f"engine_{refused.status}")
             raise
-        except EngineUnavailable:
+        except EngineUnavailable as error:
             if running.captured.choices:
-                await self._commit(running, aborted="engine_broke_off")
+                await self._commit(running, aborted=stored_reason(error, "engine_broke_off"))
             else:
-                await self._commit_error(running, "engine_unavailable")
+                await self._commit_error(running, stored_reason(error, "engine_unavailable"))
             raise
         except StoreError:
             self._metrics.turns_of("error", "not_stored").inc()
@@ -382,15 +392,3 @@ def _as_requested(replies: list[bytes], running: Running, lane: Lane) -> list[by
         return replies
     old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
     return [reply.replace(old, new, 1) for reply in replies]
-
-
-def _not_a_completion(lane: Lane, error: Exception) -> EngineUnavailable:
-    return EngineUnavailable(
-        f"the engine at {lane.engine.url} answered something that is no completion ({error}); retry"
-    )
-
-
-def _broken_stream(lane: Lane) -> EngineUnavailable:
-    return EngineUnavailable(
-        f"the engine at {lane.engine.url} ended its stream early; what was sampled until then is stored, retry"
-    )

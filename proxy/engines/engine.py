@@ -13,7 +13,8 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import orjson
 
-from proxy.engines.http_client import Access, Answer, Body, Disconnected, HttpClient, NotConnected
+from proxy.engines.answers import Answer, Disconnected, NotConnected
+from proxy.engines.http_client import Access, Body, HttpClient
 from proxy.engines.state import SERVING, EngineState, EngineStatus
 from proxy.engines.weight_transfers import WeightTransfers
 from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed

@@ -11,18 +11,17 @@ import base64
 import dataclasses
 import ssl
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
 from urllib.parse import unquote, urlsplit
 
 import httptools
 
+from proxy.engines.answers import Answer, Disconnected, NotConnected
 from proxy.engines.keep_alive import set_keep_alive
 
-BUFFERED_BYTES = 1 << 20
-"""Bytes of an answer that are buffered for a slow reader before reading from the engine pauses."""
 COPIED_BYTES = 64 * 2**10
 """A shorter body is sent in one piece with its head."""
+SENT_BYTES = 2**20
+"""Bytes of a long request that are written in one step of the event loop."""
 STALE_SECONDS = 1.0
 """A reused connection that closes without data so soon after a request was closed before the request arrived."""
 IDLE_SECONDS = 15.0
@@ -31,19 +30,6 @@ IDLE_SECONDS = 15.0
 Pieces = Sequence[bytes | memoryview]
 Body = bytes | Pieces
 """A request's body, whole or in pieces; the pieces of a long one are not joined."""
-
-
-class Disconnected(Exception):
-    """The connection failed, broke, or was silent for too long before the answer was complete."""
-
-
-class NotConnected(Disconnected):
-    """No connection could be opened; nothing was sent."""
-
-    def __init__(self, message: str, *, is_refused: bool = False) -> None:
-        super().__init__(message)
-        self.is_refused = is_refused
-        """Whether the host answered that nothing listens on the port."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,98 +139,6 @@ class HttpClient:
             connection.fail(Disconnected(reason))
 
 
-class Answer:
-    """The server's answer to one request: its head, and its body as it arrives.
-
-    Leaving the `with` block before the body is complete closes the connection, so that the server stops its work.
-    """
-
-    def __init__(self, connection: _Connection) -> None:
-        self.status = 0
-        self.content_type = ""
-        self._connection = connection
-        self._parts: list[bytes] = []
-        self._num_bytes = 0
-        self._is_complete = False
-        self._error: Disconnected | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._is_complete:
-            self._connection.abort()
-
-    async def read(self) -> bytes:
-        """Return the whole body.
-
-        Raises:
-            Disconnected: the connection broke before its end.
-        """
-        parts: list[bytes] = []
-        while await self._has_parts():
-            parts += self._take()
-        return b"".join(parts)
-
-    async def next_part(self) -> bytes:
-        """Return the data that has arrived since the last part, at least one byte; nothing once the body is complete.
-
-        Raises:
-            Disconnected: the connection broke; all data before that has been returned.
-        """
-        return b"".join(self._take()) if await self._has_parts() else b""
-
-    async def _has_parts(self) -> bool:
-        """Wait for data, or the end of the body; return whether there is data."""
-        while not self._parts and not self._is_complete:
-            await self.wait()
-        return bool(self._parts)
-
-    async def wait(self) -> None:
-        """Wait for the head, for data, or for the end of the body.
-
-        Raises:
-            Disconnected: the connection broke.
-        """
-        if self._error is not None:
-            raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def feed(self, part: bytes) -> bool:
-        """Buffer a part of the body; return whether the buffer is full."""
-        self._parts.append(part)
-        self._num_bytes += len(part)
-        self.wake()
-        return self._num_bytes > BUFFERED_BYTES
-
-    def end(self, error: Disconnected | None = None) -> None:
-        """End the body, or fail it with an error."""
-        self._is_complete, self._error = error is None, error
-        if error is None or self._waiter is None:
-            self.wake()
-        elif not self._waiter.done():
-            self._waiter.set_exception(error)
-
-    def wake(self) -> None:
-        """Wake the reader."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _take(self) -> list[bytes]:
-        parts, self._parts = self._parts, []
-        self._num_bytes = 0
-        if not self._is_complete:
-            self._connection.resume()
-        return parts
-
-
 class _Stale(Disconnected):
     """A reused connection was closed before it sent anything."""
 
@@ -265,6 +159,10 @@ class _Connection(asyncio.Protocol):
         self._heard_at = 0.0
         self._answer: Answer | None = None
         self._is_paused = False
+        self._is_full = False
+        """Whether the server has not taken what was written."""
+        self._is_sending = False
+        """Whether a part of the request has not been written, so that no other may follow."""
         self._may_be_stale = False
         """Whether it was reused for this request and has received nothing since."""
         self._has_length = False
@@ -283,12 +181,12 @@ class _Connection(asyncio.Protocol):
         self._patience = patience
         if self._timer is None:
             self._timer = self._loop.call_later(patience, self._check)
-        self._has_length = False
+        self._has_length = self._is_sending = False
         answer = self._answer = Answer(self)
         if self._transport.is_closing():
             raise _Stale("the server had closed the connection")
-        self._transport.writelines(request)
         try:
+            await self._send(request, answer)
             while not answer.status:
                 await answer.wait()
         except BaseException:
@@ -296,6 +194,36 @@ class _Connection(asyncio.Protocol):
                 self.abort()
             raise
         return answer
+
+    async def _send(self, request: Pieces, answer: Answer) -> None:
+        """Write a request; a long one in steps, each once the server has taken what was written before.
+
+        The rest is not written after an early answer, such as a refusal, or once the connection has ended.
+        """
+        if sum(map(len, request)) <= SENT_BYTES:
+            self._transport.writelines(request)
+            return
+        self._is_sending = True
+        for piece in request:
+            for start in range(0, len(piece), SENT_BYTES):
+                self._transport.write(memoryview(piece)[start : start + SENT_BYTES])
+                await asyncio.sleep(0)
+                while self._is_full and self._answer is answer and not answer.status:
+                    await answer.wait()
+                if self._answer is not answer or answer.status:
+                    return
+        self._is_sending = False
+
+    def pause_writing(self) -> None:
+        """Wait with the rest of a long request: the server has not taken what was written."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """Continue with a long request."""
+        self._is_full = False
+        self._heard_at = self._loop.time()
+        if self._answer is not None:
+            self._answer.wake()
 
     def abort(self) -> None:
         """Close at once; data in transit is dropped."""
@@ -375,7 +303,7 @@ class _Connection(asyncio.Protocol):
         self._answer = None
         answer.end()
         self.resume()
-        if self._parser.should_keep_alive():
+        if self._parser.should_keep_alive() and not self._is_sending:
             self._may_be_stale = True
             self._idle.append(self)
         else:

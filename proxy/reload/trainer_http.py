@@ -7,7 +7,8 @@ import logging
 
 import orjson
 
-from proxy.engines.http_client import Disconnected, HttpClient
+from proxy.engines.answers import Disconnected
+from proxy.engines.http_client import HttpClient
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from proxy.http import problems
 from proxy.http.asgi import App, Message, Receive, Scope, Send, send_whole
 from proxy.settings import ProxySettings
-from turnwise.errors import Forbidden, StoreError, TurnwiseError, UnsupportedMediaType
+from turnwise.errors import Forbidden, InvalidRequest, StoreError, TurnwiseError, UnsupportedMediaType
 from turnwise.telemetry import AccessLog, RequestContext, current_request, make_context, timestamp
 from turnwise.tracing import Tracer
 
@@ -27,6 +27,8 @@ REQUEST_ID = b"x-request-id"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PREFLIGHT_SECONDS = b"600"
 ALLOWED_METHODS = b"GET, POST, PUT, DELETE"
+MAX_QUERY_PARAMETERS = 100
+"""Most query parameters of a request; no route reads more than a few, and each takes time to decode."""
 READ_HEADERS = frozenset({b"host", b"origin", b"content-type", b"traceparent", REQUEST_ID})
 
 
@@ -84,6 +86,7 @@ class Edge:
             await _answer_preflight(scope, outgoing)
             return
         try:
+            _check_query(scope["query_string"])
             await self._check_caller(read, scope["method"])
         except TurnwiseError as error:
             status, body, headers = problems.answer(error)
@@ -138,6 +141,20 @@ class Edge:
                 (b"vary", b"origin"),
             ]
         return headers
+
+
+def _check_query(query: bytes) -> None:
+    """Check the number of query parameters before any route decodes them.
+
+    Raises:
+        InvalidRequest: there are too many.
+    """
+    num_parameters = query.count(b"&") + 1
+    if num_parameters > MAX_QUERY_PARAMETERS:
+        raise InvalidRequest(
+            f"the request has {num_parameters} query parameters; at most {MAX_QUERY_PARAMETERS} are served",
+            code="too_many_parameters",
+        )
 
 
 class _Outgoing:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.dialects.chat import ChatCompletions
-from proxy.engines.http_client import Access, Disconnected, HttpClient
+from proxy.engines.answers import Disconnected
+from proxy.engines.http_client import Access, HttpClient
 from proxy.http.asgi import Receive, Scope, Send, read_body
 from proxy.routes.calls import query_of
 from proxy.routes.reply import Reply
@@ -73,7 +74,7 @@ class Upstream:
         )
         try:
             with await self._client.request("POST", path, body, passed) as answer:
-                content = await answer.read()
+                content = await answer.read(settings.max_reply_bytes)
         except Disconnected as error:
             raise EngineUnavailable(f"the upstream of {self._path} cannot be reached ({error}); retry") from error
         kind = (answer.content_type or "application/json").encode("latin-1")

@@ -98,3 +98,20 @@ def test_a_call_that_arrives_before_the_first_engine_waits_for_it_and_stays_on_i
             first, second = (view.turn for view in proxy.turns("s"))
     assert (second.outcome, second.reason) == (Outcome.EXACT, None)
     assert (second.parent_turn_id, second.chain_id) == (first.turn_id, first.chain_id)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reply_over_the_limit_of_bytes_is_cut_off_stored_and_counted(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy, stream: bool
+):
+    """What a stream sampled until then is stored."""
+    proxy = start_proxy(fake_engine.url, "--max-reply-bytes", "20000")
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 1_000, pace_seconds=0.002 if stream else 0)))
+    reply = httpx2.post(f"{proxy.v1}/chat/completions", json={**CHAT, "stream": stream, "max_tokens": 2_000})
+    assert "engine_reply_too_long" in reply.text
+    assert "raise `max_reply_bytes`" in reply.text
+    assert reply.status_code == (200 if stream else 502)
+    outcome = "aborted" if stream else "error"
+    assert outcomes(proxy) == [(outcome, "engine_reply_too_long")]
+    assert bool(len(proxy.turns()[0].turn.token_ids)) is stream
+    assert metric(proxy, "turnwise_turns_total", outcome=outcome, reason="engine_reply_too_long") == 1

@@ -197,3 +197,16 @@ def test_the_engine_is_called_with_its_key(fake_engine: RunningFakeEngine, start
     assert chat(proxy).status_code == 200
     assert {call.headers["authorization"] for call in fake_engine.calls} == {"Bearer engine-secret"}
     assert "engine-secret" not in proxy.log.read_text()
+
+
+def test_a_request_with_many_query_parameters_is_refused_by_every_route(proxy: RunningProxy):
+    """Each parameter takes the time of a dictionary entry, and a head of 64 KiB has room for 20,000."""
+    many = "?" + "&".join(f"k{number}=1" for number in range(101))
+    for answer in (
+        httpx2.post(f"{proxy.v1}/chat/completions{many}", json=BODY),
+        httpx2.get(f"{proxy.v1}/sessions{many}"),
+        httpx2.get(f"{proxy.url}/metrics{many}"),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_parameters")
+    few = many[: many.rindex("&")]
+    assert httpx2.post(f"{proxy.v1}/chat/completions{few}", json=BODY, timeout=60).status_code == 200

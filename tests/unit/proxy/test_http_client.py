@@ -9,7 +9,8 @@ import ssl
 
 import pytest
 
-from proxy.engines.http_client import BUFFERED_BYTES, Disconnected, HttpClient
+from proxy.engines.answers import BUFFERED_BYTES, AnswerTooLong, Disconnected
+from proxy.engines.http_client import SENT_BYTES, HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ONE_READ = 1 << 18
@@ -387,3 +388,64 @@ async def test_a_server_without_tls_behind_an_https_url_is_an_error():
         with pytest.raises(Disconnected) as caught:
             await get(client)
     assert isinstance(caught.value.__cause__, ssl.SSLError)
+
+
+LONG_BODY = [b"x" * (20 * 2**20), b"y" * (12 * 2**20)]
+
+
+async def rounds(number: int = 200) -> None:
+    """Let the event loop run."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def test_a_long_request_is_written_in_steps_as_the_server_takes_it():
+    """While the server reads nothing, the rest is not given to the transport; at once it would hold the loop."""
+    may_read = asyncio.Event()
+
+    async def script(server, reader, writer):
+        await may_read.wait()
+        await server.request(reader)
+        writer.write(OK)
+
+    async with serving(script) as (server, client):
+        asked = asyncio.create_task(client.request("POST", "/", LONG_BODY, {}))
+        while not client._open:  # noqa: ASYNC110  the connection is being opened
+            await asyncio.sleep(0)
+        await rounds()
+        (connection,) = client._open
+        assert connection._transport.get_write_buffer_size() <= SENT_BYTES
+        may_read.set()
+        with await asked as answer:
+            assert await answer.read() == b"ok"
+    assert server.requests[0].endswith(b"".join(LONG_BODY))
+
+
+async def test_a_connection_whose_long_request_was_refused_in_the_middle_is_not_used_again():
+    async def script(server, reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
+        await writer.drain()
+        await server.wait_for_the_end(reader)
+
+    async with serving(script) as (server, client):
+        with await client.request("POST", "/", LONG_BODY, {}) as answer:
+            assert (answer.status, await answer.read()) == (413, b"no")
+        await asyncio.wait_for(server.has_lost.wait(), 30)
+        assert not client._idle
+
+
+async def test_an_answer_without_an_end_is_cut_off_at_the_limit():
+    async def script(server, reader, writer):
+        await server.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x" * 2**16)
+                await writer.drain()
+
+    async with serving(script) as (_, client):
+        with await client.request("GET", "/", b"", {}) as answer, pytest.raises(AnswerTooLong, match="1048576 bytes"):
+            await answer.read(2**20)
+        await rounds()
+        assert not client._open

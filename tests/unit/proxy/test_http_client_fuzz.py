@@ -9,7 +9,8 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy.engines.http_client import Disconnected, HttpClient
+from proxy.engines.answers import Disconnected
+from proxy.engines.http_client import HttpClient
 
 SILENCE_SECONDS = 5.0
 BODIES = st.lists(st.binary(max_size=40), max_size=6)
