@@ -13,6 +13,9 @@ import click
 from turnwise.commands.location import database_option, database_url, json_option
 from turnwise.commands.output import print_records, print_stored
 
+BAR_CHARACTERS = 30
+"""Length of the progress bar."""
+
 
 @click.group("db")
 def db() -> None:
@@ -253,6 +256,13 @@ def replay(recording: Path, base_url: str, api_key: str, speed: float, model: st
 @click.option("--tolerance", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="In nats.")
 @click.option("--share", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Of turns to recompute.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the share.")
+@click.option(
+    "--version-distance",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Also recompute turns of versions this far from the engine's; needs a larger --tolerance.",
+)
 @database_option
 @json_option
 def verify(database: str | None, *, as_json: bool, **given: Any) -> None:
@@ -260,16 +270,23 @@ def verify(database: str | None, *, as_json: bool, **given: Any) -> None:
     command = import_module("turnwise.commands.verify")
     is_shown = sys.stderr.isatty() and not as_json
 
-    def show_progress(report: Any) -> None:
+    def show_progress(num_checked: int, num_sessions: int) -> None:
         if is_shown:
-            line = f"\r{report.checked['sessions']} sessions, {report.checked['turns']} turns"
-            click.echo(line, nl=False, err=True)
+            end = "\n" if num_checked == num_sessions else ""
+            click.echo(f"\r{progress_bar(num_checked, num_sessions)}{end}", nl=False, err=True)
 
     wanted = _filter_of(given)
     report = command.verify(database_url(database), wanted, progress=show_progress, **given)
     _print_verification(report.as_json(), as_json=as_json)
     if report.num_mismatches:
         sys.exit(1)
+
+
+def progress_bar(num_done: int, num_all: int) -> str:
+    """Return a bar with the share and the number of checked sessions."""
+    share = num_done / num_all
+    filled = int(share * BAR_CHARACTERS)
+    return f"[{'#' * filled}{'-' * (BAR_CHARACTERS - filled)}] {share:4.0%}  {num_done} of {num_all} sessions"
 
 
 def _print_verification(found: dict[str, Any], *, as_json: bool) -> None:

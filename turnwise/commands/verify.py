@@ -10,7 +10,7 @@ from turnwise.commands.operate import opened
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.store.session_records import SessionRecord, session_records
+from turnwise.store.session_records import SessionRecord, count_sessions, session_records
 from turnwise.store.trained import all_updates
 from turnwise.types import PolicyVersion
 from turnwise.verify.digests import check_record, check_update
@@ -28,7 +28,8 @@ def verify(
     tolerance: float,
     share: float,
     seed: int,
-    progress: Callable[[Report], None],
+    progress: Callable[[int, int], None],
+    version_distance: int = 0,
 ) -> Report:
     """Check what a database holds.
 
@@ -39,14 +40,17 @@ def verify(
         tolerance: Largest difference of logprobs, in nats, that is no mismatch.
         share: Share of the trainable turns whose logprobs are recomputed.
         seed: Chooses them.
-        progress: Called after each session.
+        progress: Called after each session with the number of checked sessions and of all.
+        version_distance: Turns are recomputed whose policy version is at most this far from the engine's.
 
     Raises:
         EngineUnavailable: the engine does not answer.
         StoreError: the database cannot be read.
     """
     report, draw = Report(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
-    checker = None if engine is None else LogprobChecker(engine, tolerance=tolerance)
+    checker = None
+    if engine is not None:
+        checker = LogprobChecker(engine, tolerance=tolerance, version_distance=version_distance)
     try:
         with opened(url) as database:
             for policy in _policies(database):
@@ -54,12 +58,13 @@ def verify(
             with database.read() as conn:
                 for update in all_updates(conn):
                     check_update(conn, update, report)
-                for record in session_records(conn, wanted):
+                num_sessions = count_sessions(conn, wanted)
+                for number, record in enumerate(session_records(conn, wanted), 1):
                     is_sound = check_structure(record, report)
                     check_record(record, report)
                     if is_sound and checker is not None:
                         _check_logprobs(record, checker, report, lambda: draw.random() < share)
-                    progress(report)
+                    progress(number, num_sessions)
     finally:
         if checker is not None:
             checker.close()

@@ -37,6 +37,11 @@ class SessionRecord:
         return lineage.turn_views(self.turns, self.rewards)
 
 
+def count_sessions(conn: sa.Connection, wanted: SessionFilter) -> int:
+    """Return the number of sessions that a filter selects."""
+    return int(conn.execute(sa.select(sa.func.count()).select_from(sessions).where(*wanted.clauses())).scalar_one())
+
+
 def session_records(conn: sa.Connection, wanted: SessionFilter) -> Iterator[SessionRecord]:
     """Yield the sessions that a filter selects, oldest first, including sessions without turns.
 

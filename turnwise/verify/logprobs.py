@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from turnwise import logprob_request
-from turnwise.errors import EngineUnavailable
+from turnwise.errors import BadCheckpoint, EngineUnavailable
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 from turnwise.verify.report import Report
+from turnwise.version_directory import MANIFEST, read_json
 
 TIMEOUT_SECONDS = 300.0
 
 
 class LogprobChecker:
-    """Recomputes the logprobs of turns on one engine."""
+    """Recomputes the logprobs of turns on one engine.
 
-    def __init__(self, engine_url: str, *, tolerance: float) -> None:
+    Args:
+        engine_url: The engine.
+        tolerance: Largest difference of logprobs, in nats, that is no mismatch.
+        version_distance: Turns are checked whose policy version is at most this far from the engine's.
+
+    Raises:
+        EngineUnavailable: the engine does not answer.
+    """
+
+    def __init__(self, engine_url: str, *, tolerance: float, version_distance: int = 0) -> None:
         self._http = httpx2.Client(base_url=engine_url.rstrip("/"), timeout=TIMEOUT_SECONDS)
         self._url = engine_url
         self._tolerance = tolerance
-        self.model = str(self._ask("GET", "/v1/models")["data"][0]["id"])
+        self._version_distance = version_distance
+        served = self._ask("GET", "/v1/models")["data"][0]
+        self.model = str(served["id"])
         """The name under which the engine serves its own weights."""
-        self.version = self._served_version()
-        """Policy version of the engine's own weights; 0 for those that it was started with."""
+        self.version = self._served_version(str(served.get("root") or ""))
+        """Policy version of the engine's weights; 0 for a model that is no published version."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -51,6 +64,8 @@ class LogprobChecker:
                 index = position - turn.prompt_length
                 self._compare(float(turn.logprobs[index]), logprob, f"{place} logprobs[{index}]", report)
         report.checked["turns with logprobs recomputed"] += 1
+        if turn.policy_version_first != self.version:
+            report.checked["of these under another version"] += 1
 
     def _compare(self, stored: float, now: float, place: str, report: Report) -> None:
         report.checked["logprobs"] += 1
@@ -64,18 +79,24 @@ class LogprobChecker:
         turn = view.turn
         if turn.policy_version_first != turn.policy_version_last:
             return "sampled under two versions"
-        if turn.policy_version_first != self.version:
+        if abs(turn.policy_version_first - self.version) > self._version_distance:
             return f"sampled under version {turn.policy_version_first}, the engine serves {self.version}"
         if any(turn.sampling.get(field) for field in logprob_request.NOT_REPEATABLE):
             return "sampled with a constraint that depends on earlier tokens"
         return None
 
-    def _served_version(self) -> int:
+    def _served_version(self, directory: str) -> int:
+        """Return the version that a proxy has loaded, else that of the directory that the engine was started with."""
         try:
             label = str(self._ask("GET", "/weight_info").get("weight_version"))
         except EngineUnavailable:
+            label = ""
+        if label.isdigit():
+            return int(label)
+        try:
+            return int(read_json(Path(directory, MANIFEST))["version"])
+        except (BadCheckpoint, KeyError):  # another machine's directory, or no version's
             return 0
-        return int(label) if label.isdigit() else 0
 
     def _ask(self, method: str, path: str, body: Json | None = None) -> Any:
         try:

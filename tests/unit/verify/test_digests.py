@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from click.testing import CliRunner
 from support.ledger_samples import add_session, finish
 
-from turnwise.commands.verify import verify
+from turnwise.commands.cli import main
 from turnwise.store import claims
 from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
 from turnwise.store.tables import policies, rewards, trained_sessions, turns, updates
-from turnwise.types import PolicyVersion, UpdateRecord
-from turnwise.verify.report import Report
+from turnwise.types import Json, PolicyVersion, UpdateRecord
 from turnwise.version_directory import weights_digest, write_manifest
 
 ADVANTAGES = {"a-t1": 0.5, "a-t2": -0.25}
@@ -45,18 +44,19 @@ def trained(database: Database, tmp_path: Path) -> Database:
     return database
 
 
-def check(database: Database, database_url: str) -> Report:
+def check(database: Database, database_url: str) -> tuple[int, Json]:
+    """Run `turnwise verify`; return its exit status and its report."""
     database.close()
-    return verify(
-        database_url, SessionFilter(), engine=None, tolerance=1e-3, share=1.0, seed=0, progress=lambda _: None
-    )
+    result = CliRunner().invoke(main, ["verify", "--database", database_url, "--json"])
+    return result.exit_code, json.loads(result.stdout)
 
 
 def test_a_sound_ledger_has_no_mismatch(trained: Database, database_url: str) -> None:
-    report = check(trained, database_url)
-    assert (report.mismatches, dict(report.not_checked)) == ([], {})
-    assert (report.checked["digests of turns"], report.checked["digests of reward lines"]) == (4, 2)
-    assert (report.checked["updates"], report.checked["weights files"]) == (1, 1)
+    status, report = check(trained, database_url)
+    assert (status, report["mismatches"], report["not_checked"]) == (0, [], {})
+    checked = report["checked"]
+    assert (checked["digests of turns"], checked["digests of reward lines"]) == (4, 2)
+    assert (checked["updates"], checked["weights files"]) == (1, 1)
 
 
 def flip_token(connection: sa.Connection) -> None:
@@ -93,7 +93,12 @@ def change_batch(connection: sa.Connection) -> None:
     connection.execute(sa.update(updates).values(batch_digest="0" * 32))
 
 
-def change_weights(connection: sa.Connection) -> None:
+def change_file(connection: sa.Connection) -> None:
+    directory = Path(connection.execute(sa.select(policies.c.path)).scalar_one())
+    (directory / "model.safetensors").write_bytes(b"Weights")
+
+
+def change_published_digest(connection: sa.Connection) -> None:
     """Change the published digest: a file that is replaced together with its manifest looks the same."""
     connection.execute(sa.update(policies).values(weights_digest="0" * 64))
 
@@ -108,7 +113,8 @@ def change_weights(connection: sa.Connection) -> None:
         (change_advantage, "update 1 session 'a' of tenant 'default'"),
         (replace_turn, "update 1 session 'b' of tenant 'default'"),
         (change_batch, "update 1 batch_digest"),
-        (change_weights, "v000001/turnwise.json"),
+        (change_file, "v000001/model.safetensors"),
+        (change_published_digest, "v000001/turnwise.json"),
     ],
 )
 def test_a_changed_value_is_named(
@@ -116,7 +122,9 @@ def test_a_changed_value_is_named(
 ) -> None:
     with trained.write() as connection:
         fault(connection)
-    assert place in [mismatch.place[-len(place) :] for mismatch in check(trained, database_url).mismatches]
+    status, report = check(trained, database_url)
+    assert status == 1
+    assert place in [mismatch["place"][-len(place) :] for mismatch in report["mismatches"]]
 
 
 def test_turns_of_older_releases_are_reported_as_not_checked(trained: Database, database_url: str) -> None:
@@ -124,13 +132,13 @@ def test_turns_of_older_releases_are_reported_as_not_checked(trained: Database, 
         connection.execute(sa.update(turns).values(digest=None))
         connection.execute(sa.update(rewards).values(digest=None))
         connection.execute(sa.update(updates).values(batch_digest=None))
-    report = check(trained, database_url)
-    assert (report.num_mismatches, report.not_checked["digests of turns of older releases"]) == (0, 4)
-    assert report.not_checked["digests of reward lines of older releases"] == 2
+    status, report = check(trained, database_url)
+    assert (status, report["not_checked"]["digests of turns of older releases"]) == (0, 4)
+    assert report["not_checked"]["digests of reward lines of older releases"] == 2
 
 
 def test_an_update_with_deleted_sessions_is_reported_as_not_checked(trained: Database, database_url: str) -> None:
     with trained.write() as connection:
         connection.execute(sa.delete(trained_sessions).where(trained_sessions.c.advantages.contains("a-t2")))
-    report = check(trained, database_url)
-    assert (report.num_mismatches, report.not_checked["updates with deleted sessions"]) == (0, 1)
+    status, report = check(trained, database_url)
+    assert (status, report["not_checked"]["updates with deleted sessions"]) == (0, 1)

@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from support.ledger_samples import add_session
 
 from turnwise.commands.cli import main
+from turnwise.commands.records import progress_bar
+from turnwise.fake_engine import running_fake_engine
 from turnwise.store.database import Database
 from turnwise.store.policies import publish_policy
 from turnwise.store.tables import sessions, turns
@@ -110,6 +112,26 @@ def test_a_filter_limits_the_checked_turns(database: Database, tmp_path: Path) -
         connection.execute(sa.update(sessions).where(sessions.c.session_id == "other").values(num_turns=9))
     assert verify(tmp_path, "--session-id", "s")[0] == 0
     assert verify(tmp_path, "--session-id", "other")[0] == 1
+
+
+def test_turns_are_recomputed_under_the_version_of_the_engines_directory_or_of_one_near_it(
+    database: Database, tmp_path: Path
+) -> None:
+    """The turns are of version 0. The engine was started with the directory of version 1, and no proxy loaded it."""
+    with running_fake_engine() as engine:
+        engine.state.model_path = str(tmp_path / "v000001")
+        arguments = ("--engine", engine.url, "--tolerance", "100")
+        reason = "sampled under version 0, the engine serves 1"
+        assert verify(tmp_path, *arguments)[1]["not_checked"] == {reason: 6}
+        status, report = verify(tmp_path, *arguments, "--version-distance", "1")
+    assert (status, report["not_checked"]) == (0, {})
+    checked = report["checked"]
+    assert (checked["turns with logprobs recomputed"], checked["of these under another version"]) == (6, 6)
+
+
+def test_the_progress_bar_shows_the_share_of_the_sessions() -> None:
+    assert progress_bar(2, 4) == f"[{'#' * 15}{'-' * 15}]  50%  2 of 4 sessions"
+    assert progress_bar(4, 4) == f"[{'#' * 30}] 100%  4 of 4 sessions"
 
 
 def test_an_unreachable_engine_is_reported_in_one_sentence(database: Database, tmp_path: Path) -> None:
