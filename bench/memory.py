@@ -20,10 +20,12 @@ import aiohttp
 import orjson
 from servers import Served, proxy_and_engine
 
+from proxy.settings import ProxySettings
+
 LIMIT_BYTES = 300 * 10**6
 FULL_SESSIONS = 10_000
-CACHE_BYTES = 32 * 2**20
-"""The settings' defaults."""
+CACHES = ("session_cache_bytes", "token_cache_bytes", "request_cache_bytes", "replay_bytes")
+"""Settings of which each run gets its share."""
 WARM_UP_SESSIONS = 400
 """Pools and caches of fixed size grow until then."""
 SOAKED_SESSIONS = 100
@@ -132,6 +134,14 @@ def soak(served: Served, watched: Watched, num_turns: int, seconds: float) -> Gr
     return Grown(*(now - then for now, then in zip(watched.grown(), middle, strict=True)))
 
 
+def cache_flags(share: float) -> list[str]:
+    """Return the proxy's flags that give its caches a share of their default memory."""
+    flags = []
+    for name in CACHES:
+        flags += [f"--{name.replace('_', '-')}", str(int(ProxySettings.model_fields[name].default * share))]
+    return flags
+
+
 def main() -> int:
     """Return 1 if the growth is above the sessions' share of the limit, or if that of the soak's second half is."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -141,8 +151,7 @@ def main() -> int:
     given = parser.parse_args()
     share = given.sessions / FULL_SESSIONS
     limit = int(LIMIT_BYTES * share)
-    cache = str(int(CACHE_BYTES * share))
-    with proxy_and_engine("--replay-bytes", cache, "--token-cache-bytes", cache) as served:
+    with proxy_and_engine(*cache_flags(share)) as served:
         asyncio.run(play_all(served, "warm", range(WARM_UP_SESSIONS), given.turns))
         watched = Watched(served.pid)
         grown = fill(served, watched, given.sessions, given.turns)

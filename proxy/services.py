@@ -19,6 +19,7 @@ from proxy.auth import Authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.calls.shadows import Shadows
+from proxy.continuation.recent_histories import long_request_bytes
 from proxy.continuation.sessions import Sessions
 from proxy.dialects.decoding_process import DecodingProcess
 from proxy.dialects.known_requests import KnownRequests
@@ -202,7 +203,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         limits=Limits(settings, metrics),
         budgets=Budgets(settings, database, writer, metrics),
         replays=Replays(settings.replay_bytes),
-        known_requests=KnownRequests(settings.request_cache_bytes, decoder),
+        known_requests=KnownRequests(long_request_bytes(settings), decoder),
         decoder=decoder,
         events=Events(database, metrics),
         searches=asyncio.Semaphore(MAX_SEARCHES),

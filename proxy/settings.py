@@ -20,6 +20,7 @@ DIVIDED = (
         for limit in ("max_calls", "requests_per_minute", "tokens_per_minute")
     ),
     "cache_sessions",
+    "session_cache_bytes",
     "token_cache_bytes",
     "request_cache_bytes",
     "replay_bytes",
@@ -145,11 +146,14 @@ class ProxySettings(Settings):
     cache_sessions: int = Field(default=20_000, gt=0)
     """Sessions kept in memory; the rest is read back from the store when it is needed."""
 
+    session_cache_bytes: int = Field(default=128 * 2**20, ge=0)
+    """Memory for the turns of these sessions without their tokens, some 600 bytes a turn; the rest is read back from
+    the store."""
     token_cache_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for the tokens of turns that a call may extend; others are read back from the store."""
-    request_cache_bytes: int = Field(default=64 * 2**20, ge=0)
-    """Memory for the messages of long requests, so that a call decodes only those that are new; others are decoded
-    again."""
+    request_cache_bytes: int = Field(default=128 * 2**20, ge=0)
+    """Memory for the messages of the last requests and what is derived from them, so that a call decodes and digests
+    only those that are new; an eighth of it is for requests of up to 64 KiB. Others are decoded again."""
     replay_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for answers that a retried call may repeat."""
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from proxy.continuation.conversation import call_has_media, tool_call_ids
 from proxy.continuation.encoded_ids import count_ids, encoded, ids_as_text
-from proxy.continuation.plan import KnownTurn, Plan, has_more_text
+from proxy.continuation.forest import KnownTurn
+from proxy.continuation.plan import Plan, has_more_text
 from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.writer.process import Sampled
@@ -267,7 +268,7 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
         prompt_digest=plan.history.messages[-1] if plan.history.messages else b"",
         messages_state=plan.history.state_after(turn.response),
         reasoning=turn.response.get("reasoning") or "",
-        call_ids=tool_call_ids(turn.response),
+        call_ids=tuple(tool_call_ids(turn.response)),
         is_aborted=turn.outcome is Outcome.ABORTED,
         role=_chain_role(turn, plan),
         side_task=side_task(turn.messages, turn.tools, turn.sampling) if is_root else None,

@@ -20,7 +20,7 @@ from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.failures import broken_stream, not_a_completion, stored_reason, too_long
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
 from proxy.calls.running import Running
-from proxy.continuation.plan import Forest
+from proxy.continuation.forest import Forest
 from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
+from proxy.continuation.forest import KnownTurn, is_free
 from proxy.continuation.live import LiveSession
-from proxy.continuation.plan import KnownTurn, is_free
 
 
 class Candidate(NamedTuple):

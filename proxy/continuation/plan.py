@@ -1,15 +1,15 @@
 """Which turn a request extends, and the exact prompt ids for it.
 
-A session is a forest. A request extends the deepest turn whose messages and reply it repeats; its prompt is that
-turn's stored tokens followed by what the template renders after the reply. A call that extends no stored turn starts
-a new chain. If its conversation contains replies, the plan names the reason.
+A request extends the deepest turn whose messages and reply it repeats; its prompt is that turn's stored tokens followed
+by what the template renders after the reply. A call that extends no stored turn starts a new chain. If its conversation
+contains replies, the plan names the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,144 +19,15 @@ from proxy.continuation.chat_template import ChatTemplate, Unsafe
 from proxy.continuation.conversation import Conversation, call_has_media
 from proxy.continuation.digests import History
 from proxy.continuation.encoded_ids import EncodedIds
+from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.reply import Reply
 from proxy.dialects.base import Call
-from turnwise.types import Json, Role, TokenIds
+from turnwise.types import Json, TokenIds
 
 RENDERED_HERE = 4 * 2**10
 """Characters that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
 RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
 """Threads of their own: a text of many megabytes takes seconds, and other calls read the store in the common ones."""
-
-
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class KnownTurn:
-    """The part of a stored turn that is needed to extend it."""
-
-    turn_id: str
-    parent_turn_id: str | None
-    chain_id: str
-    num_messages: int
-    """Number of messages in its prompt, plus 1 for its reply."""
-    history_digest: bytes
-    messages_digest: bytes
-    dialogue_digest: bytes
-    prompt_digest: bytes = b""
-    """Digest of the prompt's messages alone."""
-    messages_state: Any = None
-    """The running hash of `messages_digest`; None once another turn extends this one."""
-    reasoning: str = ""
-    """The thinking that was sampled."""
-    call_ids: frozenset[str] = frozenset()
-    """Ids of the tool calls in its reply."""
-    is_aborted: bool = False
-    """Whether its reply was cut off."""
-    role: Role = Role.MAIN
-    side_task: str | None = None
-    """At the root of a chain: what it asks for, if that is not an agent's own work."""
-    system_digest: bytes = b""
-    """At the root of a chain: the digest of its system messages."""
-    started_at: float = 0.0
-    ended_at: float = 0.0
-    """When its call started and ended; seconds since 1970."""
-    has_child: bool = False
-    """Whether a turn whose reply was not cut off extends it."""
-    tokens: EncodedIds | None = None
-    """Prompt and sampled ids; None when they must be read from the store."""
-
-
-@dataclasses.dataclass(slots=True)
-class Forest:
-    """The turns of one session, indexed by id and by conversation digest."""
-
-    by_id: dict[str, KnownTurn] = dataclasses.field(default_factory=dict)
-    by_history: dict[bytes, list[KnownTurn]] = dataclasses.field(default_factory=dict)
-    """Several turns have the same history where parallel agents got the same reply."""
-    by_dialogue: dict[bytes, list[KnownTurn]] = dataclasses.field(default_factory=dict)
-    """The same without system messages, tools and template arguments."""
-    by_prompt: dict[tuple[str | None, bytes, bool], list[KnownTurn]] = dataclasses.field(default_factory=dict)
-    """Indexed by the turn that they extend (None for roots), their prompt's digest, and whether they are aborted."""
-    agent_roots: dict[bytes, KnownTurn] = dataclasses.field(default_factory=dict)
-    """The first root under each system message, of those that ask for an agent's own work."""
-    side_roots: list[KnownTurn] = dataclasses.field(default_factory=list)
-    """The other roots: each asks for what its `side_task` names."""
-
-    def add(self, turn: KnownTurn) -> None:
-        """Add a turn; one that is added again, with its tokens, replaces itself."""
-        earlier = self.by_id.get(turn.turn_id)
-        if earlier is not None:
-            turn.has_child = earlier.has_child
-            self.by_history[turn.history_digest].remove(earlier)
-            self.by_dialogue[turn.dialogue_digest].remove(earlier)
-            self.by_prompt[_prompt_key(earlier)].remove(earlier)
-            self._remove_root(earlier)
-        self.by_id[turn.turn_id] = turn
-        self.by_history.setdefault(turn.history_digest, []).append(turn)
-        self.by_dialogue.setdefault(turn.dialogue_digest, []).append(turn)
-        self.by_prompt.setdefault(_prompt_key(turn), []).append(turn)
-        if turn.parent_turn_id is None:
-            self._add_root(turn)
-        parent = self.by_id.get(turn.parent_turn_id or "")
-        if parent is not None:
-            parent.has_child = parent.has_child or not turn.is_aborted
-            if parent.has_child:
-                parent.messages_state = None
-
-    def _add_root(self, turn: KnownTurn) -> None:
-        if turn.side_task is None:
-            self.agent_roots.setdefault(turn.system_digest, turn)
-        else:
-            self.side_roots.append(turn)
-
-    def _remove_root(self, turn: KnownTurn) -> None:
-        if self.agent_roots.get(turn.system_digest) is turn:
-            del self.agent_roots[turn.system_digest]
-        elif turn in self.side_roots:
-            self.side_roots.remove(turn)
-
-    def siblings(self, turn: KnownTurn, *, aborted: bool) -> list[KnownTurn]:
-        """Return the other turns, aborted or not, that were sampled after the same prompt."""
-        same = self.by_prompt.get((turn.parent_turn_id, turn.prompt_digest, aborted), ())
-        return [other for other in same if other is not turn]
-
-    def deepest(self, conversation: Conversation) -> KnownTurn | None:
-        """Return the turn that covers most of the conversation's messages up to the last reply.
-
-        Of several turns with that history, prefer those whose tool-call ids the conversation repeats, then complete
-        replies to those that were cut off, then the newest: a client that repeats a call has seen the last reply.
-        """
-        for end in range(conversation.num_replied - 1, -1, -1):
-            turns = self.by_history.get(conversation.history.full[end])
-            if turns:
-                return self._choose(turns, conversation)
-        return None
-
-    def _choose(self, turns: list[KnownTurn], conversation: Conversation) -> KnownTurn:
-        if len(turns) == 1:
-            return turns[0]
-        call_ids = conversation.call_ids()
-        same_run = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
-        return ([turn for turn in same_run if not turn.is_aborted] or same_run)[-1]
-
-    def call_ids(self, turn: KnownTurn) -> frozenset[str]:
-        """Return the ids of the tool calls of a turn and its ancestors."""
-        return frozenset().union(*(each.call_ids for each in self.ancestors(turn)))
-
-    def ancestors(self, turn: KnownTurn) -> Iterable[KnownTurn]:
-        """Yield the turn itself, then its ancestors, newest first."""
-        current: KnownTurn | None = turn
-        while current is not None:
-            yield current
-            current = self.by_id.get(current.parent_turn_id or "")
-
-
-def _prompt_key(turn: KnownTurn) -> tuple[str | None, bytes, bool]:
-    return turn.parent_turn_id, turn.prompt_digest, turn.is_aborted
-
-
-def is_free(turn: KnownTurn, reserved: Container[str]) -> bool:
-    """Return whether no stored turn and no running call extends the turn."""
-    return not turn.has_child and turn.turn_id not in reserved
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +194,7 @@ def _drops_reply(conversation: Conversation, forest: Forest, parent: KnownTurn |
     """Return whether the conversation repeats the prompt of a turn after `parent`, and then leaves its reply out."""
     parent_id, first = (None, 0) if parent is None else (parent.turn_id, parent.num_messages)
     continued = conversation.history.messages[first:-1]
-    return any(forest.by_prompt.get((parent_id, digest, False)) for digest in continued)
+    return any(turn.parent_turn_id == parent_id for digest in continued for turn in forest.by_prompt.find(digest))
 
 
 def with_thinking(messages: list[Json], forest: Forest, parent: KnownTurn) -> list[Json]:

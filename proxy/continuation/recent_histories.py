@@ -10,10 +10,11 @@ import collections
 from typing import NamedTuple
 
 from proxy.continuation.digests import History
+from proxy.settings import ProxySettings
 from turnwise.types import SessionKey
 
-MAX_BYTES = 16 * 2**20
-"""Memory of all histories."""
+SHARE = 8
+"""The histories get one part in so many of `request_cache_bytes`."""
 HISTORY_BYTES = 6_000
 """Memory of a history without messages, roughly: most of it is for its three running hashes."""
 MESSAGE_BYTES = 200
@@ -36,7 +37,7 @@ class _Recent(NamedTuple):
 class RecentHistories:
     """The histories of the sessions that were used last."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._by_session: collections.OrderedDict[SessionKey, _Recent] = collections.OrderedDict()
@@ -62,3 +63,13 @@ class RecentHistories:
         self._num_bytes += recent.num_bytes
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= self._by_session.popitem(last=False)[1].num_bytes
+
+
+def recent_bytes(settings: ProxySettings) -> int:
+    """Return the memory for these histories."""
+    return settings.request_cache_bytes // SHARE
+
+
+def long_request_bytes(settings: ProxySettings) -> int:
+    """Return the rest of `request_cache_bytes`, which is for the known long requests."""
+    return settings.request_cache_bytes - recent_bytes(settings)

@@ -13,7 +13,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from proxy.continuation.digests import SYSTEM_ROLES, canonical_content
-from proxy.continuation.plan import Forest, KnownTurn, Plan
+from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from turnwise.types import Json, Role
 

@@ -24,11 +24,13 @@ from proxy.continuation.chat_template import ChatTemplate
 from proxy.continuation.conversation import Conversation, read_conversation, read_in_slices
 from proxy.continuation.digests import NO_FIELDS
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
+from proxy.continuation.forest import KnownTurn
 from proxy.continuation.identities import check_id
 from proxy.continuation.lasting_ids import next_id
 from proxy.continuation.live import LiveSession, Placement
-from proxy.continuation.plan import KnownTurn, Plan, break_reason, new_chain, plan_call
-from proxy.continuation.recent_histories import RecentHistories
+from proxy.continuation.live_sessions import LiveSessions
+from proxy.continuation.plan import Plan, break_reason, new_chain, plan_call
+from proxy.continuation.recent_histories import RecentHistories, recent_bytes
 from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
@@ -71,7 +73,6 @@ class Sessions:
         self._writer = writer
         self._settings = settings
         self._metrics = metrics
-        self._live: collections.OrderedDict[tuple[str, str], LiveSession] = collections.OrderedDict()
         self._inferred: collections.OrderedDict[tuple[Caller, bytes], dict[str, None]] = collections.OrderedDict()
         """Ids of the sessions that contain a conversation, the oldest first."""
         self._generations: dict[tuple[str, str], int] = {}
@@ -80,8 +81,10 @@ class Sessions:
         """Ids of the turns that running calls extend."""
         self._is_shared = settings.workers > 1
         """Whether calls of a session may reach other processes in its course."""
-        self._token_cache = TokenCache(settings.token_cache_bytes)
-        self._recent = RecentHistories()
+        self._live = LiveSessions(
+            settings.cache_sessions, settings.session_cache_bytes, TokenCache(settings.token_cache_bytes)
+        )
+        self._recent = RecentHistories(recent_bytes(settings))
         self._opening: dict[tuple[str, str], asyncio.Task[LiveSession]] = {}
 
     async def find(self, call: Call, conversation: Conversation, principal: Principal) -> Placement:
@@ -94,7 +97,7 @@ class Sessions:
         session_id = principal.session_id or call.session_id
         if session_id is None:
             return await self._infer(call, conversation, Caller(principal.tenant, principal.key_id))
-        live = self._cached((principal.tenant, session_id))
+        live = self._live.find((principal.tenant, session_id))
         if live is None:
             live = await self.open(_opened_by_call(check_id(session_id), principal.tenant))
         if live.session.status is SessionStatus.OPEN:
@@ -123,16 +126,10 @@ class Sessions:
             before = session_id
         raise AssertionError("an endless count has ended")
 
-    def _cached(self, key: tuple[str, str]) -> LiveSession | None:
-        live = self._live.get(key)
-        if live is not None:
-            self._live.move_to_end(key)
-        return live
-
     async def open(self, session: Session) -> LiveSession:
         """Return the session with this id; store `session` if there is none."""
         key = (session.tenant, session.session_id)
-        live = self._cached(key)
+        live = self._live.find(key)
         if live is not None:
             return live
         task = self._opening.get(key)
@@ -149,30 +146,24 @@ class Sessions:
         live = LiveSession(stored)
         if stored.num_turns:
             await self.refresh(live)
-        self._live[stored.tenant, stored.session_id] = live
-        while len(self._live) > self._settings.cache_sessions:
-            self._token_cache.drop(self._live.popitem(last=False)[1])
+        self._live.put(live)
         return live
 
     def learn_template(self, template: ChatTemplate | None) -> None:
         """Set the template, and remove all sessions from memory, because its digests cover what it reads."""
         self.template = template
         self._inferred.clear()
-        for tenant, session_id in list(self._live):
-            self.forget(tenant, session_id)
+        self._live.clear()
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Remove a session from memory because its row in the store has changed."""
-        live = self._live.pop((tenant, session_id), None)
-        if live is not None:
-            self._token_cache.drop(live)
+        self._live.drop((tenant, session_id))
 
     async def refresh(self, live: LiveSession) -> None:
         """Add the turns that other processes have committed, or this process before a restart."""
         found, live.num_read = await asyncio.to_thread(self._read_unknown, live)
-        for turn in found:
-            if turn.turn_id not in live.forest.by_id:  # it may have been committed here meanwhile
-                live.forest.add(turn)
+        # Some may have been committed here meanwhile.
+        self._live.add_turns(live, [turn for turn in found if turn.turn_id not in live.forest.by_id])
 
     def _read_unknown(self, live: LiveSession) -> tuple[list[KnownTurn], int]:
         """Return the stored turns that are not in memory, and the `seq` after the last stored turn."""
@@ -262,7 +253,7 @@ class Sessions:
                 return queries.session(connection, tenant, session_id)
             return None
 
-        live = self._live.get((tenant, session_id))
+        live = self._live.find((tenant, session_id))
         if live is not None:
             return live
         stored = await asyncio.to_thread(read)
@@ -284,7 +275,7 @@ class Sessions:
         tokens = turn.tokens
         if tokens is None:
             turn.tokens = tokens = await asyncio.to_thread(self._read_tokens, turn.turn_id)
-            self._token_cache.add(live, turn)
+            self._live.keep_tokens(live, turn)
         return tokens
 
     def _read_tokens(self, turn_id: str) -> EncodedIds:
@@ -345,7 +336,7 @@ class Sessions:
             if refresh:
                 await self.refresh(live)
             forest = live.forest
-            turns = forest.by_history.get(digest) or forest.by_dialogue.get(digest) or []
+            turns = forest.by_history.find(digest) or forest.by_dialogue.find(digest)
             found += [Candidate(live, turn) for turn in turns]
         return found
 
@@ -371,11 +362,10 @@ class Sessions:
             turns: the committed turns.
             inferred_for: the API key whose calls find these turns by their conversation; None for a named session.
         """
-        for turn in turns:
-            live.forest.add(turn)
-            self._token_cache.add(live, turn)
-            if inferred_for is not None:
-                caller = Caller(live.session.tenant, inferred_for)
+        self._live.add_turns(live, turns)
+        if inferred_for is not None:
+            caller = Caller(live.session.tenant, inferred_for)
+            for turn in turns:
                 self._inferred.setdefault((caller, turn.history_digest), {})[live.session.session_id] = None
         while len(self._inferred) > self._settings.cache_sessions:
             self._inferred.popitem(last=False)

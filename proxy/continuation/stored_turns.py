@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from proxy.continuation.conversation import tool_call_ids
 from proxy.continuation.digests import prompt_digests
-from proxy.continuation.plan import KnownTurn
+from proxy.continuation.forest import KnownTurn
 from proxy.continuation.roles import side_task, system_digest
 from turnwise.types import Outcome, Role, Turn
 
@@ -60,7 +60,7 @@ def _known_turn(turn: Turn, digested: Digested, num_before: int) -> KnownTurn:
         prompt_digest=digested.prompts[turn.turn_id],
         messages_state=digested.states[turn.turn_id],
         reasoning=turn.response.get("reasoning") or "",
-        call_ids=tool_call_ids(turn.response),
+        call_ids=tuple(tool_call_ids(turn.response)),
         is_aborted=turn.outcome is Outcome.ABORTED,
         role=turn.role or Role.MAIN,
         side_task=side_task(turn.messages, turn.tools, turn.sampling) if is_root else None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 
+from proxy.continuation.forest import KnownTurn
 from proxy.continuation.live import LiveSession
-from proxy.continuation.plan import KnownTurn
 
 
 class TokenCache:

@@ -21,6 +21,7 @@ import orjson
 from blake3 import blake3
 
 from proxy.dialects.decoding_process import DecodingProcess, Result
+from proxy.dialects.object_sizes import all_json_bytes, json_bytes
 from proxy.http.asgi import check_limits, decode_object
 from turnwise.json_scan import scan
 from turnwise.types import Json
@@ -33,6 +34,10 @@ DECODED_HERE_STRINGS = 8_192
 HASHED_HERE_BYTES = 8 * 2**20
 """Longer requests are hashed in a thread, without the interpreter's lock."""
 DIGEST_BYTES = 16
+REQUEST_BYTES = 3_000
+"""Memory of a known request without messages and head: most of it is for the running hashes of its history."""
+MESSAGE_BYTES = 600
+"""Memory of what is derived from one message: its digests and its outline."""
 TAIL_BYTES = 48
 """Bytes at the end of the known part that are compared before it is hashed."""
 MAX_HASHED = 2
@@ -56,6 +61,8 @@ class MessageFacts(NamedTuple):
     """As `KnownRequest.num_text`."""
     num_readable: int
     """As `KnownRequest.num_readable`."""
+    num_bytes: int
+    """Memory of the messages."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -82,6 +89,16 @@ class KnownRequest:
     """Messages, from the first on, that were found to have no media."""
     num_readable: int = 0
     """Messages, from the first on, in which the arguments of all tool calls were found to be objects."""
+    num_counted: int = 0
+    """Messages, from the first on, whose memory has been counted."""
+    num_message_bytes: int = 0
+    """The memory of these."""
+
+    def count_memory(self) -> int:
+        """Return the memory of the request; count that of the messages that are new."""
+        self.num_message_bytes += all_json_bytes(self.messages[self.num_counted :])
+        self.num_counted = len(self.messages)
+        return REQUEST_BYTES + json_bytes(self.head) + self.num_message_bytes + len(self.messages) * MESSAGE_BYTES
 
 
 class MessageReader(NamedTuple):
@@ -94,8 +111,10 @@ class MessageReader(NamedTuple):
 
     def read_into(self, known: KnownRequest, messages: list[Json]) -> None:
         """Put what is found out about messages into `known`."""
-        known.digests, known.num_text, known.num_readable = self.function(messages, self.fields)
+        facts = self.function(messages, self.fields)
+        known.digests, known.num_text, known.num_readable = facts.digests, facts.num_text, facts.num_readable
         known.digest_fields = self.fields
+        known.num_counted, known.num_message_bytes = len(messages), facts.num_bytes
 
 
 class ReadRequest(NamedTuple):
@@ -120,16 +139,18 @@ class _Rest(NamedTuple):
 
 
 class KnownRequests:
-    """The last request of each conversation, up to a number of bytes; the least recently used ones are dropped."""
+    """The last request of each conversation, up to an amount of memory; the least recently used ones are dropped."""
 
     def __init__(self, max_bytes: int, decoder: DecodingProcess) -> None:
         self._max_bytes = max_bytes
         self._decoder = decoder
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Memory of all known requests, roughly."""
         self.num_bytes_read = 0
         """Bytes of all requests so far."""
         self._by_caller: dict[Caller, dict[KnownRequest, None]] = {}
-        self._order: collections.OrderedDict[KnownRequest, Caller] = collections.OrderedDict()
+        self._order: collections.OrderedDict[KnownRequest, tuple[Caller, int]] = collections.OrderedDict()
+        """The caller and the memory of each request, the least recently used one first."""
 
     async def read(
         self,
@@ -198,16 +219,17 @@ class KnownRequests:
         if earlier is not None:
             self._drop(earlier)
         self._by_caller.setdefault(caller, {})[known] = None
-        self._order[known] = caller
-        self._num_bytes += known.num_bytes
-        while self._num_bytes > self._max_bytes:
+        num_bytes = known.count_memory()
+        self._order[known] = caller, num_bytes
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._order)))
 
     def _drop(self, known: KnownRequest) -> None:
-        caller = self._order.pop(known, None)
+        caller, num_bytes = self._order.pop(known, (None, 0))
         if caller is None:
             return
-        self._num_bytes -= known.num_bytes
+        self.num_bytes -= num_bytes
         of_caller = self._by_caller[caller]
         del of_caller[known]
         if not of_caller:

@@ -12,7 +12,8 @@ import pytest
 from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
-from proxy.continuation.plan import KnownTurn, Plan
+from proxy.continuation.forest import KnownTurn
+from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
 from proxy.writer.process import Sampled, complete, pack

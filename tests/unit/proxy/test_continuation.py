@@ -11,9 +11,8 @@ import pytest
 from proxy.continuation.chat_template import ChatTemplate, Unsafe
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
+from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.plan import (
-    Forest,
-    KnownTurn,
     Plan,
     break_reason,
     plan_call,

@@ -80,9 +80,17 @@ def test_the_requests_of_another_caller_are_not_used():
     assert other.body["messages"][0] is not first.body["messages"][0]
 
 
+def memory_of(message: dict[str, Any]) -> int:
+    """Return the memory that a request of one message counts."""
+    requests = KnownRequests(10**6, DecodingProcess())
+    read(requests, orjson.dumps({"messages": [message]}))
+    return requests.num_bytes
+
+
 def test_requests_above_the_limit_are_dropped_and_the_least_recent_first():
     raw = [orjson.dumps({"messages": [{"role": "user", "content": str(number) * 100}]}) for number in range(3)]
-    requests = KnownRequests(2 * len(raw[0]), DecodingProcess())
+    num_bytes = memory_of({"role": "user", "content": "1" * 100})
+    requests = KnownRequests(2 * num_bytes, DecodingProcess())
     found = [read(requests, each).body["messages"][0] for each in raw]
     again = [read(requests, each).body["messages"][0] for each in reversed(raw)]
     assert [new is old for new, old in zip(again, reversed(found), strict=True)] == [True, True, False]

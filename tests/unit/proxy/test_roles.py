@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from proxy.continuation.conversation import read_conversation
-from proxy.continuation.plan import Forest, KnownTurn, Plan
+from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.plan import Plan
 from proxy.continuation.roles import Found, corrections, find_role, side_task, system_digest
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions

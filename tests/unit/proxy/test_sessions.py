@@ -13,8 +13,8 @@ from support.ledger_samples import add_session, make_turn
 from proxy.auth import Principal
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
+from proxy.continuation.forest import KnownTurn
 from proxy.continuation.live import LiveSession, Placement
-from proxy.continuation.plan import KnownTurn
 from proxy.continuation.sessions import Sessions
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
@@ -51,11 +51,16 @@ def database(database_url: str) -> Iterator[CountedReads]:
 
 
 @pytest.fixture
-async def sessions(database: CountedReads, database_url: str):
-    writer = Writer(database_url, Metrics(), timeout_seconds=5)
-    await writer.start()
-    yield Sessions(database, writer, ProxySettings(), Metrics())
-    await writer.close()
+async def writer(database_url: str):
+    started = Writer(database_url, Metrics(), timeout_seconds=5)
+    await started.start()
+    yield started
+    await started.close()
+
+
+@pytest.fixture
+def sessions(database: CountedReads, writer: Writer) -> Sessions:
+    return Sessions(database, writer, ProxySettings(), Metrics())
 
 
 def call_of(*messages: Json, **fields) -> Call:
@@ -166,6 +171,28 @@ async def test_a_turn_that_is_read_alone_has_the_digests_that_it_has_when_all_ar
         same = live.forest.by_id[turn_id]
         assert (same.prompt_digest, same.num_messages) == (turn.prompt_digest, turn.num_messages)
     assert [len(read) for read in read_turns] == [4, 1, 1, 6, 6]
+
+
+async def test_a_session_that_is_dropped_from_memory_is_read_back_exactly(
+    writer: Writer, database: CountedReads, read_turns: list[list[str]]
+):
+    """There is memory for one session."""
+    sessions = Sessions(database, writer, ProxySettings(session_cache_bytes=0), Metrics())
+    stored = [add_session(database, name, turns=3) for name in ("long", "other")]
+    first = await sessions.open(stored[0])
+    await sessions.open(stored[1])
+    again = await sessions.open(stored[0])
+    assert again is not first
+    assert len(read_turns) == 3
+    assert list(again.forest.by_id) == ["long-t1", "long-t2", "long-t3"]
+    for turn_id, turn in first.forest.by_id.items():
+        same = again.forest.by_id[turn_id]
+        assert (same.history_digest, same.prompt_digest, same.num_messages, same.has_child) == (
+            turn.history_digest,
+            turn.prompt_digest,
+            turn.num_messages,
+            turn.has_child,
+        )
 
 
 def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from proxy.continuation.encoded_ids import PIECE_BYTES, EncodedIds, encode_ids
+from proxy.continuation.forest import KnownTurn
 from proxy.continuation.live import LiveSession
-from proxy.continuation.plan import KnownTurn
 from proxy.continuation.token_cache import TokenCache
 from turnwise.types import Session
 

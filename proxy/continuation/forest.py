@@ -1,0 +1,209 @@
+"""The turns of a session in memory: a forest in which a turn extends its parent.
+
+A turn takes about 800 bytes, so a session that many turns made is the largest part of what a proxy remembers of it.
+Equal digests and ids of a turn and its parent are the same objects, and an index has no list for a single turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+from proxy.continuation.conversation import Conversation
+from proxy.continuation.encoded_ids import EncodedIds
+from turnwise.types import Role
+
+TURN_BYTES = 480
+"""Memory of a turn without its id, texts and running hash: the object, its digests and times, and its index entries."""
+STATE_BYTES = 450
+"""Memory of a running hash."""
+FOREST_BYTES = 1_000
+"""Memory of a forest without turns."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class KnownTurn:
+    """The part of a stored turn that is needed to extend it."""
+
+    turn_id: str
+    parent_turn_id: str | None
+    chain_id: str
+    num_messages: int
+    """Number of messages in its prompt, plus 1 for its reply."""
+    history_digest: bytes
+    messages_digest: bytes
+    dialogue_digest: bytes
+    prompt_digest: bytes = b""
+    """Digest of the prompt's messages alone."""
+    messages_state: Any = None
+    """The running hash of `messages_digest`; None once another turn extends this one."""
+    reasoning: str = ""
+    """The thinking that was sampled."""
+    call_ids: tuple[str, ...] = ()
+    """Ids of the tool calls in its reply."""
+    is_aborted: bool = False
+    """Whether its reply was cut off."""
+    role: Role = Role.MAIN
+    side_task: str | None = None
+    """At the root of a chain: what it asks for, if that is not an agent's own work."""
+    system_digest: bytes = b""
+    """At the root of a chain: the digest of its system messages."""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    """When its call started and ended; seconds since 1970."""
+    has_child: bool = False
+    """Whether a turn whose reply was not cut off extends it."""
+    tokens: EncodedIds | None = None
+    """Prompt and sampled ids; None when they must be read from the store."""
+
+    def num_bytes(self) -> int:
+        """Return its memory, roughly, without its tokens."""
+        texts = (self.turn_id, self.reasoning, self.side_task or "", *self.call_ids)
+        return TURN_BYTES + sum(map(sys.getsizeof, texts)) + (0 if self.messages_state is None else STATE_BYTES)
+
+
+class TurnIndex:
+    """Turns by a digest, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._found: dict[bytes, KnownTurn | list[KnownTurn]] = {}
+
+    def find(self, digest: bytes) -> Sequence[KnownTurn]:
+        """Return the turns with a digest."""
+        found = self._found.get(digest)
+        if found is None:
+            return ()
+        return found if isinstance(found, list) else (found,)
+
+    def add(self, digest: bytes, turn: KnownTurn) -> None:
+        """Add a turn."""
+        same = self._found.setdefault(digest, turn)
+        if isinstance(same, list):
+            same.append(turn)
+        elif same is not turn:
+            self._found[digest] = [same, turn]
+
+    def remove(self, digest: bytes, turn: KnownTurn) -> None:
+        """Remove a turn that was added with this digest."""
+        same = self._found[digest]
+        if isinstance(same, list):
+            same.remove(turn)
+        else:
+            del self._found[digest]
+
+
+@dataclasses.dataclass(slots=True)
+class Forest:
+    """The turns of one session, indexed by id and by conversation digest."""
+
+    by_id: dict[str, KnownTurn] = dataclasses.field(default_factory=dict)
+    by_history: TurnIndex = dataclasses.field(default_factory=TurnIndex)
+    """Several turns have the same history where parallel agents got the same reply."""
+    by_dialogue: TurnIndex = dataclasses.field(default_factory=TurnIndex)
+    """The same without system messages, tools and template arguments."""
+    by_prompt: TurnIndex = dataclasses.field(default_factory=TurnIndex)
+    """By the digest of the prompt's messages, without the aborted turns."""
+    aborted_by_prompt: TurnIndex = dataclasses.field(default_factory=TurnIndex)
+    agent_roots: dict[bytes, KnownTurn] = dataclasses.field(default_factory=dict)
+    """The first root under each system message, of those that ask for an agent's own work."""
+    side_roots: list[KnownTurn] = dataclasses.field(default_factory=list)
+    """The other roots: each asks for what its `side_task` names."""
+    num_bytes: int = FOREST_BYTES
+    """Memory of all turns, roughly, without their tokens."""
+
+    def add(self, turn: KnownTurn) -> None:
+        """Add a turn; one that is added again, with its tokens, replaces itself."""
+        earlier = self.by_id.get(turn.turn_id)
+        if earlier is not None:
+            self._remove(earlier)
+            turn.has_child = earlier.has_child
+        parent = self.by_id.get(turn.parent_turn_id or "")
+        _share_values(turn, parent)
+        self.by_id[turn.turn_id] = turn
+        self.by_history.add(turn.history_digest, turn)
+        self.by_dialogue.add(turn.dialogue_digest, turn)
+        self._of_prompt(turn).add(turn.prompt_digest, turn)
+        self.num_bytes += turn.num_bytes()
+        if turn.parent_turn_id is None:
+            self._add_root(turn)
+        if parent is not None:
+            parent.has_child = parent.has_child or not turn.is_aborted
+            if parent.has_child and parent.messages_state is not None:
+                parent.messages_state = None
+                self.num_bytes -= STATE_BYTES
+
+    def _remove(self, turn: KnownTurn) -> None:
+        self.num_bytes -= turn.num_bytes()
+        self.by_history.remove(turn.history_digest, turn)
+        self.by_dialogue.remove(turn.dialogue_digest, turn)
+        self._of_prompt(turn).remove(turn.prompt_digest, turn)
+        self._remove_root(turn)
+
+    def _of_prompt(self, turn: KnownTurn) -> TurnIndex:
+        return self.aborted_by_prompt if turn.is_aborted else self.by_prompt
+
+    def _add_root(self, turn: KnownTurn) -> None:
+        if turn.side_task is None:
+            self.agent_roots.setdefault(turn.system_digest, turn)
+        else:
+            self.side_roots.append(turn)
+
+    def _remove_root(self, turn: KnownTurn) -> None:
+        if self.agent_roots.get(turn.system_digest) is turn:
+            del self.agent_roots[turn.system_digest]
+        elif turn in self.side_roots:
+            self.side_roots.remove(turn)
+
+    def siblings(self, turn: KnownTurn, *, aborted: bool) -> list[KnownTurn]:
+        """Return the other turns, aborted or not, that were sampled after the same prompt."""
+        same = (self.aborted_by_prompt if aborted else self.by_prompt).find(turn.prompt_digest)
+        return [other for other in same if other is not turn and other.parent_turn_id == turn.parent_turn_id]
+
+    def deepest(self, conversation: Conversation) -> KnownTurn | None:
+        """Return the turn that covers most of the conversation's messages up to the last reply.
+
+        Of several turns with that history, prefer those whose tool-call ids the conversation repeats, then complete
+        replies to those that were cut off, then the newest: a client that repeats a call has seen the last reply.
+        """
+        for end in range(conversation.num_replied - 1, -1, -1):
+            turns = self.by_history.find(conversation.history.full[end])
+            if turns:
+                return self._choose(turns, conversation)
+        return None
+
+    def _choose(self, turns: Sequence[KnownTurn], conversation: Conversation) -> KnownTurn:
+        if len(turns) == 1:
+            return turns[0]
+        call_ids = conversation.call_ids()
+        same_run = [turn for turn in turns if self.call_ids(turn) & call_ids] or turns
+        return ([turn for turn in same_run if not turn.is_aborted] or same_run)[-1]
+
+    def call_ids(self, turn: KnownTurn) -> frozenset[str]:
+        """Return the ids of the tool calls of a turn and its ancestors."""
+        return frozenset().union(*(each.call_ids for each in self.ancestors(turn)))
+
+    def ancestors(self, turn: KnownTurn) -> Iterable[KnownTurn]:
+        """Yield the turn itself, then its ancestors, newest first."""
+        current: KnownTurn | None = turn
+        while current is not None:
+            yield current
+            current = self.by_id.get(current.parent_turn_id or "")
+
+
+def _share_values(turn: KnownTurn, parent: KnownTurn | None) -> None:
+    """Replace values of a turn that are equal to others of the turn or its parent by the same objects."""
+    if turn.dialogue_digest == turn.messages_digest:
+        turn.dialogue_digest = turn.messages_digest
+    if turn.chain_id == turn.turn_id:
+        turn.chain_id = turn.turn_id
+    if parent is not None:
+        turn.parent_turn_id = parent.turn_id
+        if turn.chain_id == parent.chain_id:
+            turn.chain_id = parent.chain_id
+
+
+def is_free(turn: KnownTurn, reserved: Container[str]) -> bool:
+    """Return whether no stored turn and no running call extends the turn."""
+    return not turn.has_child and turn.turn_id not in reserved

@@ -1,0 +1,154 @@
+"""The memory that the caches count is what their objects take, and limits drop what was used least recently."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+import uuid
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import orjson
+import pytest
+
+from proxy.continuation.conversation import tool_call_ids
+from proxy.continuation.digests import digest_history
+from proxy.continuation.encoded_ids import encode_ids
+from proxy.continuation.forest import KnownTurn
+from proxy.continuation.live import LiveSession
+from proxy.continuation.live_sessions import LiveSessions
+from proxy.continuation.outline import Outliner
+from proxy.continuation.token_cache import TokenCache
+from proxy.dialects.decoding_process import DecodingProcess
+from proxy.dialects.known_requests import KnownRequests
+from turnwise.types import Json, Session
+
+TEN_IDS = np.full(10, 1234, np.int32)
+
+
+def text_messages(number: int) -> list[Json]:
+    return [{"role": "user", "content": f"Question {number}."}, {"role": "assistant", "content": f"Answer {number}."}]
+
+
+def tool_messages(number: int) -> list[Json]:
+    arguments = orjson.dumps({"command": f"sed -n {number},80p module.py"}).decode()
+    call = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": "shell", "arguments": arguments}}
+    return [
+        {"role": "tool", "tool_call_id": "c", "content": f"{number} lines " * 40},
+        {"role": "assistant", "content": "I read on.", "tool_calls": [call]},
+    ]
+
+
+def unicode_messages(number: int) -> list[Json]:
+    """Return messages whose characters take four bytes each."""
+    return [{"role": "user", "content": f"{number} 🙂" + "x" * 500}, {"role": "assistant", "content": "🙂" * 100}]
+
+
+SHAPES = [text_messages, tool_messages, unicode_messages]
+
+
+def session_of(messages_of: Callable[[int], list[Json]], name: str, num_turns: int) -> LiveSession:
+    """Return a session of one chain, as committed turns leave it in memory."""
+    live, messages, parent = LiveSession(Session(session_id=name)), [], None
+    for number in range(num_turns):
+        prompt, reply = messages_of(number)
+        messages.append(prompt)
+        history = digest_history(messages, b"")
+        full, plain, dialogue = history.extended(reply)
+        turn_id = f"chatcmpl-{uuid.uuid4().hex}"
+        turn = KnownTurn(
+            turn_id=turn_id,
+            parent_turn_id=None if parent is None else str(parent.turn_id),
+            chain_id=str(turn_id if parent is None else parent.chain_id),
+            num_messages=len(messages) + 1,
+            history_digest=full,
+            messages_digest=plain,
+            dialogue_digest=dialogue,
+            prompt_digest=history.messages[-1],
+            messages_state=history.state_after(reply),
+            reasoning=str(number) * 300,
+            call_ids=tuple(tool_call_ids(reply)),
+            started_at=number + 0.5,
+            ended_at=number + 1.5,
+        )
+        live.forest.add(turn)
+        messages.append(reply)
+        parent = turn
+    return live
+
+
+@pytest.fixture
+def traced() -> Iterator[Callable[[], int]]:
+    """Return the memory that was allocated since the test began."""
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("messages_of", SHAPES)
+@pytest.mark.parametrize("num_turns", [1, 5, 20, 60])
+def test_the_counted_memory_of_sessions_is_what_they_take(
+    messages_of: Callable[[int], list[Json]], num_turns: int, traced: Callable[[], int]
+):
+    num_sessions = 240 // num_turns
+    session_of(messages_of, "first", 2)
+    before = traced()
+    sessions = [session_of(messages_of, f"s{number}", num_turns) for number in range(num_sessions)]
+    assert sum(live.num_bytes for live in sessions) == pytest.approx(traced() - before, rel=0.25)
+
+
+@pytest.mark.parametrize("messages_of", SHAPES)
+@pytest.mark.parametrize("num_messages", [2, 40, 400])
+def test_the_counted_memory_of_requests_is_what_they_take(
+    messages_of: Callable[[int], list[Json]], num_messages: int, traced: Callable[[], int]
+):
+    """With the digests and the outlines of their messages."""
+    requests, outliner = KnownRequests(10**9, DecodingProcess()), Outliner(["</think>"])
+
+    async def read(raw: bytes) -> None:
+        known = (await requests.read(("t", "k"), raw, max_depth=64, max_containers=10**6)).known
+        assert known is not None
+        known.history = digest_history(known.messages, b"")
+        outliner.shortened(known.messages, len(known.messages), known.outlines)
+
+    def play(number: int) -> None:
+        messages = [each for at in range(num_messages // 2) for each in messages_of(at)]
+        raw = orjson.dumps({"messages": [*messages, {"role": "user", "content": str(number)}]})
+        for _ in range(2):
+            asyncio.run(read(raw))
+
+    play(-1)
+    before, counted = traced(), requests.num_bytes
+    for number in range(400 // num_messages):
+        play(number)
+    assert requests.num_bytes - counted == pytest.approx(traced() - before, rel=0.35)
+
+
+def test_sessions_above_the_limit_are_dropped_and_the_least_recent_first():
+    """There is memory for two; the first is used again before the third is added."""
+    sessions = [session_of(text_messages, name, 3) for name in "abc"]
+    live = LiveSessions(10, int(sum(each.num_bytes for each in sessions[:2]) * 1.2), TokenCache(0))
+    live.put(sessions[0])
+    live.put(sessions[1])
+    live.find(sessions[0].key)
+    live.put(sessions[2])
+    assert [live.find(each.key) is not None for each in sessions] == [True, False, True]
+    assert live.num_bytes == sessions[0].num_bytes + sessions[2].num_bytes
+
+
+def test_turns_of_a_session_count_and_those_of_a_dropped_session_do_not():
+    """The only session is kept although it is too large; the next one replaces it."""
+    tokens = TokenCache(10**6)
+    live, first = LiveSessions(10, 0, tokens), session_of(text_messages, "a", 1)
+    second = LiveSession(Session(session_id="b"))
+    live.put(first)
+    (turn,) = first.forest.by_id.values()
+    turn.tokens = encode_ids(TEN_IDS)
+    live.keep_tokens(first, turn)
+    assert live.num_bytes == first.num_bytes
+    live.put(second)
+    assert (len(live), live.num_bytes, turn.tokens) == (1, second.num_bytes, None)
+    live.add_turns(first, list(session_of(text_messages, "a", 3).forest.by_id.values()))
+    assert live.num_bytes == second.num_bytes
+    live.clear()
+    assert (len(live), live.num_bytes) == (0, 0)
