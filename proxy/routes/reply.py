@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from proxy.dialects.base import Dialect, Encoder
@@ -56,34 +55,22 @@ class Reply:
         self._sent_at = self._loop.time()
         await self._send_part(data)
 
-    @contextlib.contextmanager
-    def kept_alive(self, seconds: float) -> Iterator[None]:
-        """Send a comment whenever a stream of events has been silent for so long, until the block ends."""
+    def kept_alive(self, seconds: float) -> KeptAlive | contextlib.nullcontext[None]:
+        """Return a block in which a stream of events that has been silent for so long gets a comment."""
         if seconds <= 0 or not self.encoder.content_type.startswith("text/event-stream"):
-            yield
-            return
-        loop = self._loop
-        self._sent_at = loop.time()
-        sending: set[asyncio.Task[None]] = set()
-        timer: asyncio.TimerHandle
+            return contextlib.nullcontext()
+        self._sent_at = self._loop.time()
+        return KeptAlive(self, seconds)
 
-        def check() -> None:
-            nonlocal timer
-            silent = loop.time() - self._sent_at
-            if silent >= seconds and not sending:
-                self._sent_at, silent = loop.time(), 0.0
-                task = loop.create_task(self._send_part(KEEP_ALIVE))
-                sending.add(task)
-                task.add_done_callback(sending.discard)
-            timer = loop.call_later(max(seconds - silent, MIN_CHECK_SECONDS), check)
+    @property
+    def silent_seconds(self) -> float:
+        """Time since events or a comment were sent."""
+        return self._loop.time() - self._sent_at
 
-        timer = loop.call_later(seconds, check)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            for task in sending:
-                task.cancel()
+    async def comment(self) -> None:
+        """Send a comment, which keeps a silent connection open."""
+        self._sent_at = self._loop.time()
+        await self._send_part(KEEP_ALIVE)
 
     async def _send_part(self, data: bytes, *, is_last: bool = False) -> None:
         if not self._started:
@@ -106,3 +93,35 @@ class Reply:
             await send_whole(self._send, status, self._dialect.encode_error(status, body), headers)
             return
         await self.end(self.encoder.error(body))
+
+
+class KeptAlive:
+    """Sends a comment whenever a stream has been silent for some time.
+
+    One timer runs for the whole stream. It is not a closure that names itself: such a cycle would keep the events of
+    every stream in memory until the next garbage collection.
+    """
+
+    __slots__ = ("_loop", "_reply", "_seconds", "_sending", "_timer")
+
+    def __init__(self, reply: Reply, seconds: float) -> None:
+        self._reply = reply
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._sending: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._timer = self._loop.call_later(self._seconds, self._check)
+
+    def _check(self) -> None:
+        """Send a comment if it is time for one, and the last one has been sent."""
+        silent = self._reply.silent_seconds
+        if silent >= self._seconds and (self._sending is None or self._sending.done()):
+            self._sending = self._loop.create_task(self._reply.comment())
+            silent = 0.0
+        self._timer = self._loop.call_later(max(self._seconds - silent, MIN_CHECK_SECONDS), self._check)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
