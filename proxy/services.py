@@ -35,9 +35,10 @@ from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
 from proxy.metrics import Metrics
+from proxy.reload.canary import DRAIN_SECONDS
 from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
-from proxy.workers.peers import Change, KeysChanged, Peers, SessionChanged, WeightsLoaded
+from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable, SettingsError, TurnwiseError
 from turnwise.store import idempotency, keys, ledger, retention
@@ -56,7 +57,7 @@ NUM_EXPORTS = 4
 SWEEP_SECONDS = 5.0
 """How often idle sessions are expired and old stored answers are deleted."""
 ANNOUNCE_SECONDS = 1.0
-"""How long an engine stays paused until all workers have noted what it has loaded; one of them may be starting."""
+"""How long an engine stays paused at most until all workers have noted what it has loaded."""
 GAUGES_SECONDS = 1.0
 """How often a worker stores its gauges for the other workers."""
 
@@ -98,13 +99,17 @@ class Services:
         self.authenticator.forget()
         self.peers.announce(KeysChanged())
 
-    def apply_change(self, change: Change) -> None:
+    async def apply_change(self, change: Change) -> None:
         """Apply what another worker has changed in the store."""
         match change:
             case SessionChanged(tenant, session_id):
                 self.sessions.forget(tenant, session_id)
             case KeysChanged():
                 self.authenticator.forget()
+            case EngineReserved(engine_url, _):
+                engine = self.pool.engine_at(engine_url)
+                if engine is not None:
+                    await self.pool.drain(engine, DRAIN_SECONDS)
             case WeightsLoaded(engine_url, label, _):
                 self.pool.note_label(engine_url, label)
 
@@ -185,7 +190,8 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         metrics,
         probe=lambda engine: _probe_engine(engine, sessions, settings),
         faults=faults,
-        announce=lambda engine: _announce_weights(engine, peers, settings.workers - 1),
+        announce=lambda engine: _announce_weights(engine, peers),
+        reserve=lambda engine: _reserve_engine(engine, peers),
     )
     return Services(
         settings=settings,
@@ -268,11 +274,18 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def _announce_weights(engine: Engine, peers: Peers, num_others: int) -> None:
+async def _announce_weights(engine: Engine, peers: Peers) -> None:
     """Let the other workers store the version that an engine has loaded, with all that it samples from now on."""
     loaded = WeightsLoaded(engine.url, str(engine.loaded_version), random_hex(16))
-    if num_others and not await peers.confirm(loaded, num_others, ANNOUNCE_SECONDS):
+    if not await peers.confirm(loaded, ANNOUNCE_SECONDS):
         log.warning("a worker has not noted version %s within %g s", loaded.label, ANNOUNCE_SECONDS)
+
+
+async def _reserve_engine(engine: Engine, peers: Peers) -> None:
+    """Let the other workers send an engine no new calls, and wait for their running ones to end."""
+    reserved = EngineReserved(engine.url, random_hex(16))
+    if not await peers.confirm(reserved, DRAIN_SECONDS + ANNOUNCE_SECONDS):
+        log.warning("a worker has not ended its calls on the engine at %s within %g s", engine.url, DRAIN_SECONDS)
 
 
 async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySettings) -> None:

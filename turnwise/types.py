@@ -172,6 +172,8 @@ class Session:
     imported one."""
     continues: str | None = None
     """The session that this one continues: the application used the same id after that session was over."""
+    canary: int | None = None
+    """The version whose canary takes this session, set by the store at its creation; None for all others."""
     status: SessionStatus = SessionStatus.OPEN
     termination_reason: str | None = None
     reward: float | None = None
@@ -334,6 +336,8 @@ class PolicyVersion:
     arms: Json | None = None
     """Sessions of its canary, as last compared: `canary` and `control`, each with `version`, `num_sessions`,
     `num_turns`, `broken_share` and `mean_reward`; None without a canary."""
+    canary_share: float | None = None
+    """The share of new sessions that its canary took; None without a canary."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

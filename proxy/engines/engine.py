@@ -71,6 +71,8 @@ class Engine:
         """What calls sample with, unless a canary takes them."""
         self.adapters: dict[int, Lane] = {}
         """Its LoRA adapters by policy version, in the order of loading."""
+        self.draining_since = 0.0
+        """When its last draining began, on the monotonic clock."""
         self.num_started = 0
         """Calls of this process that it was given since the process began."""
         self.has_lora = False
@@ -233,6 +235,16 @@ class Engine:
         known = self.adapters
         self.adapters = {version: known[version] for version in known if version in served}
         for version in sorted(served - known.keys()):
+            self.adapters[version] = Lane(self, version, adapter_name(version))
+
+    async def find_adapter(self, version: int) -> None:
+        """Note an adapter that another process has loaded, if it is served; the known ones stay.
+
+        Raises:
+            EngineError: it does not answer.
+        """
+        models = (await self.ask("GET", "/v1/models", seconds=HEALTH_TIMEOUT_SECONDS))["data"]
+        if any(str(model["id"]) == adapter_name(version) for model in models) and version not in self.adapters:
             self.adapters[version] = Lane(self, version, adapter_name(version))
 
     async def pause(self) -> None:

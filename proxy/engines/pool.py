@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
+import time
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
-from typing import Protocol
 
 from proxy.engines.engine import Engine, Lane
 from proxy.engines.http_client import Access
@@ -19,16 +21,8 @@ from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
 from turnwise.types import Session
 
-
-class Arm(Protocol):
-    """A version under trial, and the sessions that sample with it."""
-
-    @property
-    def version(self) -> int:
-        """The version."""
-
-    def takes(self, session: Session) -> bool:
-        """Return whether the session belongs to the trial."""
+DRAIN_POLL_SECONDS = 0.02
+"""How often it is checked whether the calls of a draining engine have ended."""
 
 
 class EnginePool:
@@ -48,8 +42,13 @@ class EnginePool:
         self.engines = [
             Engine(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
         ]
-        self.trial: Arm | None = None
-        """The running canary: the version that only its share of the sessions samples with."""
+        self.trial: int | None = None
+        """The version on trial: only the sessions that name it as their canary sample with it."""
+        self.read_served: Callable[[], Awaitable[None]] | None = None
+        """Reads from the store which versions are served and on trial, and applies it to this pool."""
+        self._num_notes = 0
+        """Changes of other processes that call for such a reading; `_num_noted` of them are covered by one."""
+        self._num_noted = 0
         self._metrics = metrics
         self._max_concurrent_calls = max_concurrent_calls
         self._wait_seconds = wait_seconds
@@ -97,11 +96,11 @@ class EnginePool:
         serving = [engine for engine in serving if engine.state is not EngineState.DRAINING] or serving
         lanes = [engine.active_lane for engine in serving]
         if trial is not None:
-            tried = [lane for lane in lanes if lane.version == trial.version]
-            tried = tried or [engine.adapters[trial.version] for engine in serving if trial.version in engine.adapters]
-            control = [lane for lane in lanes if lane.version != trial.version]
+            tried = [lane for lane in lanes if lane.version == trial]
+            tried = tried or [engine.adapters[trial] for engine in serving if trial in engine.adapters]
+            control = [lane for lane in lanes if lane.version != trial]
             # Where one arm has no engine left, its sessions are better served by the other than not at all.
-            lanes = (tried if trial.takes(session) else control) or lanes
+            lanes = (tried if session.canary == trial else control) or lanes
         return self._choose(session.session_id, lanes)
 
     def _choose(self, key: str, lanes: list[Lane]) -> Lane:
@@ -113,18 +112,35 @@ class EnginePool:
             return lanes[0]
         return max(lanes, key=lambda lane: blake2b(f"{lane.engine.url} {key}".encode(), digest_size=8).digest())
 
-    def stop_draining(self) -> None:
-        """Send new calls to every serving engine again."""
+    async def drain(self, engine: Engine, seconds: float) -> None:
+        """Send new calls to other engines, and wait so long for the running ones to end."""
+        if not engine.is_serving:
+            return
+        engine.status.change(EngineState.DRAINING)
+        engine.draining_since = time.monotonic()
+        deadline = time.monotonic() + seconds
+        while engine.num_calls and time.monotonic() < deadline:  # noqa: ASYNC110  once in a trial
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    def stop_draining(self, *, before: float = math.inf) -> None:
+        """Send new calls to every serving engine again whose draining began before this monotonic instant."""
         for engine in self.serving:
-            if engine.state is EngineState.DRAINING:
+            if engine.state is EngineState.DRAINING and engine.draining_since < before:
                 engine.status.change(EngineState.READY)
+
+    def engine_at(self, url: str) -> Engine | None:
+        """Return the engine with this address; None if there is none."""
+        return next((engine for engine in self.engines if engine.url == url), None)
 
     def note_label(self, url: str, label: str) -> None:
         """Note that an engine's base weights, which another process has loaded, have this label."""
-        for engine in self.engines:
-            if engine.url == url:
-                engine.apply_label(label)
-                engine.active_lane = engine.base_lane
+        self._num_notes += 1  # the next call reads whether they are on trial
+        engine = self.engine_at(url)
+        if engine is not None:
+            engine.apply_label(label)
+            engine.active_lane = engine.base_lane
+            if engine.state is EngineState.DRAINING:
+                engine.status.change(EngineState.READY)
 
     async def wait_for_first(self) -> bool:
         """Wait while no engine serves and one is expected; return whether one serves now."""
@@ -155,11 +171,13 @@ class EnginePool:
         Raises:
             Overloaded: all places are taken.
             EngineUnavailable: no engine serves, and none came back in time.
+            StoreError: a trial runs, and the store does not say whether it still does.
         """
         if self._in_flight >= self._max_concurrent_calls:
             raise Overloaded(f"{self._in_flight} calls are in flight, which is the limit; retry after a second")
         self._in_flight += 1
         try:
+            await self._read_served(session)
             lane = await self._wait_for_lane(session, 0.0 if has_waited else self._wait_seconds)
         except BaseException:
             self._in_flight -= 1
@@ -167,9 +185,22 @@ class EnginePool:
         lane.num_calls += 1
         lane.engine.num_started += 1
         if self.trial is not None:
-            arm = "canary" if lane.version == self.trial.version else "control"
+            arm = "canary" if lane.version == self.trial else "control"
             self._metrics.canary_calls.labels(arm).inc()
         return lane
+
+    async def _read_served(self, session: Session) -> None:
+        """Read from the store which versions are served, if an outdated answer could give the call a wrong one.
+
+        Another process may have started or ended the trial. Without this a session could enter a trial after it has
+        left it, or a call outside the trial could sample with the version on trial.
+        """
+        is_outdated = self._num_noted < self._num_notes
+        if self.read_served is None or (self.trial is None and session.canary is None and not is_outdated):
+            return
+        num_notes = self._num_notes
+        await self.read_served()
+        self._num_noted = max(self._num_noted, num_notes)
 
     async def _wait_for_lane(self, session: Session, wait_seconds: float) -> Lane:
         """Return the session's lane once its engine takes calls."""

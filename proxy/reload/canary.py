@@ -1,22 +1,20 @@
 """A canary: a share of the new sessions samples with a new version, which is rolled back if it does worse.
 
-The arm of a session follows from its id, the version and the start of the trial, so every proxy process computes the
-same arm and a session never changes arms during a trial; sessions from before the trial stay on the served version. An
-adapter is loaded beside the served version on every engine; whole weights take an engine of their own. Later versions
-wait until the trial has ended.
+The transaction that creates a session assigns it to the trial or not, so all proxy processes agree, and a session never
+changes arms during a trial; sessions from before the trial stay on the served version. An adapter is loaded beside the
+served version on every engine; whole weights take an engine of their own. The store names the version before an engine
+loads it, so that no process sends other calls to that engine. Later versions wait until the trial has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import datetime
 import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections.abc import Awaitable, Callable, Sequence
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
@@ -25,12 +23,13 @@ from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import NUM_PROBED, Loader
+from proxy.reload.served_versions import ServedVersions
 from proxy.settings import ProxySettings
 from turnwise.errors import BadCheckpoint, EngineError
 from turnwise.store import policies
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyKind, PolicyVersion, Session
+from turnwise.types import Json, PolicyKind, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -38,27 +37,8 @@ NUM_STANDARD_ERRORS = 2.0
 """Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
 JUDGE_SECONDS = 1.0
 """How often the arms are compared."""
-POLLS_UNTIL_KNOWN = 3.0
-"""Store polls after which every proxy process has read of a trial; sessions created before then are not in it."""
 DRAIN_SECONDS = 10.0
 """How long an engine waits for its running calls before a trial's whole weights are loaded; longer calls span both."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
-    """A running canary."""
-
-    version: int
-    share: float
-    """Of new sessions."""
-    since: datetime.datetime
-
-    def takes(self, session: Session) -> bool:
-        """Return whether the session belongs to the trial."""
-        if session.created_at < self.since:
-            return False
-        digest = blake2b(f"{self.version} {session.tenant} {session.session_id}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.share * 2**64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,27 +116,24 @@ class Canary:
         lease: DriverLease,
         pool: EnginePool,
         loader: Loader,
+        served: ServedVersions,
         settings: ProxySettings,
         metrics: Metrics,
+        *,
+        reserve: Callable[[Engine], Awaitable[None]] | None = None,
     ) -> None:
         self._database = database
         self._lease = lease
         self._pool = pool
         self._loader = loader
+        self._served = served
+        self._reserve = reserve
+        """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
         self._settings = settings
         self._metrics = metrics
         self._judged_at = 0.0
         self._recorded: Json | None = None
         """The arms that this process has stored last."""
-
-    def set_trial(self, policy: PolicyVersion | None) -> None:
-        """Set the pool's trial to the canary that the store names."""
-        self._pool.trial = None if policy is None else self._trial(policy)
-
-    def _trial(self, policy: PolicyVersion) -> Trial:
-        assert policy.activated_at is not None
-        settling = datetime.timedelta(seconds=POLLS_UNTIL_KNOWN * self._settings.policies_poll_seconds)
-        return Trial(policy.version, self._settings.canary_share, policy.activated_at + settling)
 
     @property
     def is_due(self) -> bool:
@@ -172,13 +149,15 @@ class Canary:
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """Load a version and start its trial.
 
-        An engine that has loaded whole weights gets no call until the pool knows which sessions are in the trial.
+        The store names the version first: from then on no process sends calls to an engine that has its whole weights.
         """
         for engine in self._pool.serving:  # an earlier attempt may have failed after it loaded the weights
             is_tried = engine.version == policy.version
             engine.status.change(EngineState.DRAINING if is_tried else EngineState.READY)
         try:
             await self._loader.check(policy, self._pool.serving[0])
+            await self._lease.write(policies.prepare_trial, policy.version)
+            await self._served.refresh()
             await self._place(policy, active)
             reason = await self._drift_reason(policy)
         except (BadCheckpoint, EngineError) as error:
@@ -186,7 +165,9 @@ class Canary:
         if reason is not None:
             await self._withdraw(policy, active, reason)
             return
-        self.set_trial(await self._lease.write(policies.try_policy, policy.version))
+        if self._is_missing(policy):  # another engine than the only one has to be there for whole weights
+            return
+        await self._lease.write(policies.try_policy, policy.version, self._settings.canary_share)
         self._pool.stop_draining()
         log.info(
             "policy version %d is on trial with %.0f %% of the new sessions",
@@ -197,6 +178,9 @@ class Canary:
     async def advance(self, policy: PolicyVersion, active: PolicyVersion) -> bool:
         """Judge the trial; return True if the version is to be promoted."""
         self._judged_at = time.monotonic()
+        if policy.kind is PolicyKind.FULL and self._is_missing(policy):
+            await self.begin(policy, active)
+            return False
         try:
             await self._place(policy, active)
             self._pool.stop_draining()
@@ -217,13 +201,15 @@ class Canary:
 
     async def call_off(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
         """End a trial without a verdict, because a version was pinned or the canary share is 0 now."""
+        await self._restore(policy, active)
         await self._lease.write(policies.reconsider_policy, policy.version)
-        await self._clear(policy, active)
+        await self._end()
         self._metrics.canaries.labels("called_off").inc()
 
     def _arms(self, policy: PolicyVersion, active: PolicyVersion) -> tuple[Arm, Arm]:
+        assert policy.activated_at is not None, "the trial has started"
         with self._database.read() as connection:
-            return arms_since(connection, self._trial(policy).since, (policy.version, active.version))
+            return arms_since(connection, policy.activated_at, (policy.version, active.version))
 
     async def _record(self, arms: tuple[Arm, Arm], policy: PolicyVersion, active: PolicyVersion) -> None:
         """Store what the version is judged by, if it has changed."""
@@ -240,16 +226,22 @@ class Canary:
             for engine in serving:
                 if policy.version not in engine.adapters:
                     await self._loader.load_beside(engine, policy)
-        elif len(serving) > 1 and all(engine.version != policy.version for engine in serving):
+        elif len(serving) > 1 and self._is_missing(policy):
             await self._drain(serving[-1])
             await self._loader.exchange(serving[-1], policy, active)
 
+    def _is_missing(self, policy: PolicyVersion) -> bool:
+        """Return whether no engine samples with a version of whole weights."""
+        is_full = policy.kind is PolicyKind.FULL
+        return is_full and all(engine.version != policy.version for engine in self._pool.serving)
+
     async def _drain(self, engine: Engine) -> None:
         """Route new calls to other engines and wait for the running ones: no control session may sample the canary."""
-        engine.status.change(EngineState.DRAINING)
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while engine.active_lane.num_calls and time.monotonic() < deadline:  # noqa: ASYNC110  once in a trial
-            await asyncio.sleep(0.02)
+        draining = self._pool.drain(engine, DRAIN_SECONDS)
+        if self._reserve is None:
+            await draining
+        else:
+            await asyncio.gather(draining, self._reserve(engine))
 
     async def _drift_reason(self, policy: PolicyVersion) -> str | None:
         """Return why the version is too far from the served one for a trial, None if it is not."""
@@ -272,14 +264,23 @@ class Canary:
     async def _withdraw(self, policy: PolicyVersion, active: PolicyVersion, reason: str) -> None:
         """Roll a version back and mark it failed."""
         log.error("policy version %d is rolled back: %s", policy.version, reason)
+        await self._restore(policy, active)
         await self._lease.write(policies.fail_policy, policy.version, f"rolled back as a canary: {reason}")
-        await self._clear(policy, active)
+        await self._end()
         self._metrics.canaries.labels("rolled_back").inc()
 
-    async def _clear(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
-        """Restore engines that have loaded the trial's whole weights; an adapter is unloaded once it has no calls."""
+    async def _restore(self, policy: PolicyVersion, active: PolicyVersion | None) -> None:
+        """Restore engines that have loaded the trial's whole weights, while other sessions are still kept from them.
+
+        An adapter is unloaded once it has no calls.
+        """
         for engine in self._pool.serving:
             if active is not None and engine.active_lane is engine.base_lane and engine.version == policy.version:
-                await self._loader.exchange(engine, active, None)
-        self._pool.trial = None
+                try:
+                    await self._loader.exchange(engine, active, None)
+                except (BadCheckpoint, EngineError) as error:
+                    self._loader.take_out(engine, error)
+
+    async def _end(self) -> None:
+        await self._served.refresh()
         self._pool.stop_draining()

@@ -22,6 +22,7 @@ from proxy.metrics import Metrics
 from proxy.reload.canary import Canary
 from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import Loader, own_model, serves
+from proxy.reload.served_versions import ServedVersions, Wanted
 from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
@@ -29,7 +30,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, ReloadFailed, TurnwiseError
 from turnwise.store import policies
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, utc_now
+from turnwise.types import PolicyKind, PolicyVersion, utc_now
 
 log = logging.getLogger(__name__)
 HEALTH_SECONDS = 1.0
@@ -38,20 +39,6 @@ MAX_LOAD_ATTEMPTS = 3
 """Attempts to load a version whose load failed in a way that may pass, before it is marked failed."""
 RETRY_LOAD_SECONDS = 1.0
 """Pause before the second attempt; it doubles with each further one."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the store wants to be served."""
-
-    target: PolicyVersion | None
-    """The pinned version, or the newest that has not failed."""
-    active: PolicyVersion | None
-    """The version that is served."""
-    canary: PolicyVersion | None
-    """The version on trial."""
-    is_pinned: bool
-    """Whether the target is pinned."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,8 +65,8 @@ class Reloader:
         probe: Callable[[Engine], Awaitable[None]],
         faults: FaultPoints | None = None,
         announce: Callable[[Engine], Awaitable[None]] | None = None,
+        reserve: Callable[[Engine], Awaitable[None]] | None = None,
     ) -> None:
-        self._database = database
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
@@ -88,7 +75,11 @@ class Reloader:
         transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
         self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
         self._loader = Loader(settings, faults or FaultPoints(), transfers, announce)
-        self._canary = Canary(database, self.lease, pool, self._loader, settings, metrics)
+        self._served = ServedVersions(database, pool)
+        pool.read_served = self._served.refresh
+        self._canary = Canary(
+            database, self.lease, pool, self._loader, self._served, settings, metrics, reserve=reserve
+        )
         self._probe_lock = asyncio.Lock()
         self._attempts = LoadAttempts(-1)
         self.last_error: str | None = None
@@ -121,24 +112,11 @@ class Reloader:
                 log.exception("a round of the reloader failed unexpectedly")
             await asyncio.sleep(self._settings.policies_poll_seconds)
 
-    async def _wanted(self) -> Wanted:
-        def read() -> Wanted:
-            with self._database.read() as connection:
-                pinned = policies.pinned_version(connection)
-                active = policies.active_policy(connection)
-                target = (
-                    policies.newest_policy(connection) if pinned is None else policies.get_policy(connection, pinned)
-                )
-                if target is not None and target.status is PolicyStatus.FAILED:
-                    target = active
-                return Wanted(target, active, policies.canary_policy(connection), pinned is not None)
-
-        return await asyncio.to_thread(read)
-
     async def _follow(self) -> None:
         """Bring every serving engine to the wanted version, or advance the canary."""
-        wanted = await self._wanted()
-        self._canary.set_trial(wanted.canary)
+        wanted = await self._served.wanted()
+        if wanted.canary is None or wanted.canary.activated_at is not None:
+            self._pool.stop_draining(before=wanted.read_at)
         if self._settings.engine_sleep and await self._sleeper.follow(wanted.active):
             return
         if not self._pool.serving or self._is_settled(wanted):
@@ -148,8 +126,7 @@ class Reloader:
                 await self._read_served_versions(wanted)
                 return
             # Another process may have driven while the lease was awaited.
-            wanted = await self._wanted()
-            self._canary.set_trial(wanted.canary)
+            wanted = await self._served.wanted()
             await self._read_served_versions(wanted)
             await self._step(wanted)
 
@@ -173,12 +150,24 @@ class Reloader:
         if canary is not None and (wanted.is_pinned or not self._settings.canary_share):
             await self._canary.call_off(canary, active)
         elif canary is not None and active is not None:
-            if await self._canary.advance(canary, active):
-                await self._roll_out(canary, active)
+            if canary.activated_at is None:  # the process that prepared the trial has not started it
+                await self._canary.begin(canary, active)
+            elif await self._canary.advance(canary, active):
+                await self._promote(canary, active)
         elif active is not None and not wanted.is_pinned and self._canary.is_wanted(target, active):
             await self._canary.begin(target, active)
         else:
             await self._roll_out(target, active)
+
+    async def _promote(self, canary: PolicyVersion, active: PolicyVersion) -> None:
+        """Serve a version that was on trial to all sessions.
+
+        Every engine has an adapter on trial already: all processes change to it when they read that it is active.
+        """
+        if canary.kind is PolicyKind.LORA:
+            await self._succeed(canary, 0.0)
+        else:
+            await self._roll_out(canary, active)
 
     async def _read_served_versions(self, wanted: Wanted) -> None:
         """Read from the engines what another process has loaded into them."""
@@ -188,7 +177,7 @@ class Reloader:
                 engine.active_lane = engine.base_lane
                 continue
             await engine.fetch_models()
-            engine.active_lane = engine.adapters.get(wanted.active.version, engine.active_lane)
+            self._served.choose_adapter(engine)
 
     async def _roll_out(self, target: PolicyVersion, active: PolicyVersion | None) -> None:
         """Load the target into one engine, then into the others."""
@@ -257,6 +246,7 @@ class Reloader:
         self._metrics.reload_seconds.observe(seconds)
         log.info("policy version %d is served; engines paused for %.0f ms at most", target.version, seconds * 1000)
         await self.lease.write(policies.activate_policy, target.version, seconds, utc_now())
+        await self._served.refresh()
 
     async def _check_engines(self, engines: list[Engine]) -> None:
         """Check which engines answer; one that came back is brought to the active version before it gets calls."""
@@ -280,7 +270,7 @@ class Reloader:
             await self._admit(engine)
         elif engine.adapters:
             trial = self._pool.trial
-            await self._loader.retire(engine, {engine.version} | ({trial.version} if trial else set()))
+            await self._loader.retire(engine, {engine.version} | (set() if trial is None else {trial}))
 
     async def _has_lost_weights(self, engine: Engine) -> bool:
         """Return whether an engine was restarted between two checks."""
@@ -298,12 +288,16 @@ class Reloader:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
         engine.forget_transfers()
         await engine.fetch_models()
-        active = (await self._wanted()).active
+        wanted = await self._served.wanted()
+        active = wanted.active
         if self._settings.engine_sleep and not await self._sleeper.bring_awake(engine, active):
             return
         engine.apply_label(await engine.weights_label())
         engine.active_lane = engine.base_lane
-        is_right = engine.loaded_version is not None and (active is None or serves(engine, active))
+        served = [policy for policy in (active, wanted.canary) if policy is not None]
+        is_right = engine.loaded_version is not None and (
+            active is None or any(serves(engine, policy) for policy in served)
+        )
         if not is_right or await engine.is_paused():
             async with self.lease.held() as is_driver:
                 if not is_driver:

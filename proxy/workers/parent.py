@@ -19,12 +19,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.multiprocess import mark_process_dead
 
 from proxy.settings import ProxySettings
-from proxy.workers.peers import WorkerFailed, WorkerReady, WorkerSetup
+from proxy.workers.peers import AwaitedChange, Confirmed, WorkerFailed, WorkerReady, WorkerSetup
 from proxy.writer.process import Frames, frame
 from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
 from turnwise.processes.supervisor import describe_exit
@@ -99,6 +99,19 @@ class _Worker:
     """Why it could not start, as it reported."""
     started_at: float = dataclasses.field(default_factory=time.monotonic)
 
+    def send(self, message: object) -> None:
+        """Send a message; one that has ended gets none."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.writelines(frame(message))
+
+
+class _Awaited(NamedTuple):
+    """A change that workers have to confirm."""
+
+    sender: _Worker
+    missing: set[_Worker]
+    """Workers that have not confirmed it."""
+
 
 class _Workers:
     """The workers of one proxy, each kept running by a task of its own."""
@@ -107,6 +120,8 @@ class _Workers:
         self._setup = setup
         self._num_workers = num_workers
         self._running: set[_Worker] = set()
+        self._awaited: dict[str, _Awaited] = {}
+        """Changes that some workers have not confirmed yet, by the receipt."""
         self._is_stopping = False
         self._stop = asyncio.Event()
 
@@ -187,14 +202,32 @@ class _Workers:
                 log.info("worker %d serves on port %d", worker.process.pid, self._setup.settings.port)
             case WorkerFailed(error):
                 worker.error = error
+            case Confirmed(receipt):
+                self._note_confirmation(receipt, worker)
             case _:
-                for other in self._running - {worker}:
-                    if other.transport is not None:
-                        other.transport.writelines(frame(message))
+                others = {other for other in self._running - {worker} if other.transport is not None}
+                for other in others:
+                    other.send(message)
+                if isinstance(message, AwaitedChange):
+                    # A worker that does not serve yet handles the change before it reads any engine's label.
+                    self._awaited[message.receipt] = _Awaited(worker, {other for other in others if other.is_ready})
+                    self._note_confirmation(message.receipt, worker)
+
+    def _note_confirmation(self, receipt: str, worker: _Worker) -> None:
+        """Note that one worker's confirmation is no longer awaited; tell the sender when none is."""
+        awaited = self._awaited.get(receipt)
+        if awaited is None:
+            return
+        awaited.missing.discard(worker)
+        if not awaited.missing:
+            del self._awaited[receipt]
+            awaited.sender.send(Confirmed(receipt))
 
     def _forget(self, worker: _Worker) -> None:
         """Remove a worker that has ended, and its gauges; its counters remain in the sums."""
         self._running.discard(worker)
+        for receipt in list(self._awaited):
+            self._note_confirmation(receipt, worker)
         mark_process_dead(worker.process.pid, str(self._setup.metrics_directory))  # type: ignore[no-untyped-call]
         if worker.transport is not None:
             worker.transport.close()

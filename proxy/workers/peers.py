@@ -9,9 +9,9 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from proxy.settings import ProxySettings
 from proxy.writer.process import Frames, frame
@@ -48,6 +48,14 @@ class KeysChanged(NamedTuple):
     """Keys were made, revoked or deleted."""
 
 
+class EngineReserved(NamedTuple):
+    """An engine is about to load a version on trial: send it no new calls, and confirm when the running ones ended."""
+
+    engine_url: str
+    receipt: str
+    """What the other workers confirm it with."""
+
+
 class WeightsLoaded(NamedTuple):
     """An engine has loaded other weights and is paused: its next tokens are of the version that its label names."""
 
@@ -57,13 +65,15 @@ class WeightsLoaded(NamedTuple):
     """What the other workers confirm it with."""
 
 
-class WeightsNoted(NamedTuple):
-    """A worker confirms a `WeightsLoaded`."""
+class Confirmed(NamedTuple):
+    """A worker has applied a change. The parent sends it to the sender when all other workers that serve have."""
 
     receipt: str
 
 
-Change = SessionChanged | KeysChanged | WeightsLoaded
+AwaitedChange = EngineReserved | WeightsLoaded
+"""A change that the other workers confirm."""
+Change = SessionChanged | KeysChanged | AwaitedChange
 """A message that the parent passes on to the other workers."""
 
 
@@ -74,24 +84,31 @@ class Peers:
         """Keep the link to the parent; None if there are no other workers."""
         self._link = link
         self._transport: asyncio.Transport | None = None
-        self._noted: dict[str, asyncio.Semaphore] = {}
-        """One release for each worker that has confirmed, by the receipt."""
+        self._confirmed: dict[str, asyncio.Event] = {}
+        """Set when all other workers have confirmed, by the receipt."""
+        self._applying: set[asyncio.Task[None]] = set()
 
-    async def connect(self, apply: Callable[[Change], None]) -> None:
-        """Receive the changes of other workers from now on."""
+    async def connect(self, apply: Callable[[Change], Coroutine[Any, Any, None]]) -> None:
+        """Receive the changes of other workers from now on; they are applied in their order."""
+        if self._link is None:
+            return
+        loop = asyncio.get_running_loop()
 
-        def receive(message: Change | WeightsNoted) -> None:
-            if isinstance(message, WeightsNoted):
-                if message.receipt in self._noted:
-                    self._noted[message.receipt].release()
+        def receive(message: Change | Confirmed) -> None:
+            if isinstance(message, Confirmed):
+                if message.receipt in self._confirmed:
+                    self._confirmed[message.receipt].set()
                 return
-            apply(message)
-            if isinstance(message, WeightsLoaded):
-                self._send(WeightsNoted(message.receipt))
+            task = loop.create_task(self._apply(message, apply))
+            self._applying.add(task)
+            task.add_done_callback(self._applying.discard)
 
-        if self._link is not None:
-            loop = asyncio.get_running_loop()
-            self._transport, _ = await loop.create_unix_connection(lambda: _ParentLink(receive), sock=self._link.dup())
+        self._transport, _ = await loop.create_unix_connection(lambda: _ParentLink(receive), sock=self._link.dup())
+
+    async def _apply(self, change: Change, apply: Callable[[Change], Coroutine[Any, Any, None]]) -> None:
+        await apply(change)
+        if isinstance(change, AwaitedChange):
+            self._send(Confirmed(change.receipt))
 
     def close(self) -> None:
         """Receive no more messages."""
@@ -102,18 +119,19 @@ class Peers:
         """Send a change to all other workers."""
         self._send(change)
 
-    async def confirm(self, loaded: WeightsLoaded, num_others: int, seconds: float) -> bool:
-        """Send a change to all other workers; return whether so many have applied it within the time."""
-        noted = self._noted[loaded.receipt] = asyncio.Semaphore(0)
-        self._send(loaded)
+    async def confirm(self, change: AwaitedChange, seconds: float) -> bool:
+        """Send a change to all other workers; return whether those that serve have applied it within the time."""
+        if self._transport is None:
+            return True
+        confirmed = self._confirmed[change.receipt] = asyncio.Event()
+        self._send(change)
         try:
             async with asyncio.timeout(seconds):
-                for _ in range(num_others):
-                    await noted.acquire()
+                await confirmed.wait()
         except TimeoutError:
             return False
         finally:
-            del self._noted[loaded.receipt]
+            del self._confirmed[change.receipt]
         return True
 
     def _send(self, message: object) -> None:
@@ -134,7 +152,7 @@ class Peers:
 class _ParentLink(asyncio.Protocol):
     """The socket to the parent."""
 
-    def __init__(self, receive: Callable[[Change | WeightsNoted], None]) -> None:
+    def __init__(self, receive: Callable[[Change | Confirmed], None]) -> None:
         self._receive = receive
         self._frames = Frames()
 

@@ -20,7 +20,7 @@ from turnwise.errors import EngineUnsuitable
 from turnwise.fake_engine import RunningFakeEngine
 from turnwise.store import policies
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyVersion
+from turnwise.types import PolicyKind, PolicyVersion, Session
 
 
 class Process:
@@ -32,15 +32,42 @@ class Process:
         self.writer = Writer(url, metrics, timeout_seconds=5)
         self.pool = EnginePool(given.engine, metrics, timeout_seconds=5, max_concurrent_calls=10)
         self.unsuitable: str | None = None
-        self.reloader = Reloader(database, self.writer, self.pool, given, metrics, probe=self._probe)
+        self.others: list[Process] = []
+        """The other workers of the same proxy, which are told what this one loads."""
+        self.reloader = Reloader(
+            database,
+            self.writer,
+            self.pool,
+            given,
+            metrics,
+            probe=self._probe,
+            announce=self._announce,
+            reserve=self._reserve,
+        )
 
     async def _probe(self, engine: Engine) -> None:
         if engine.url == self.unsuitable:
             raise EngineUnsuitable(f"{engine.url} gives raw logprobs")
 
+    async def _announce(self, engine: Engine) -> None:
+        for other in self.others:
+            other.pool.note_label(engine.url, str(engine.loaded_version))
+
+    async def _reserve(self, engine: Engine) -> None:
+        for other in self.others:
+            reserved = other.pool.engine_at(engine.url)
+            assert reserved is not None
+            await other.pool.drain(reserved, 10)
+
     async def follow(self) -> None:
         """Read the store once."""
         await self.reloader._follow()
+
+    async def version_of(self, session: Session) -> int:
+        """Return the version that a call of the session gets."""
+        lane = await self.pool.admit(session)
+        self.pool.release(lane)
+        return lane.version
 
     async def look(self) -> None:
         """Check the engines once."""
@@ -87,11 +114,11 @@ class Stage:
 
     @contextlib.contextmanager
     def rejecting_trials(self) -> Iterator[None]:
-        """Let the database reject the start of any trial until the block ends."""
+        """Let the database reject the start of any trial, though not its preparation, until the block ends."""
         with self.database.write() as connection:
             connection.exec_driver_sql(
-                "CREATE TRIGGER reject_trials BEFORE UPDATE ON policies WHEN NEW.status = 'canary' "
-                "BEGIN SELECT RAISE(ABORT, 'no trial'); END"
+                "CREATE TRIGGER reject_trials BEFORE UPDATE ON policies "
+                "WHEN NEW.status = 'canary' AND NEW.activated_at > 0 BEGIN SELECT RAISE(ABORT, 'no trial'); END"
             )
         yield
         with self.database.write() as connection:

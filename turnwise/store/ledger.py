@@ -18,7 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import groups, idempotency, new_turns, queries, rows
+from turnwise.store import groups, idempotency, new_turns, queries, rows, trials
 from turnwise.store.database import to_micros
 from turnwise.store.new_turns import NewTurn
 from turnwise.store.session_locks import LockedSession, lock_sessions, no_session
@@ -41,6 +41,7 @@ def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool
     known = _session_row(conn, session.tenant, session.session_id)
     if known is None:
         group_pk = groups.join(conn, session) if session.split is Split.TRAIN else None
+        (session,) = trials.assign(conn, [session])
         if insert_ignoring(conn, sessions, rows.session_row(session, group_pk)):
             return dataclasses.replace(session, last_active_at=session.created_at), True
         groups.leave(conn, group_pk)

@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from turnwise.errors import StoreUnavailable, TurnwiseError
-from turnwise.store import groups, ledger, rows
+from turnwise.store import groups, ledger, rows, trials
 from turnwise.store.statements import fetch_at_once, insert_new_rows, is_among, members
 from turnwise.store.tables import sessions
 from turnwise.types import Session, SessionKey, Split
@@ -37,9 +37,9 @@ def open_sessions(conn: sa.Connection, wanted: Sequence[Session]) -> list[Opened
     created = _create(conn, own_groups)
     opened: list[Opened] = []
     for session in wanted:
-        if _key(session) in created:
-            created.remove(_key(session))
-            opened.append((dataclasses.replace(session, last_active_at=session.created_at), True))
+        new = created.pop(_key(session), None)
+        if new is not None:
+            opened.append((dataclasses.replace(new, last_active_at=new.created_at), True))
         else:
             opened.append(_open_one(conn, session))
     return opened
@@ -53,19 +53,20 @@ def _has_own_group(session: Session) -> bool:
     return session.split is Split.TRAIN and session.group_id is None and session.group_size is None
 
 
-def _create(conn: sa.Connection, wanted: dict[SessionKey, Session]) -> set[SessionKey]:
-    """Insert those of the sessions that are new; return their keys.
+def _create(conn: sa.Connection, wanted: dict[SessionKey, Session]) -> dict[SessionKey, Session]:
+    """Insert those of the sessions that are new; return them by their keys.
 
     The rows are inserted in one order, so that two writers cannot deadlock.
     """
     for key in _stored(conn, wanted):
         wanted.pop(key, None)
     group_pks = groups.create(conn, [wanted[key] for key in sorted(wanted)])
-    new_rows = [rows.session_row(wanted[key], group_pk) for key, group_pk in group_pks.items()]
+    assigned = {_key(session): session for session in trials.assign(conn, [wanted[key] for key in group_pks])}
+    new_rows = [rows.session_row(assigned[key], group_pk) for key, group_pk in group_pks.items()]
     created = set(insert_new_rows(conn, sessions, new_rows, ("tenant", "session_id")))
     for key in group_pks.keys() - created:  # another writer has created the session meanwhile
         groups.leave(conn, group_pks[key])
-    return created
+    return {key: session for key, session in assigned.items() if key in created}
 
 
 def _stored(conn: sa.Connection, keys: Collection[SessionKey]) -> list[SessionKey]:

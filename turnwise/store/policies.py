@@ -95,15 +95,37 @@ def fail_policy(conn: sa.Connection, version: int, error: str) -> PolicyVersion:
     return get_policy(conn, version)
 
 
-def try_policy(conn: sa.Connection, version: int, now: datetime.datetime | None = None) -> PolicyVersion:
-    """Record that a share of the sessions samples with this version as a canary.
+def prepare_trial(conn: sa.Connection, version: int) -> PolicyVersion:
+    """Record that this version becomes a canary: engines may load it, and no session samples with it yet.
 
     Raises:
         NotFound: no such version.
     """
+    return _set_canary(conn, version, activated_at=None, canary_share=None)
+
+
+def try_policy(conn: sa.Connection, version: int, share: float, now: datetime.datetime | None = None) -> PolicyVersion:
+    """Record that this share of the sessions that are created from now on samples with this version as a canary.
+
+    Raises:
+        NotFound: no such version.
+    """
+    return _set_canary(conn, version, activated_at=to_micros(now or utc_now()), canary_share=share)
+
+
+def _set_canary(
+    conn: sa.Connection, version: int, *, activated_at: int | None, canary_share: float | None
+) -> PolicyVersion:
     change = sa.update(table).where(table.c.version == version)
-    begin = {"activated_at": to_micros(now or utc_now()), "arms": None}
-    conn.execute(change.values(status=PolicyStatus.CANARY.value, error=None, **begin))
+    conn.execute(
+        change.values(
+            status=PolicyStatus.CANARY.value,
+            error=None,
+            arms=None,
+            activated_at=activated_at,
+            canary_share=canary_share,
+        )
+    )
     return get_policy(conn, version)
 
 
@@ -215,12 +237,16 @@ def active_policy(conn: sa.Connection) -> PolicyVersion | None:
     return None if row is None else rows.POLICIES.record(row)
 
 
-def canary_policy(conn: sa.Connection) -> PolicyVersion | None:
-    """Return the version that a share of the sessions samples with; None if there is no canary."""
-    row = conn.execute(
-        sa.select(table).where(table.c.status == PolicyStatus.CANARY.value).order_by(table.c.version).limit(1)
-    ).one_or_none()
-    return None if row is None else rows.POLICIES.record(row)
+def active_and_canary(conn: sa.Connection) -> tuple[PolicyVersion | None, PolicyVersion | None]:
+    """Return the version that engines serve, and the canary, in one statement; None for one that does not exist."""
+    wanted = table.c.status.in_([PolicyStatus.ACTIVE.value, PolicyStatus.CANARY.value])
+    found = conn.execute(sa.select(table).where(wanted).order_by(table.c.version)).all()
+    records = [rows.POLICIES.record(row) for row in found]
+    active, canary = (
+        next((policy for policy in records if policy.status is status), None)
+        for status in (PolicyStatus.ACTIVE, PolicyStatus.CANARY)
+    )
+    return active, canary
 
 
 def failed_versions(conn: sa.Connection, versions: Collection[int]) -> frozenset[int]:

@@ -200,7 +200,9 @@ trained_sessions = sa.Table(
 )
 """The sessions that an update trained; `advantages` has the advantage of each trained turn, by turn id."""
 
-policies = sa.Table("policies", metadata, *_columns(PolicyVersion, key="version"))
+policies = sa.Table(
+    "policies", metadata, *_columns(PolicyVersion, key="version"), sa.Index("ix_policies_status", "status")
+)
 
 serving = sa.Table(
     "serving",

@@ -11,13 +11,12 @@ from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
-from proxy.reload.canary import Trial
 from turnwise.errors import EngineUnavailable, InvalidRequest, Overloaded
-from turnwise.types import Session, utc_now
+from turnwise.types import Session
 
 URLS = ["http://a", "http://b", "http://c"]
-NOW = utc_now()
-SESSIONS = [Session(session_id=f"s{number}", created_at=NOW) for number in range(600)]
+SESSIONS = [Session(session_id=f"s{number}") for number in range(600)]
+IN_TRIAL = [Session(session_id=f"t{number}", canary=8) for number in range(100)]
 
 
 def with_pool(use: Callable[[EnginePool], object], urls: list[str] = URLS, *, most_calls: int = 100) -> None:
@@ -135,11 +134,11 @@ def test_a_call_over_the_limit_is_refused_with_the_time_to_retry():
 def test_whole_weights_under_trial_serve_only_the_sessions_of_the_trial():
     def use(pool: EnginePool) -> None:
         pool.engines[2].apply_label("8")
-        pool.trial = trial = Trial(8, 0.3, NOW)
-        for session in SESSIONS:
-            assert (pool.lane(session).version == 8) == trial.takes(session)
-        pool.engines[2].status.change(EngineState.ABSENT)
+        pool.trial = 8
+        assert {pool.lane(session).version for session in IN_TRIAL} == {8}
         assert {pool.lane(session).version for session in SESSIONS} == {0}
+        pool.engines[2].status.change(EngineState.ABSENT)
+        assert {pool.lane(session).version for session in IN_TRIAL} == {0}
 
     with_pool(use)
 
@@ -148,12 +147,12 @@ def test_an_adapter_under_trial_is_loaded_beside_the_served_version_on_every_eng
     def use(pool: EnginePool) -> None:
         for engine in pool.engines:
             engine.adapters[8] = Lane(engine, 8, adapter_name(8))
-        pool.trial = trial = Trial(8, 0.3, NOW)
-        for session in SESSIONS:
-            assert (pool.lane(session).adapter == "policy-v8") == trial.takes(session)
-        assert {pool.lane(session).engine.url for session in SESSIONS if trial.takes(session)} == set(URLS)
+        pool.trial = 8
+        assert {pool.lane(session).adapter for session in IN_TRIAL} == {"policy-v8"}
+        assert {pool.lane(session).adapter for session in SESSIONS} == {None}
+        assert {pool.lane(session).engine.url for session in IN_TRIAL} == set(URLS)
         pool.trial = None
-        assert all(pool.lane(session).adapter is None for session in SESSIONS)
+        assert {pool.lane(session).adapter for session in [*SESSIONS, *IN_TRIAL]} == {None}
 
     with_pool(use)
 

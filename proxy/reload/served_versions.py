@@ -1,0 +1,155 @@
+"""Which versions the store says are served and on trial: read, and applied to the pool in the order of the readings.
+
+The background task reads them at an interval. During a trial each call reads them too, because a session that has left
+a trial must not enter it again at a process that has not noticed the end. Calls that arrive during a reading share the
+next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import time
+
+from proxy.engines.engine import Engine
+from proxy.engines.pool import EnginePool
+from turnwise.errors import EngineError
+from turnwise.store import policies
+from turnwise.store.database import Database
+from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One reading of the store."""
+
+    number: int
+    """Order of the readings of this process, by their start."""
+    read_at: float
+    """When it started, on the monotonic clock."""
+    active: PolicyVersion | None
+    """The version that is served."""
+    canary: PolicyVersion | None
+    """The version on trial, also before its trial has started."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted(Served):
+    """What the store wants to be served."""
+
+    target: PolicyVersion | None
+    """The pinned version, or the newest that has not failed."""
+    is_pinned: bool
+    """Whether the target is pinned."""
+
+
+class ServedVersions:
+    """Keeps the pool's trial and its adapters as the store says."""
+
+    def __init__(self, database: Database, pool: EnginePool) -> None:
+        self._database = database
+        self._pool = pool
+        self._numbers = itertools.count(1)
+        self._applied = 0
+        """Number of the newest reading that was applied."""
+        self.active: PolicyVersion | None = None
+        """The served version of that reading."""
+        self._running: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+        """A reading for calls that has not started yet."""
+
+    async def wanted(self) -> Wanted:
+        """Read and apply what the store wants."""
+        number, read_at = next(self._numbers), time.monotonic()
+
+        def read() -> Wanted:
+            with self._database.read() as connection:
+                pinned = policies.pinned_version(connection)
+                active, canary = policies.active_and_canary(connection)
+                target = (
+                    policies.newest_policy(connection) if pinned is None else policies.get_policy(connection, pinned)
+                )
+            if target is not None and target.status is PolicyStatus.FAILED:
+                target = active
+            return Wanted(
+                number=number,
+                read_at=read_at,
+                active=active,
+                canary=canary,
+                target=target,
+                is_pinned=pinned is not None,
+            )
+
+        wanted = await asyncio.to_thread(read)
+        self._apply(wanted)
+        return wanted
+
+    async def refresh(self) -> None:
+        """Read and apply the versions once; the reading starts after this call.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(self._read_after(self._running))
+        await asyncio.shield(self._next)
+
+    async def _read_after(self, running: asyncio.Task[None] | None) -> None:
+        if running is not None and not running.done():
+            await asyncio.wait({running})
+        self._running, self._next = self._next, None
+        served = await self._read()
+        await self._find_adapters(served)
+        self._apply(served)
+
+    async def _read(self) -> Served:
+        number, read_at = next(self._numbers), time.monotonic()
+
+        def read() -> Served:
+            with self._database.read() as connection:
+                active, canary = policies.active_and_canary(connection)
+            return Served(number=number, read_at=read_at, active=active, canary=canary)
+
+        return await asyncio.to_thread(read)
+
+    async def _find_adapters(self, served: Served) -> None:
+        """Ask the engines for adapters that another process has loaded into them."""
+        missing = [
+            (engine, policy.version)
+            for policy in (served.active, served.canary)
+            if policy is not None and policy.kind is PolicyKind.LORA
+            for engine in self._pool.serving
+            if policy.version not in engine.adapters
+        ]
+        await asyncio.gather(*(_find_adapter(engine, version) for engine, version in missing))
+
+    def _apply(self, served: Served) -> None:
+        """Set the trial; let calls sample with another adapter if another version is served."""
+        if served.number < self._applied:
+            return
+        self._applied = served.number
+        self._pool.trial = None if served.canary is None else served.canary.version
+        before, self.active = self.active, served.active
+        if _version(before) != _version(served.active):
+            for engine in self._pool.serving:
+                self.choose_adapter(engine)
+
+    def choose_adapter(self, engine: Engine) -> None:
+        """Let calls on an engine sample with the served version, if that is an adapter which the engine has."""
+        if self.active is not None and self.active.kind is PolicyKind.LORA:
+            engine.active_lane = engine.adapters.get(self.active.version, engine.active_lane)
+
+
+def _version(policy: PolicyVersion | None) -> int | None:
+    return None if policy is None else policy.version
+
+
+async def _find_adapter(engine: Engine, version: int) -> None:
+    try:
+        await engine.find_adapter(version)
+    except EngineError as error:
+        log.info("calls of version %d go to other engines: %s", version, error)

@@ -1,0 +1,156 @@
+"""A trial in a proxy of two workers: one drives it, and the other does not read the store at any interval.
+
+So the other worker knows of the trial's start and end only what its calls and the messages of the driver make it read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from support.reload_stage import Process, Stage
+
+from proxy.engines.state import EngineState
+from turnwise.fake_engine import Script, running_fake_engine
+from turnwise.store import policies
+from turnwise.store.arms import Arm
+from turnwise.store.database import Database
+from turnwise.types import PolicyKind, Session
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    database = Database(url)
+    database.upgrade()
+    with running_fake_engine(Script(lora=True)) as first, running_fake_engine(Script(lora=True)) as second:
+        yield Stage(database, url, [first, second], tmp_path)
+    database.close()
+
+
+@contextlib.asynccontextmanager
+async def two_workers(stage: Stage, kind: PolicyKind) -> AsyncIterator[tuple[Process, Process]]:
+    """Start two workers that serve version 1, with version 2 published."""
+    async with stage.process(canary_share=0.5) as driver, stage.process(canary_share=0.5) as other:
+        driver.others.append(other)
+        stage.publish(1, kind)
+        await driver.follow()
+        await other.follow()
+        assert (driver.versions, other.versions) == ([1, 1], [1, 1])
+        stage.publish(2, kind)
+        yield driver, other
+
+
+async def open_sessions(process: Process, prefix: str, count: int = 16) -> tuple[list[Session], list[Session]]:
+    """Open sessions; return those that the trial took, and the others."""
+    opened = [(await process.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(count)]
+    taken = [session for session in opened if session.canary is not None]
+    return taken, [session for session in opened if session.canary is None]
+
+
+async def versions_of(process: Process, sessions: list[Session]) -> set[int]:
+    return {await process.version_of(session) for session in sessions}
+
+
+@pytest.mark.parametrize("kind", PolicyKind)
+async def test_a_session_of_a_trial_gets_its_version_at_a_worker_that_has_not_read_of_the_trial(
+    stage: Stage, kind: PolicyKind
+):
+    async with two_workers(stage, kind) as (driver, other):
+        _, before = await open_sessions(driver, "before")
+        assert len(before) == 16
+        await driver.follow()
+        assert stage.statuses() == ["active", "canary"]
+        taken, control = await open_sessions(driver, "during")
+        assert taken
+        assert control
+        for process in (other, driver):
+            assert await versions_of(process, taken) == {2}
+            assert await versions_of(process, control + before) == {1}
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+async def test_no_worker_serves_a_trial_that_another_has_ended(stage: Stage, is_good: bool):
+    """A session that has left the trial at one worker cannot return to it at another."""
+    async with two_workers(stage, PolicyKind.LORA) as (driver, other):
+        await driver.follow()
+        taken, control = await open_sessions(driver, "during")
+        assert await versions_of(other, taken) == {2}
+        with stage.database.write() as connection:
+            if is_good:
+                policies.activate_policy(connection, 2)
+            else:
+                policies.fail_policy(connection, 2, "rolled back as a canary")
+        for process in (driver, other):
+            assert await versions_of(process, taken + control) == {2 if is_good else 1}
+
+
+async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage: Stage):
+    """At the other worker a call runs on the engine of the trial, so the load waits until the call has ended."""
+    async with two_workers(stage, PolicyKind.FULL) as (driver, other), asyncio.timeout(60):
+        _, before = await open_sessions(driver, "before")
+        reserved = other.pool.engines[1]
+        on_it = next(session for session in before if other.pool.lane(session).engine is reserved)
+        lane = await other.pool.admit(on_it)
+        beginning = asyncio.create_task(driver.follow())
+        while reserved.state is not EngineState.DRAINING:  # noqa: ASYNC110  the state has no event
+            await asyncio.sleep(0.01)
+        assert stage.statuses() == ["active", "canary"]
+        assert {other.pool.lane(session).engine.url for session in before} == {other.pool.engines[0].url}
+        assert stage.loads == [["v1"], ["v1"]]
+        other.pool.release(lane)
+        await beginning
+        assert stage.loads == [["v1"], ["v1", "v2"]]
+        taken, control = await open_sessions(driver, "during")
+        assert await versions_of(other, taken) == {2}
+        assert await versions_of(other, before + control) == {1}
+        await other.follow()
+        assert not any(engine.state is EngineState.DRAINING for engine in other.pool.engines)
+
+
+async def test_weights_on_trial_leave_their_engine_before_other_sessions_are_sent_to_it(stage: Stage, monkeypatch):
+    """While the roll-back loads the served version, the store still names the trial, so no process ends it."""
+    async with two_workers(stage, PolicyKind.FULL) as (driver, _):
+        await driver.follow()
+        seen: list[list[str]] = []
+        exchange = driver.reloader._loader.exchange
+
+        async def exchanged(*arguments: object) -> float:
+            seen.append(stage.statuses())
+            return await exchange(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(driver.reloader._loader, "exchange", exchanged)
+        stage.pin(1)
+        await driver.follow()
+        assert (seen, stage.statuses()) == ([["active", "canary"]], ["active", "published"])
+        assert stage.loads[1] == ["v1", "v2", "v1"]
+
+
+async def test_an_adapter_is_promoted_at_every_worker_by_the_same_transaction(stage: Stage, monkeypatch):
+    """Before it no session outside the trial samples with the new version, also not at the driver."""
+    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
+    async with stage.process(canary_share=0.5, canary_min_sessions=2, canary_max_sessions=2) as driver:
+        stage.publish(1, PolicyKind.LORA)
+        await driver.follow()
+        stage.publish(2, PolicyKind.LORA)
+        await driver.follow()
+        taken, control = await open_sessions(driver, "s")
+        write, seen = driver.reloader.lease.write, []
+
+        async def written(change: object, *arguments: object) -> object:
+            if change is policies.activate_policy:
+                seen.append(await versions_of(driver, control))
+            return await write(change, *arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(driver.reloader.lease, "write", written)
+        monkeypatch.setattr("proxy.reload.canary.arms_since", equal_arms)
+        await driver.follow()
+        assert (seen, stage.statuses()) == ([{1}], ["retired", "active"])
+        assert await versions_of(driver, taken + control) == {2}
+
+
+def equal_arms(*_: object) -> tuple[Arm, Arm]:
+    return Arm(num_sessions=2), Arm(num_sessions=2)

@@ -1,0 +1,86 @@
+"""The parent of several workers passes changes on, and says when all workers that serve have applied them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.settings import ProxySettings
+from proxy.workers.parent import _Worker, _Workers
+from proxy.workers.peers import Confirmed, KeysChanged, WeightsLoaded, WorkerReady, WorkerSetup
+from proxy.writer.process import Frames
+
+LOADED = WeightsLoaded("http://engine", "7", "receipt")
+
+
+class Link(asyncio.Transport):
+    """Records the messages that are sent to a worker."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def writelines(self, pieces: Any) -> None:
+        self.messages += Frames().feed(b"".join(pieces))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+class Ended:
+    """The process of a worker."""
+
+    pid = 1
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> _Workers:
+    parent = _Workers(WorkerSetup(ProxySettings(), tmp_path), 3)
+    for is_ready in (True, True, True, False):
+        worker = _Worker(Ended(), Link())  # type: ignore[arg-type]
+        parent._running.add(worker)
+        if is_ready:
+            parent._take(worker, WorkerReady())
+    return parent
+
+
+def ready(workers: _Workers) -> list[_Worker]:
+    return [worker for worker in workers._running if worker.is_ready]
+
+
+def received(worker: _Worker) -> list[Any]:
+    assert isinstance(worker.transport, Link)
+    return worker.transport.messages
+
+
+def test_a_change_goes_to_all_other_workers_and_only_some_are_confirmed(workers: _Workers):
+    sender, *_ = ready(workers)
+    workers._take(sender, KeysChanged())
+    assert [received(worker) == [KeysChanged()] for worker in workers._running - {sender}] == [True] * 3
+    assert received(sender) == []
+
+
+def test_a_change_is_confirmed_when_each_other_worker_that_serves_has_confirmed_it(workers: _Workers):
+    """A worker that is starting gets it too, and is not awaited."""
+    sender, second, third = ready(workers)
+    workers._take(sender, LOADED)
+    assert [received(worker) for worker in workers._running - {sender}] == [[LOADED]] * 3
+    workers._take(second, Confirmed("receipt"))
+    assert received(sender) == []
+    workers._take(third, Confirmed("receipt"))
+    assert received(sender) == [Confirmed("receipt")]
+
+
+def test_a_worker_that_dies_before_it_confirms_is_not_awaited(workers: _Workers):
+    sender, second, third = ready(workers)
+    workers._take(sender, LOADED)
+    workers._take(second, Confirmed("receipt"))
+    workers._forget(third)
+    assert received(sender) == [Confirmed("receipt")]
+    workers._forget(second)
+    workers._take(sender, LOADED)
+    assert received(sender) == [Confirmed("receipt")] * 2, "no other worker serves"

@@ -1,0 +1,65 @@
+"""Which sessions a trial takes: the transaction that creates a session decides it, on both databases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import sqlalchemy as sa
+
+from turnwise.errors import TurnwiseError
+from turnwise.store import ledger, opening, policies, queries, trials
+from turnwise.store.database import Database
+from turnwise.types import IMPORT, PolicyVersion, Session, Split
+
+Create = Callable[[sa.Connection, Session], Session]
+
+
+def open_one(conn: sa.Connection, session: Session) -> Session:
+    (opened,) = opening.open_sessions(conn, [session])
+    assert not isinstance(opened, TurnwiseError)
+    return opened[0]
+
+
+def create_one(conn: sa.Connection, session: Session) -> Session:
+    return ledger.create_session(conn, session)[0]
+
+
+def sessions(count: int) -> list[Session]:
+    return [Session(session_id=f"s{number}") for number in range(count)]
+
+
+def test_a_trial_gets_its_share_of_new_sessions_and_always_the_same_ones():
+    """Of 10,000 a share of 0.2 is 2,000 ± 40 (one standard deviation); the tolerance is five of them."""
+    taken = [trials.takes(7, 0.2, session) for session in sessions(10_000)]
+    assert abs(sum(taken) - 2000) < 200
+    assert taken == [trials.takes(7, 0.2, session) for session in sessions(10_000)]
+
+
+def test_another_version_is_tried_by_other_sessions():
+    """Of independent draws of 0.2 each, 0.04 are in both: 400 of 10,000, ± 20."""
+    both = [trials.takes(7, 0.2, session) and trials.takes(8, 0.2, session) for session in sessions(10_000)]
+    assert abs(sum(both) - 400) < 100
+
+
+@pytest.mark.parametrize("create", [open_one, create_one])
+def test_only_sessions_that_are_created_while_a_trial_runs_are_in_it(database: Database, create: Create) -> None:
+    """A trial that is only prepared takes none; what a session was assigned to stays."""
+    found = {}
+    with database.write() as connection:
+        policies.publish_policy(connection, PolicyVersion(version=1, path="/1"))
+        found["before"] = create(connection, Session(session_id="before"))
+        policies.prepare_trial(connection, 1)
+        found["prepared"] = create(connection, Session(session_id="prepared"))
+        policies.try_policy(connection, 1, 1.0)
+        found["during"] = create(connection, Session(session_id="during"))
+        found["judged"] = create(connection, Session(session_id="judged", split=Split.EVAL))
+        found["imported"] = create(connection, Session(session_id="imported", opened_by=IMPORT))
+        found["before again"] = create(connection, Session(session_id="before"))
+        policies.fail_policy(connection, 1, "worse")
+        found["after"] = create(connection, Session(session_id="after"))
+        found["during again"] = create(connection, Session(session_id="during"))
+        for session in found.values():
+            assert queries.session(connection, "default", session.session_id).canary == session.canary
+    assert {name for name, session in found.items() if session.canary == 1} == {"during", "during again", "judged"}
+    assert all(session.canary in (None, 1) for session in found.values())

@@ -1,0 +1,47 @@
+"""Which sessions sample with a version on trial.
+
+The transaction that creates a session assigns it to the running trial or not, and stores that with the session. So all
+processes agree on it, from the session's first call to its last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import sqlalchemy as sa
+
+from turnwise.store.tables import policies
+from turnwise.types import IMPORT, PolicyStatus, Session
+
+
+def takes(version: int, share: float, session: Session) -> bool:
+    """Return whether a trial of this version that takes this share of the new sessions takes this one."""
+    digest = blake2b(f"{version} {session.tenant} {session.session_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def assign(conn: sa.Connection, sessions: Sequence[Session]) -> list[Session]:
+    """Return new sessions as they are stored: those that the running trial takes name its version."""
+    trial = conn.execute(_RUNNING).one_or_none() if sessions else None
+    if trial is None:
+        return list(sessions)
+    return [
+        dataclasses.replace(session, canary=trial.version)
+        if session.opened_by != IMPORT and takes(trial.version, trial.canary_share, session)
+        else session
+        for session in sessions
+    ]
+
+
+_RUNNING = (
+    sa.select(policies.c.version, policies.c.canary_share)
+    .where(
+        policies.c.status == PolicyStatus.CANARY.value,
+        policies.c.activated_at.is_not(None),
+        policies.c.canary_share.is_not(None),
+    )
+    .order_by(policies.c.version)
+    .limit(1)
+)
