@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.migrated import migrated
 from support.reload_stage import Stage
 from support.vllm_weights import FakeNccl, replace_devices, vllm_engine
 
@@ -41,8 +42,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
 def stage(request: pytest.FixtureRequest, tmp_path: Path, nccl: FakeNccl) -> Iterator[Stage]:
     """Two engines that were started with one of vLLM's backends."""
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     script = Script(weight_transfer=True)
     with running_fake_engine(script) as first, running_fake_engine(script) as second:
         for engine in (first, second):

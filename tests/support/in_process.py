@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
+from support.migrated import migrated
 
 from proxy.app import create_app
 from proxy.http.connections import CLOSING, LEFT
@@ -22,8 +23,7 @@ from turnwise.store.database import Database
 def in_process_proxy(directory: Path, **settings: Any) -> Iterator[tuple[TestClient, Database]]:
     """Run a proxy over a new database until the block ends."""
     url = f"sqlite:///{directory}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     with running_fake_engine() as engine:
         app = DataPlane(create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off", **settings)))
 

@@ -21,6 +21,7 @@ import pytest
 from support.commands import warm_commands
 from support.migrated import migrated
 from support.warm_commands import WarmProcess
+from support.warm_start import WRITER_NAME
 
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.processes.stack import command, free_port
@@ -81,7 +82,7 @@ class RunningProxy:
         while True:
             for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
                 for pid in map(int, (thread / "children").read_text().split()):
-                    if WRITER in command_line(pid):
+                    if is_writing_process(pid):
                         return pid
             assert time.monotonic() < deadline, "the proxy has no writing process"
             time.sleep(0.05)
@@ -98,6 +99,15 @@ def command_line(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return b""
+
+
+def is_writing_process(pid: int) -> bool:
+    """Return whether a process is a proxy's writing process: one that the proxy started, or one forked for it."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().rstrip()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return name == WRITER_NAME or WRITER in command_line(pid)
 
 
 def wait_until_gone(pid: int) -> None:

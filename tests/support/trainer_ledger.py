@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.migrated import migrated
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.loop.off_policy import OffPolicyWorkflow
@@ -128,9 +129,7 @@ class Rollouts:
 
 
 def new_ledger(path: Path) -> Database:
-    db = Database(f"sqlite:///{path}")
-    db.upgrade()
-    return db
+    return Database(migrated(f"sqlite:///{path}"))
 
 
 def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSettings:

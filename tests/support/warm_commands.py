@@ -1,10 +1,9 @@
 """Starts `turnwise` commands as forks of one process that has imported their modules already.
 
-    python warm_commands.py
-
 It reads a line of JSON for each start and writes a line for each start and each end. A proxy needs two seconds of CPU
-for its imports, and the tests start hundreds of proxies. Everything else is as after `python -m turnwise`: a process of
-its own, in its own process group, with its own environment, directory and log.
+for its imports, and the tests start hundreds of proxies; `warm_start.py` has what else they are spared. Everything else
+is as after `python -m turnwise`: a process of its own, in its own process group, with its own environment, directory
+and log.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from support import warm_start
+
 IMPORTED = (
     "proxy.main",
     "turnwise.commands.cli",
@@ -41,6 +42,9 @@ IMPORTED = (
     "uvloop",
 )
 """What a proxy imports until it is ready."""
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = f"import sys; sys.path[0] = {str(TESTS)!r}; from support.warm_commands import main; main()"
 
 
 class WarmProcess:
@@ -97,7 +101,7 @@ class WarmCommands:
         self.statuses: dict[int, int] = {}
         """Exit statuses of ended commands by process id."""
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
 
     def start(
@@ -170,6 +174,8 @@ def become(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.argv = ["turnwise", *order["arguments"]]
+    if order["arguments"][0] == "proxy" and "--workers" not in order["arguments"]:
+        warm_start.fork_writing_process()
     import_module("turnwise.commands.cli").main()
 
 
@@ -220,14 +226,13 @@ class Starter:
 
 def main() -> None:
     """Import what commands need, then start commands until stdin ends."""
-    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
+    sys.path.remove(str(TESTS))
     sys.modules["torch"] = None  # type: ignore[assignment]  # as `proxy.main` does
     for name in IMPORTED:
         import_module(name)
+    # A process that has used the threads of tokenizers warns when it is forked, and its forks use one thread.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    warm_start.share_template()
     gc.collect()
     gc.freeze()
     Starter().run()
-
-
-if __name__ == "__main__":
-    main()

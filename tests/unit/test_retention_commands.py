@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.in_process import in_process_proxy
+from support.migrated import migrated
 from support.waiting import wait_until
 
 from turnwise.commands.cli import main
@@ -44,9 +45,7 @@ def session_ids(database: Database) -> set[str]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Database:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    database.upgrade()
-    return database
+    return Database(migrated(f"sqlite:///{tmp_path}/store.db"))
 
 
 def run(tmp_path: Path, *arguments: str) -> Any:
@@ -85,8 +84,7 @@ def test_a_backup_is_a_database_of_its_own(store: Database, tmp_path: Path) -> N
 
 
 def test_the_proxy_deletes_sessions_over_the_age_of_its_setting(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/turnwise.db")
-    database.upgrade()
+    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
     add_ended(database, "ten-days")
     add_ended(database, "twenty-days", at=LONG_AGO - TEN_DAYS)
     with in_process_proxy(tmp_path, retention_days=15.0) as (http, _):

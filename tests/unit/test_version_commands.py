@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.migrated import migrated
 
 from turnwise.commands.cli import main
 from turnwise.store import policies
@@ -20,8 +21,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A store with versions 0 to 2; the files of version 1 were removed."""
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     with database.write() as conn:
         for version in range(3):
             path = tmp_path / f"v{version}"

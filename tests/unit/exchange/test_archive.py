@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy as sa
 from click.testing import CliRunner
 from support.ledger_samples import add_session, finish
+from support.migrated import migrated
 
 from turnwise.commands.cli import main
 from turnwise.errors import InvalidRequest
@@ -110,8 +111,7 @@ def run(*arguments: str) -> str:
 
 def test_an_archive_is_exported_like_the_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     fill(database)
     database.close()
     formats = [("--format", name, "--group-id", "g", "--database", url) for name in ("jsonl", "replay", "openai")]

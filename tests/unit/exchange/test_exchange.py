@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.ledger_samples import add_session, finish, make_turn
+from support.migrated import migrated
 
 from turnwise.commands.cli import main
 from turnwise.exchange.replay import offsets
@@ -24,8 +25,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "lookup", "argu
 @pytest.fixture
 def database(tmp_path: Path) -> Database:
     """One rewarded session that looks a name up and answers, with a second conversation that branches off."""
-    database = Database(f"sqlite:///{tmp_path}/turnwise.db")
-    database.upgrade()
+    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
     asks = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is kim's boss?"}]
     called = {"role": "assistant", "content": None, "reasoning": "look it up", "tool_calls": [CALL]}
     tool_message = {"role": "tool", "tool_call_id": "call_1", "content": '{"boss": "lea"}'}
@@ -174,8 +174,7 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
 
 
 def test_sessions_are_streamed_oldest_first(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/turnwise.db")
-    database.upgrade()
+    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
     for number in range(40):  # more than one read returns
         add_session(database, f"s{number}")
     database.close()

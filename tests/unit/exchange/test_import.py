@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from support.ledger_samples import add_session, finish
+from support.migrated import migrated
 
 from turnwise.chains import is_imported, is_trainable
 from turnwise.commands.cli import main
@@ -39,8 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path}/turnwise.db")
-    database.upgrade()
+    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
     yield database
     database.close()
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.ledger_samples import make_turn
+from support.migrated import migrated
 
 from turnwise.commands.cli import main
 from turnwise.store import ledger
@@ -25,8 +26,7 @@ from turnwise.types import Outcome, Reward, Session
 def database_url(tmp_path: Path) -> str:
     """One session of two turns, the second aborted, with a reward for the session and a revised one for a turn."""
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     first = make_turn("t1", duration_seconds=1.5)
     second = make_turn("t2", first, outcome=Outcome.ABORTED, reason="disconnected")
     rewards = [

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 import pytest_asyncio
+from support.migrated import migrated
 from support.reload_stage import Process, Stage
 
 from trainer.publish.weight_server import WeightRule, WeightServer
@@ -20,8 +21,7 @@ from turnwise.store.database import Database
 @pytest.fixture
 def stage(tmp_path) -> Iterator[Stage]:
     url = f"sqlite:///{tmp_path / 'store.db'}"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     with running_fake_engine(Script()) as engine:
         yield Stage(database, url, [engine], tmp_path)
     database.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from support.ledger_samples import add_session, finish
+from support.migrated import migrated
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 
@@ -141,8 +142,7 @@ def test_a_stream_has_live_turns_and_ends_when_the_server_stops(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     with database.write() as connection:
         key = keys.create_key(connection, "mine", keys.Role.ADMIN, "me")[1]
     database.close()

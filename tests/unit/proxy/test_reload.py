@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.migrated import migrated
 from support.reload_stage import Process, Stage
 
 from proxy.engines.engine import LOADING
@@ -26,8 +27,7 @@ from turnwise.types import PolicyKind, PolicyStatus, Session
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     with running_fake_engine(Script(lora=True)) as first, running_fake_engine(Script(lora=True)) as second:
         yield Stage(database, url, [first, second], tmp_path)
     database.close()

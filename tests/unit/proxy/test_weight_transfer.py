@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import dying_weights
 from support.dying_weights import weights
+from support.migrated import migrated
 from support.reload_stage import Stage
 
 from proxy.engines.state import EngineState
@@ -34,8 +35,7 @@ NO_PROBE = {"token_ids": [1], "logprobs": []}
 def stage(tmp_path: Path) -> Iterator[Stage]:
     """Two engines that take transfers."""
     url = f"sqlite:///{tmp_path}/turnwise.db"
-    database = Database(url)
-    database.upgrade()
+    database = Database(migrated(url))
     script = Script(weight_transfer=True)
     with running_fake_engine(script) as first, running_fake_engine(script) as second:
         yield Stage(database, url, [first, second], tmp_path)

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 from click.testing import CliRunner
 from support.ledger_samples import add_session
+from support.migrated import migrated
 
 from turnwise.commands.cli import main
 from turnwise.commands.records import progress_bar
@@ -25,8 +26,7 @@ from turnwise.types import PolicyVersion
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
     """Two sessions of three turns each, and a policy version with its files."""
-    database = Database(f"sqlite:///{tmp_path}/turnwise.db")
-    database.upgrade()
+    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
     for name in ("s", "other"):
         add_session(database, name, turns=3)
     directory = tmp_path / "v000001"
