@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from support.control_plane import metric
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 
@@ -250,6 +251,21 @@ def test_a_handoff_stays_in_its_session_with_its_reason(fake_engine: RunningFake
     assert list(sessions_of(proxy).values()) == [["one", "two", "three", "four"]]
     found = [(view.turn.reason, view.turn.parent_turn_id is None) for view in proxy.turns()]
     assert found == [(None, True), ("system_changed", True), ("tools_changed", True), (None, False)]
+    for reason in ("system_changed", "tools_changed"):
+        assert metric(proxy, "turnwise_chain_breaks_total", reason=reason) == 1
+
+
+def test_a_client_that_drops_a_later_reply_branches_with_a_reason_that_is_counted(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """The branch is exact, because it extends the stored tokens of the first turn."""
+    proxy = start_proxy(fake_engine.url)
+    first = played(proxy, [], "one")
+    played(proxy, first, "two")
+    played(proxy, [*first, user("two")], "three")
+    one, _, three = [view.turn for view in proxy.turns()]
+    assert (three.outcome.value, three.reason, three.parent_turn_id) == ("exact", "edited_history", one.turn_id)
+    assert metric(proxy, "turnwise_chain_breaks_total", reason="edited_history") == 1
 
 
 def test_siblings_of_parallel_calls_are_on_separate_chains(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
