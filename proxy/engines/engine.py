@@ -87,6 +87,8 @@ class Engine:
         """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
         self._gone_seconds = gone_seconds
         self._failed_checks = 0
+        self._num_labels = 0
+        """How often a label was applied."""
         self._answered_at = time.monotonic()
         self._http = HttpClient(
             url.rstrip("/"), connect_seconds=CONNECT_SECONDS, silence_seconds=timeout_seconds, access=access
@@ -304,11 +306,22 @@ class Engine:
 
     def apply_label(self, label: str | None) -> None:
         """Set `loaded_version` from the label of the base weights."""
+        self._num_labels += 1
         if label == LOADING:
             self.loaded_version = None
             return
         self.loaded_version = int(label) if label is not None and label.isdigit() else UNLABELLED
         self.base_lane.version = max(self.loaded_version, 0)
+
+    async def read_label(self) -> None:
+        """Read the label of the base weights, and apply it unless another one was applied meanwhile.
+
+        Another worker announces the label of weights that it loads: what was read before the load is out of date.
+        """
+        num_applied = self._num_labels
+        label = await self.weights_label()
+        if num_applied == self._num_labels:
+            self.apply_label(label)
 
     async def weights_label(self) -> str | None:
         """Return the label of the base weights, None from an engine that keeps none."""

@@ -172,7 +172,7 @@ class Reloader:
     async def _read_served_versions(self, wanted: Wanted) -> None:
         """Read from the engines what another process has loaded into them."""
         for engine in self._pool.serving:
-            engine.apply_label(await engine.weights_label())
+            await engine.read_label()
             if wanted.active is None or wanted.active.kind is PolicyKind.FULL:
                 engine.active_lane = engine.base_lane
                 continue
@@ -292,7 +292,7 @@ class Reloader:
         active = wanted.active
         if self._settings.engine_sleep and not await self._sleeper.bring_awake(engine, active):
             return
-        engine.apply_label(await engine.weights_label())
+        await engine.read_label()
         engine.active_lane = engine.base_lane
         served = [policy for policy in (active, wanted.canary) if policy is not None]
         is_right = engine.loaded_version is not None and (

@@ -75,7 +75,7 @@ class Sleeper:
         if not await engine.is_sleeping():
             return
         await engine.wake("weights", seconds=self._seconds)
-        engine.apply_label(await engine.weights_label())
+        await engine.read_label()
         if engine.loaded_version is None:
             served = active if active is not None and active.kind is PolicyKind.FULL else own_model(engine)
             path = engine.model_path if is_own_model(served, engine) else served.path

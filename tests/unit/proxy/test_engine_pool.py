@@ -188,3 +188,17 @@ def test_an_engine_counts_as_lora_enabled_from_its_first_adapter():
             engine.reject_prompt_logprobs({"prompt_logprobs": 0})
 
     with_pool(use)
+
+
+async def test_a_label_that_was_read_before_another_worker_announced_a_new_one_is_not_applied(monkeypatch):
+    """The engine's answer arrives after the announcement of the load that it precedes."""
+    pool = EnginePool(URLS, Metrics(), timeout_seconds=1.0, max_concurrent_calls=1)
+    engine = pool.engines[0]
+
+    async def answer() -> str:
+        pool.note_label(engine.url, "8")
+        return "7"
+
+    monkeypatch.setattr(engine, "weights_label", answer)
+    await engine.read_label()
+    assert (engine.loaded_version, engine.version) == (8, 8)
