@@ -54,6 +54,13 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
+    def gather(self, item: Item) -> list[Item]:
+        """Return what each process gives, in all processes."""
+        found: list[Any] = [item] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, item, group=self._control)
+        return found
+
     @property
     def control_group(self) -> Any:
         """The group for plain values and for reading checkpoints; None for one process."""

@@ -5,8 +5,12 @@ The processes are forked from a server that has torch and transformers loaded, s
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import tempfile
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,22 @@ from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 
 NUM_STEPS = 3
+WORLD_SECONDS = 300.0
+"""A world that takes longer counts as hanging."""
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["support.gloo_worlds", "transformers.models.qwen3.modeling_qwen3"])
+
+
+class WorldFailed(Exception):
+    """Processes of a world raised, or did not end."""
+
+    def __init__(self, errors: dict[int, str], num_hanging: int) -> None:
+        super().__init__(
+            f"{num_hanging} processes did not end within {WORLD_SECONDS:g} s; {next(iter(errors.values()), '')}"
+        )
+        self.errors = errors
+        """Traceback of each process that raised, by its rank."""
+        self.num_hanging = num_hanging
 
 
 def sessions(vocabulary: int = 48) -> list[Any]:
@@ -60,7 +78,8 @@ def steps(spec: dict[str, Any], rule: dict[str, Any], *, is_sharded: bool = Fals
     found = sessions()
     credit = [np.array([float(index % 3 - 1)]) for index in range(len(found))]
     batch = build(found, credit, policy_version=0)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    # With a smaller eps AdamW would scale up the rounding errors of weights that have hardly a gradient.
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
     losses, norms = [], []
     for _ in range(NUM_STEPS):
         gauges, norm = agent.optimizer_step(optimizer, batch, range(len(found)), proximal=None, is_first=False)
@@ -81,32 +100,45 @@ def steps(spec: dict[str, Any], rule: dict[str, Any], *, is_sharded: bool = Fals
 
 
 def world_of(size: int, spec: dict[str, Any], **rule: Any) -> dict[str, Any]:
-    """Run this many processes and return the result of the first."""
+    """Take the steps in so many processes and return the result of the first."""
+    found: dict[str, Any] = run_world(size, steps, spec, rule, is_sharded=True)[0]
+    return found
+
+
+def run_world(size: int, task: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Call a function of an importable module in so many processes of one group; return what each returned.
+
+    A process that raises leaves the group, which ends the collectives that the others wait in.
+
+    Raises:
+        WorldFailed: A process raised, or did not end.
+    """
     with tempfile.TemporaryDirectory() as scratch:
+        call = functools.partial(task, *arguments, **options)
         processes = [
-            _SERVER.Process(target=_member, args=(rank, size, scratch, spec, rule), daemon=True) for rank in range(size)
+            _SERVER.Process(target=_member, args=(rank, size, scratch, call), daemon=True) for rank in range(size)
         ]
         for process in processes:
             process.start()
+        deadline = time.monotonic() + WORLD_SECONDS
         for process in processes:
-            process.join(120)
-        failures = [path.read_text() for path in Path(scratch).glob("*.error")]
-        assert not failures, failures[0]
+            process.join(max(deadline - time.monotonic(), 0.0))
+        hanging = [process for process in processes if process.is_alive()]
+        for process in hanging:
+            process.kill()
+        errors = {int(path.stem): path.read_text() for path in Path(scratch).glob("*.error")}
+        if hanging or errors:
+            raise WorldFailed(errors, len(hanging))
         assert all(process.exitcode == 0 for process in processes)
-        found: dict[str, Any] = torch.load(Path(scratch) / "found.pt", weights_only=False)
-        return found
+        return [torch.load(Path(scratch) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _member(rank: int, size: int, scratch: str, spec: dict[str, Any], rule: dict[str, Any]) -> None:
+def _member(rank: int, size: int, scratch: str, call: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=size)
     try:
-        found = steps(spec, rule, is_sharded=True)
-        if rank == 0:
-            torch.save(found, f"{scratch}/found.pt")
+        torch.save(call(), f"{scratch}/{rank}.pt")
     except BaseException:
-        import traceback
-
         (Path(scratch) / f"{rank}.error").write_text(traceback.format_exc())
         raise
     finally:

@@ -172,6 +172,9 @@ class OnPolicyWorkflow(RLWorkflow):
         try:
             logprobs = self.agent.logprobs_of(batch, range(len(found)))
         except OutOfMemory as error:
+            if world.size > 1:
+                self._note_out_of_memory(error)
+                raise
             log.warning("the publishing gate was not applied: %s; set a smaller max_chain_tokens", error)
             return GateResult(gauges={})
         result = judge(shifts_of(batch, logprobs, labels_of, rule), rule)

@@ -18,8 +18,7 @@ from torch import Tensor
 from trainer.learning.batch import Aggregation, Batch, Packing, Reals, Row, pack
 from trainer.learning.forest import Forest
 from trainer.learning.gauges import Gauges
-from trainer.learning.imports import import_function
-from trainer.learning.losses import LossRule, loss_of, needed
+from trainer.learning.losses import LossRule, needed
 from trainer.learning.ratios import TrainedTokens
 from trainer.learning.values import ValueRule, value_loss
 from trainer.parallel import World
@@ -27,6 +26,7 @@ from trainer.policy.critic import Critic
 from trainer.policy.inputs import RowInputs, ahead
 from trainer.policy.model import Policy
 from trainer.policy.row_data import RowData, inputs_of, row_data
+from trainer.policy.row_loss import RowLoss
 from turnwise.errors import BatchRefused, SettingsError
 from turnwise.types import PolicyKind
 
@@ -94,7 +94,7 @@ class PolicyAgent:
         """Values states for GAE; None for other estimators."""
         self._reference = reference
         self.world = World()
-        self._custom_loss = None if rule.custom_loss is None else import_function(rule.custom_loss, "custom_loss")
+        self._loss = RowLoss(rule)
         self._memory_bound: int | None = None
         """Row tokens that fitted into memory after a row did not."""
 
@@ -297,7 +297,11 @@ class PolicyAgent:
             members: The experiences of one optimizer step, as indices into the batch.
             proximal: Of `proximal_logprobs`. [M]
             is_first: Whether the weights are still those that sampled the on-policy tokens.
+
+        Raises:
+            BatchRefused: Turns were routed in another model, or the custom loss refused a row; in all processes.
         """
+        self.policy.replay.check(batch)
         rows = pack(batch, members, self.row_tokens, self.packing)
         aggregation = "session_mean" if self.rule.algorithm == "dpo" else self.rule.aggregation
         weights = batch.weights(members, aggregation, self.rule.session_tokens)
@@ -314,11 +318,12 @@ class PolicyAgent:
             self.policy.sync_gradients(is_wanted=number == len(own))
             with self._reporting_memory(batch, row):
                 tokens = self._tokens(data)
-                loss = loss_of(tokens, self.rule, self._custom_loss)
+                loss = self._loss.of(tokens)
                 # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
                 ((loss + self._critic_loss(tokens)) * self.world.num_averaged).backward()  # type: ignore[no-untyped-call]
             if counts:
                 gauges.observe(tokens, loss, data.on_policy, self.rule)
+        self._loss.agree(self.world)
         gauges.reduce(self.world)
         return gauges
 
@@ -375,6 +380,7 @@ class PolicyAgent:
 
     def _computed(self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
         gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
+        self.policy.replay.check(batch)
         own = self.world.own(pack(batch, members, self.row_tokens, self.packing), self.policy.operations)
         with torch.no_grad():
             for (row, counts), inputs in ahead(own, lambda item: inputs_of(self.policy, batch, item[0])):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def read_limits(directory: Path) -> MemoryLimits:
 
 def write_limits(directory: Path, limits: MemoryLimits) -> None:
     """Store the limits for the next start."""
-    staging = directory / f".{FILE}"
+    staging = directory / f".{FILE}.{os.getpid()}"  # several processes may run out of memory at the same time
     staging.write_text(json.dumps(dataclasses.asdict(limits)), encoding="utf-8")
     staging.replace(directory / FILE)
     log.error("the trainer ran out of memory; from the next start on: %s", limits)

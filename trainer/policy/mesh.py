@@ -7,25 +7,32 @@ different tokens of one row, and FSDP2 adds up their gradients as it does for di
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
 from trainer.parallel import context_group
 from trainer.policy.context_parallel import ContextGroup
 from trainer.policy.loading import base_of
+from trainer.policy.router_replay import ROUTERS
 from turnwise.errors import SettingsError
 
 REPLICA, TENSOR = "replica", "tensor"
-COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-"""Linear layers whose outputs are divided; those of Qwen3, Llama and Gemma have these names."""
-ROW = ("self_attn.o_proj", "mlp.down_proj")
-"""Linear layers whose inputs are divided."""
+COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Linear layers of attention whose outputs are divided; those of Qwen3, Llama and Gemma have these names."""
+ROW = ("self_attn.o_proj",)
+"""Linear layers of attention whose inputs are divided."""
+MLP_COLUMN, MLP_ROW = ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
+"""The same of a dense MLP."""
+ROUTER, EXPERTS = "mlp.gate", "mlp.experts"
+"""The parts of a mixture of experts: each process holds the whole router and an equal share of the experts."""
 BY_HEAD = ("self_attn.q_norm", "self_attn.k_norm")
 """Norms that run on the heads of a process, where a model has them."""
 
@@ -79,7 +86,7 @@ def check_divisible(config: Any, tensor: int) -> None:
     Raises:
         SettingsError: They cannot.
     """
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_experts"):
         if getattr(config, name, tensor) % tensor:
             raise SettingsError(
                 f"tensor_parallel={tensor} does not divide the model's {name}={getattr(config, name)}: "
@@ -88,7 +95,7 @@ def check_divisible(config: Any, tensor: int) -> None:
 
 
 def divide_layers(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Divide the linear layers of each decoder layer over the mesh, and replicate all other weights.
+    """Divide the linear layers and the experts of each decoder layer over the mesh, and replicate all other weights.
 
     Raises:
         SettingsError: A layer has none of the known linear layers.
@@ -103,16 +110,75 @@ def divide_layers(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -
 
     for layer in layers:
         names = dict(layer.named_modules())
-        if missing := [name for name in (*COLUMN, *ROW) if not isinstance(names.get(name), nn.Linear)]:
+        has_experts = type(names.get(ROUTER)).__name__ in ROUTERS
+        columns, rows = (COLUMN, ROW) if has_experts else (COLUMN + MLP_COLUMN, ROW + MLP_ROW)
+        if missing := [name for name in (*columns, *rows) if not isinstance(names.get(name), nn.Linear)]:
             raise SettingsError(
                 f"tensor_parallel does not know the layers of {type(base_of(model)).__name__}: it has no linear "
-                f"{missing[0]}. Models like Qwen3, Llama and Gemma are supported; others are sharded without it"
+                f"{missing[0]}. Set tensor_parallel=1, which shards any model. Models like Qwen3, Qwen3-MoE, Llama and "
+                "Gemma are supported"
             )
-        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMN}
-        plan |= {name: RowwiseParallel() for name in ROW}
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+        plan |= {name: RowwiseParallel() for name in rows}
         plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in BY_HEAD if name in names}
         parallelize_module(layer, mesh, plan)
+        if has_experts:
+            _divide_experts(names[ROUTER], names[EXPERTS], mesh)
     _replicate_the_rest(model, mesh)
+
+
+def _divide_experts(router: Any, experts: Any, mesh: DeviceMesh) -> None:
+    """Replicate a router, and give each process an equal share of its experts."""
+    router.forward = functools.partial(_run_local, router, _with_local_weights(router, mesh, Replicate()))
+    local = _with_local_weights(experts, mesh, Shard(0))
+    local.num_experts //= mesh.size()
+    local._is_expert_parallel = True  # noqa: SLF001  transformers then skips the number behind the last expert
+    experts.forward = functools.partial(_run_own_experts, experts, local, mesh)
+
+
+def _with_local_weights(module: Any, mesh: DeviceMesh, placement: Placement) -> Any:
+    """Distribute the weights of a module; return a copy without weights, which computes with this process's parts.
+
+    The computation of experts indexes and counts tokens, which PyTorch does not support for distributed tensors.
+    """
+    local = copy.copy(module)
+    local._parameters = {}  # noqa: SLF001  the copy would share the dictionary
+    for name, weight in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [placement])))
+    return local
+
+
+def _run_local(module: Any, local: Any, *inputs: Tensor) -> Any:
+    for name, weight in module.named_parameters(recurse=False):
+        vars(local)[name] = weight.to_local()
+    return local.forward(*inputs)
+
+
+def _run_own_experts(
+    experts: Any, local: Any, mesh: DeviceMesh, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """Compute the tokens of this process's experts, and add up the results of all processes.
+
+    Args:
+        experts: The module with the distributed weights.
+        local: Its copy that computes with this process's experts.
+        mesh: The processes.
+        hidden: The same in all processes. [N, H]
+        chosen: Numbers of the chosen experts. [N, k]
+        weights: Their weights. [N, k]
+    """
+    number = chosen - mesh.get_local_rank() * local.num_experts
+    is_own = (number >= 0) & (number < local.num_experts)
+    number = torch.where(is_own, number, local.num_experts)
+    weights = torch.where(is_own, _summed_backward(weights, mesh), 0.0)
+    own: Tensor = _run_local(experts, local, _summed_backward(hidden, mesh), number, weights)
+    whole = DTensor.from_local(own, mesh, [Partial()], run_check=False)
+    return whole.redistribute(placements=[Replicate()]).to_local()
+
+
+def _summed_backward(values: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return values that are equal in all processes; their gradient is the sum over the processes."""
+    return DTensor.from_local(values, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:

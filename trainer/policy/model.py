@@ -127,7 +127,7 @@ class Policy:
             self.model = self._tuned(load_model(self.spec, self.attention).to(self.device))
         else:
             self._load_sharded(self.mesh_axis, seed, with_weights=with_weights)
-        self._replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
+        self.replay = RouterReplay.of(self.model, is_wanted=self.spec.router_replay)
         self._head = OutputLayer.of(base_of(self.model)) if self.mesh_axis is None else None
         self._num_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self._keeps_logits = "logits_to_keep" in inspect.signature(base_of(self.model).forward).parameters
@@ -283,14 +283,14 @@ class Policy:
             arguments["attention_mask"] = inputs.mask
         if self._keeps_logits:
             arguments["logits_to_keep"] = inputs.keep
-        self._replay.use(inputs.routing)
+        self.replay.use(inputs.routing)
         with self._autocast():
             logits = self.model(**arguments).logits[0]
         return cast("Tensor", logits if self._keeps_logits else logits[inputs.keep])
 
     def next_logprobs(self, tokens: list[int]) -> Tensor:
         """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""
-        self._replay.use(None)
+        self.replay.use(None)
         with torch.no_grad():
             output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
         return torch.log_softmax(output.logits[0].float(), dim=-1).cpu()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.learning.batch import Batch
 from turnwise.errors import BatchRefused
 
 ROUTERS = ("Qwen3MoeTopKRouter",)
@@ -28,6 +29,7 @@ class RouterReplay:
     def __init__(self, routers: dict[int, nn.Module]) -> None:
         self._routing: Tensor | None = None
         """Experts of each token of the row by layer, -1 where they are not known. [N, layers, k]"""
+        self._routers = routers
         for layer, router in routers.items():
             router.forward = functools.partial(self._route, router, layer, router.forward)
 
@@ -41,6 +43,24 @@ class RouterReplay:
                 found[int(layer[1])] = module
         return cls(found)
 
+    def check(self, batch: Batch) -> None:
+        """Check that all turns of a batch were routed in a model of this shape; before any process computes a row.
+
+        All processes hold the same batch, so all of them refuse it, and none waits for another one in a collective.
+
+        Raises:
+            BatchRefused: A turn was routed in another model.
+        """
+        shapes = {one.routed_experts.shape[1:] for one in batch.experiences if one.routed_experts is not None}
+        for num_layers, count in shapes if self._routers else ():
+            last = max(self._routers)
+            wanted: Any = self._routers[last]
+            if last >= num_layers or count != wanted.top_k:
+                raise BatchRefused(
+                    f"turns were routed to {count} experts in each of {num_layers} layers, and this model routes to "
+                    f"{wanted.top_k} in layer {last}: train the model that was served, or set router_replay=false"
+                )
+
     def use(self, routing: Tensor | None) -> None:
         """Follow this routing in the next forward pass, and where that is recomputed in the backward pass."""
         self._routing = routing
@@ -49,12 +69,6 @@ class RouterReplay:
         logits, weights, experts = route(hidden)
         if self._routing is None:
             return logits, weights, experts
-        _, layers, count = self._routing.shape
-        if layer >= layers or count != experts.shape[-1]:
-            raise BatchRefused(
-                f"the turns were routed to {count} experts in each of {layers} layers, and this model routes to "
-                f"{experts.shape[-1]} in layer {layer}: train the model that was served, or set router_replay=false"
-            )
         forced = self._routing[:, layer]
         experts = torch.where((forced >= 0).all(-1, keepdim=True), forced, experts)
         chosen = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, experts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"tie_word_embeddings": True},
     "Llama": {"tie_word_embeddings": False},
     "Gemma": {},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
 }
 
 
@@ -61,10 +63,21 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[kind][name], value, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("division", [{"tensor_parallel": 2}, {"context_parallel": 2}], ids=str)
-def test_two_processes_that_divide_layers_or_rows_equal_one(models: Path, division: dict[str, int]):
-    spec = {"model": str(models / "Qwen3")}
-    assert_equal(world_of(2, spec | division), steps(spec, {}))
+@functools.cache
+def alone(model: Path, **rule: Any) -> dict[str, Any]:
+    """Return what one process computes."""
+    return steps({"model": str(model)}, rule)
+
+
+@pytest.mark.parametrize(
+    ("family", "division"),
+    [("Qwen3", {"tensor_parallel": 2}), ("Qwen3", {"context_parallel": 2}), ("Qwen3Moe", {"tensor_parallel": 2})],
+    ids=str,
+)
+def test_two_processes_that_divide_layers_experts_or_rows_equal_one(
+    models: Path, family: str, division: dict[str, int]
+):
+    assert_equal(world_of(2, {"model": str(models / family)} | division), alone(models / family))
 
 
 @pytest.mark.slow
@@ -84,9 +97,9 @@ def test_two_processes_that_divide_layers_or_rows_equal_one(models: Path, divisi
     ids=str,
 )
 def test_four_processes_equal_one_however_they_divide_the_work(models: Path, family: str, division: dict[str, int]):
-    spec = {"model": str(models / family)}
     rule = {"algorithm": "gspo", "kl_coef": 0.1, "aggregation": "session_mean"}
-    assert_equal(world_of(4, spec | division, **rule), steps(spec, rule))
+    found = world_of(4, {"model": str(models / family)} | division, **rule)
+    assert_equal(found, alone(models / family, **rule))
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -151,8 +164,14 @@ def test_numbers_that_do_not_divide_are_refused_by_name(models: Path):
         check_divisible(config, 3)
 
 
-def test_a_mixture_of_experts_is_not_divided_by_layers(models: Path):
-    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    model = transformers.Qwen3MoeForCausalLM(config)
-    with pytest.raises(SettingsError, match=r"Qwen3MoeForCausalLM: it has no linear mlp.gate_proj"):
+def test_a_mixture_of_experts_that_cannot_be_divided_by_layers_is_named_with_the_setting_to_change():
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+    model = transformers.MixtralForCausalLM(config)
+    with pytest.raises(SettingsError, match=r"MixtralForCausalLM: .* no linear mlp.gate_proj. Set tensor_parallel=1"):
         divide_layers(model, list(model.model.layers), None)
+
+
+def test_experts_that_do_not_divide_are_refused_by_name(models: Path):
+    config = transformers.Qwen3MoeConfig(**SIZES | {"num_attention_heads": 8}, num_experts=6)
+    with pytest.raises(SettingsError, match="tensor_parallel=4 does not divide the model's num_experts=6"):
+        check_divisible(config, 4)

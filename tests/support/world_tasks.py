@@ -1,0 +1,126 @@
+"""What the processes of a gloo world do: resume from a state and write one, train a ledger, fail where others wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from support.gloo_worlds import sessions
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from trainer.learning.batch import Batch, build
+from trainer.learning.losses import LossRule
+from trainer.learning.optimizer import OptimizerRule, make_scheduler
+from trainer.learning.ratios import TrainedTokens
+from trainer.loop.state import Progress, State
+from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.policy.agent import AgentRule, PolicyAgent
+from trainer.policy.model import Policy, PolicySpec
+from trainer.publish.checkpoint import Checkpoints
+from trainer.settings import TrainerSettings
+from turnwise.errors import BatchRefused
+
+FAILING_RANK = 1
+
+
+def resume_and_train(
+    spec: dict[str, Any], directory: Path, start: int, stop: int, *, is_sharded: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Resume after `start` optimizer steps, go on until `stop`, and write the state of each; 0 is a new run.
+
+    Returns:
+        Weights and moments as they were read, and as they were written.
+    """
+    torch.set_num_threads(1)
+    policy = Policy(PolicySpec(**{"device": "cpu", **spec}))
+    agent = PolicyAgent(policy, AgentRule(row_tokens=64, max_logprob_gap=100.0))
+    if is_sharded:
+        agent.shard("data")
+    agent.load(0, with_weights=start == 0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
+    scheduler = make_scheduler(optimizer, OptimizerRule())
+    state = State(progress=Progress(seed=0), policy=policy, optimizer=optimizer, scheduler=scheduler)
+    checkpoints = Checkpoints(directory, keep=9)
+    if start:
+        group = agent.world.control_group
+        state = state.restored(
+            checkpoints.read_state(start), lambda tensors: checkpoints.read_tensors(start, tensors, group)
+        )
+    read = whole_tensors(state)
+    batch = batch_of(sessions())
+    for _ in range(start, stop):
+        agent.optimizer_step(optimizer, batch, range(len(batch.experiences)), proximal=None, is_first=False)
+    checkpoints.write_state(stop, state.values(), state.tensors(), agent.world.background_group)
+    return read, whole_tensors(state)
+
+
+def batch_of(found: list[Any]) -> Batch:
+    """Return a batch of sessions whose advantages differ."""
+    return build(found, [np.array([float(index % 3 - 1)]) for index in range(len(found))], policy_version=0)
+
+
+def whole_tensors(state: State) -> dict[str, Tensor]:
+    """Return weights and moments by name, of all shards; in the first process alone."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = dict(get_model_state_dict(state.policy.model, options=options))
+    moments = get_optimizer_state_dict(state.policy.model, state.optimizer, options=options).get("state", {})
+    found |= {f"{name}.{kind}": value for name, kinds in moments.items() for kind, value in kinds.items()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def refuse_routing(model: Path, good: list[Any], bad: list[Any]) -> tuple[str, Tensor]:
+    """Return why a batch with sessions of another model is refused, and the logprobs of the next batch."""
+    policy = Policy(PolicySpec(model=str(model), device="cpu"))
+    agent = PolicyAgent(policy, AgentRule(row_tokens=64, max_logprob_gap=100.0))
+    agent.shard("data")
+    agent.load(0)
+    reason = ""
+    try:
+        agent.accumulate_gradient(batch_of([*good, *bad]), range(len(good) + len(bad)))
+    except BatchRefused as error:
+        reason = str(error)
+    return reason, torch.from_numpy(agent.logprobs_of(batch_of(good), range(len(good))))
+
+
+def train_ledger(settings: TrainerSettings, longest_row: int | None = None) -> int:
+    """Train a ledger; return the number of batches. In one process longer rows do not fit into memory."""
+    torch.set_num_threads(1)
+    if longest_row is not None and dist.get_rank() == FAILING_RANK:
+        _bound_memory(longest_row)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_multi_devices=True, enable_jit=False)
+    try:
+        return workflow.learn(workflow.setup(0)).progress.num_batches
+    finally:
+        workflow.close()
+
+
+def _bound_memory(longest_row: int) -> None:
+    """Let the second layer fail: the other processes are in the forward pass, and wait for its weights."""
+    forward = Qwen3DecoderLayer.forward
+
+    def bounded(layer: Any, hidden: Tensor, *rest: Any, **options: Any) -> Any:
+        if layer.self_attn.layer_idx == 1 and hidden.shape[1] > longest_row:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(layer, hidden, *rest, **options)
+
+    Qwen3DecoderLayer.forward = bounded
+
+
+class RefusingLoss:
+    """A policy gradient that refuses the first row of one process."""
+
+    has_refused = False
+
+    def __call__(self, tokens: TrainedTokens, _rule: LossRule) -> Tensor:
+        if dist.get_rank() == FAILING_RANK and not self.has_refused:
+            self.has_refused = True
+            raise BatchRefused("the loss refuses this row")
+        return -tokens.logprobs * tokens.advantages
+
+
+refusing_loss = RefusingLoss()

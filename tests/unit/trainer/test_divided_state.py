@@ -1,0 +1,79 @@
+"""The state of processes that divide a model is resumed bit for bit, also by another number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.gloo_worlds import run_world
+from support.trainer_ledger import make_model
+from support.world_tasks import resume_and_train
+from torch import Tensor
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model with as many key heads as query heads, whose output layer is tied."""
+    changes = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+    return {"model": str(make_model(tmp_path_factory.mktemp("models") / "model", **changes))}
+
+
+def run(size: int, spec: dict[str, object], directory: Path, start: int, stop: int) -> tuple[dict, dict]:
+    """Resume and train in so many processes."""
+    if size == 1:
+        return resume_and_train(spec, directory, start, stop)
+    return run_world(size, resume_and_train, spec, directory, start, stop, is_sharded=True)[0]
+
+
+def assert_bitwise_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize(
+    ("size", "division"),
+    [
+        (2, {"tensor_parallel": 2}),
+        *(
+            pytest.param(4, division, marks=pytest.mark.slow)
+            for division in (
+                {"tensor_parallel": 2},
+                {"context_parallel": 2},
+                {"replicas": 2, "tensor_parallel": 2},
+                {"tensor_parallel": 2, "context_parallel": 2},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_divided_run_resumes_bit_for_bit_and_one_process_reads_its_state(tmp_path, spec, size, division):
+    """Two steps, a state, new processes and two steps give the weights and moments of four steps in a row."""
+    _, straight = run(size, spec | division, tmp_path / "straight", 0, 4)
+    _, written = run(size, spec | division, tmp_path / "resumed", 0, 2)
+    read, resumed = run(size, spec | division, tmp_path / "resumed", 2, 4)
+    assert_bitwise_equal(read, written)
+    assert_bitwise_equal(resumed, straight)
+    assert_bitwise_equal(run(1, spec, tmp_path / "resumed", 4, 4)[0], straight)
+
+
+@pytest.mark.slow
+def test_each_layout_reads_the_state_of_another_one_bit_for_bit(tmp_path, spec):
+    """The weights after all of them are within 5e-5 of those of one uninterrupted process."""
+    layouts = [
+        (4, {"tensor_parallel": 2}),
+        (4, {}),
+        (2, {"context_parallel": 2}),
+        (4, {"replicas": 2}),
+        (1, {}),
+        (2, {"tensor_parallel": 2}),
+    ]
+    written: dict[str, Tensor] = {}
+    for step, (size, division) in enumerate(layouts):
+        read, after = run(size, spec | division, tmp_path / "passed on", step, step + 1)
+        if step:
+            assert_bitwise_equal(read, written)
+        written = after
+    _, expected = run(1, spec, tmp_path / "one", 0, len(layouts))
+    for name, value in expected.items():
+        torch.testing.assert_close(written[name], value, atol=5e-5, rtol=0)

@@ -1,0 +1,87 @@
+"""What one of several processes refuses, all of them refuse, and none waits for another one forever."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from support.gloo_worlds import WorldFailed, run_world, sessions
+from support.trainer_ledger import Rollouts, load_model, settings_for
+from support.world_tasks import refuse_routing, train_ledger
+
+from trainer.policy.memory_limits import MemoryLimits, read_limits
+from turnwise.store import queries
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    """A small mixture of experts with two layers and random weights."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
+    return tmp_path / "experts"
+
+
+def test_a_loss_that_refuses_a_row_in_one_process_drops_the_batch_in_all_and_training_continues(
+    tmp_path, model, ledger
+):
+    """The second process refuses a row of the first batch; the second batch is trained."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=4)
+    loss = {"algorithm": "custom", "custom_loss": "support.world_tasks:refusing_loss"}
+    settings = settings_for(tmp_path, model, groups_per_batch=2, row_tokens=48, total_batches=2, **loss)
+    assert run_world(2, train_ledger, settings) == [2, 2]
+    with ledger.read() as connection:
+        assert queries.counts(connection).groups == {"dropped": 2, "trained": 2}
+        reasons = [record.metrics.get("refused") for record in queries.updates(connection)[0]]
+    assert reasons == [None, "the loss refuses this row"]
+
+
+def test_a_process_that_runs_out_of_memory_ends_the_others_and_after_the_restart_its_group_is_refused(
+    tmp_path, model, ledger
+):
+    """One process fails in the second layer while the other one gathers its weights.
+
+    `turnwise up` starts processes that died again; both groups of short chains are trained then.
+    """
+    Rollouts(ledger, load_model(model)).play("short", num_groups=2)
+    Rollouts(ledger, load_model(model), num_turns=8).play("long", num_groups=1)
+    settings = settings_for(tmp_path, model, packing="chain", total_batches=1)
+    with pytest.raises(WorldFailed) as failed:
+        run_world(2, train_ledger, settings, longest_row=30)
+    assert "does not fit into the device's memory" in failed.value.errors[1]
+    assert failed.value.num_hanging == 0
+    limit = read_limits(settings.policies_dir).chain_tokens
+    assert read_limits(settings.policies_dir) == MemoryLimits(chain_tokens=limit)
+    assert limit > 30
+    assert run_world(2, train_ledger, settings, longest_row=30) == [1, 1]
+    with ledger.read() as connection:
+        assert queries.counts(connection).groups == {"dropped": 1, "trained": 2}
+
+
+def test_turns_that_were_routed_in_another_model_are_refused_by_all_processes_before_a_row_is_computed(
+    tmp_path, experts
+):
+    """One session of twelve has routing of one layer, and lies in a row of one process."""
+    found = sessions()
+    bad = found.pop()
+    routing = np.zeros((len(bad.tokens), 1, 2), np.int16)
+    results = run_world(2, refuse_routing, experts, found, [dataclasses.replace(bad, routed_experts=routing)])
+    assert len(results) == 2
+    for reason, logprobs in results:
+        assert reason.startswith("turns were routed to 2 experts in each of 1 layers, and this model routes to 2")
+        assert logprobs.abs().sum() > 0
