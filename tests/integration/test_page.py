@@ -95,6 +95,16 @@ def test_the_runs_view_has_every_curve_and_compares_two_versions(window: Visit) 
     wait_until(lambda: page.locator(".chart canvas").count() == len(titles), "all curves are drawn again")
 
 
+def test_a_curve_of_one_value_is_drawn_around_it(window: Visit) -> None:
+    """At its first value, the axis of a live curve shows two minutes, not years."""
+    page = window.open("")
+    page.evaluate("""async () => {
+        const {chart} = await import("/web/chart.js");
+        document.querySelector("main").append(chart("One", [["value", [[1.7e9, 1]]]], {isTime: true}));
+    }""")
+    page.wait_for_selector(".chart[data-points='1'][data-span='120']")
+
+
 def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(window: Visit) -> None:
     page = window.open("#sessions")
     page.fill("input[name=text]", "money back")

@@ -1,7 +1,7 @@
 // Line charts by uPlot, which is loaded before the modules: series are [name, [[x, y], …]]; a missing y leaves a gap.
 import {make, number} from "./page.js";
 
-const COLOURS = 6, HEIGHT = 190;
+const COLOURS = 6, HEIGHT = 190, MINUTE = 60;
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const short = (value) => value === null || value === undefined ? "–" : Math.abs(value) >= 1e6 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1) : number(Number(value.toPrecision(4)));
 
@@ -34,6 +34,12 @@ export function chart(title, series, {x = "version", isTime = false, integer = !
 
 const range = (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : low === high ? uPlot.rangeNum(Math.min(0, low), Math.max(0, high), 0.1, true) : uPlot.rangeNum(low, high, 0.1, true);
 
+// For a single value uPlot proposes a range that ends years later; the value is shown in the middle instead.
+const xRange = (margin) => ({data: [xs]}, low, high) => xs.length === 1 ? [xs[0] - margin, xs[0] + margin] : [low, high];
+
+// Tests read the width of the horizontal axis, because a canvas has no text.
+const showSpan = ({root, scales: {x}}) => { root.parentElement.dataset.span = String(x.max - x.min); };
+
 // Without a pointer, the legend has the last values.
 function showLast(plot) {
   if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({idx: plot.data[0].length - 1}, false);
@@ -44,7 +50,7 @@ function options(width, names, {x, isTime, integer}) {
   const axis = {stroke: quiet, grid: {stroke: line, width: 1}, ticks: {stroke: line, width: 1, size: 4}, font: "11px system-ui, sans-serif"};
   const values = (_, ticks) => ticks.map(short);
   return {
-    width, height: HEIGHT, scales: {x: {time: isTime, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high]}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast]},
+    width, height: HEIGHT, scales: {x: {time: isTime, range: xRange(isTime ? MINUTE : 1)}, y: {range}}, cursor: {sync: {key: x}, y: false}, legend: {live: true}, hooks: {setCursor: [showLast], draw: [showSpan]},
     padding: [8, 12, 0, 0],
     axes: [{...axis, size: isTime ? 42 : 28, ...(isTime ? {} : {values: (_, ticks) => ticks.map((tick) => integer && !Number.isInteger(tick) ? "" : number(tick))})},
       {...axis, size: 48, values}],

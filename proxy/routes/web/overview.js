@@ -1,5 +1,5 @@
 // The first view: what is served, what is learnt, and the newest sessions.
-import {byId, card, facts, link, make, number, path, request, samples, status, table, tally, time} from "./page.js";
+import {byId, card, facts, link, make, moment, number, path, request, samples, status, table, tally, time} from "./page.js";
 import {learningCharts, learningData, versionTable} from "./runs.js";
 
 const SESSIONS = 20;
@@ -9,7 +9,7 @@ export function sessionTable(sessions) {
   return table(COLUMNS, sessions.map((each) => [link(`session/${path(each.session_id)}`, each.session_id),
     make("span", {}, ...(each.labels ?? []).map((one) => chip(one.label, one.note))), status(each.status),
     each.termination_reason, number(each.reward), number(each.num_turns), number(each.num_chains),
-    each.task_id ? link(`sessions/task_id=${path(each.task_id)}`, each.task_id) : "", each.split, time(each.created_at)]));
+    each.task_id ? link(`sessions/task_id=${path(each.task_id)}`, each.task_id) : "", each.split, moment(each.created_at)]));
 }
 
 export async function readiness() {

@@ -45,6 +45,8 @@ export async function optional(path, fallback) {
 export const number = (value) => value === null || value === undefined ? "" : Number(value).toLocaleString("en", {maximumFractionDigits: 4}).replace(/^-0$/, "0");
 export const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 export const time = (value) => value ? new Date(value).toLocaleString() : "";
+// A time in a table stays on one line: in a narrow window each row would be two lines high.
+export const moment = (value) => make("span", {className: "moment"}, time(value));
 export const seconds = (value) => value === null || value === undefined ? "" : `${number(value)} s`;
 export const status = (value) => make("span", {className: GOOD.has(value) ? "good" : BAD.has(value) ? "bad" : WARN.has(value) ? "warn" : ""}, value ?? "");
 export const link = (hash, text) => make("a", {href: `#${hash}`, title: text.length > 30 ? text : ""}, text);

@@ -1,5 +1,5 @@
 // Curves over updates or time, versions with their reloads, and two versions side by side.
-import {card, facts, link, make, number, optional, request, samples, seconds, select, status, table, time} from "./page.js";
+import {card, facts, make, moment, number, optional, request, samples, seconds, select, status, table} from "./page.js";
 import {chart} from "./chart.js";
 import {readiness} from "./overview.js";
 
@@ -79,7 +79,7 @@ async function everyVersion() {
 export function versionTable(versions) {
   return table(["version#", "status", "train reward#", "held out#", "since", "pause#", "path, or error"], versions.map((each) => [number(each.version),
     make("span", {}, status(each.status), each.isPinned ? " (pinned)" : "", each.on_disk === false ? " (files removed)" : ""),
-    number(each.metrics?.reward_mean), number(heldOut(each)), time(each.activated_at ?? each.created_at), seconds(each.reload_seconds), each.error ?? each.path]));
+    number(each.metrics?.reward_mean), number(heldOut(each)), moment(each.activated_at ?? each.created_at), seconds(each.reload_seconds), each.error ?? each.path]));
 }
 
 function flat(metrics) {
@@ -134,8 +134,7 @@ export async function runs(from, to) {
     content: [make("h2", {}, `Over ${number(updates.length)} updates and ${number(trained.length)} policy versions`), axis, charts,
       make("h2", {}, "Versions and reloads"), versionTable(versions.slice(0, 20)), canaries(samples(exposition)),
       make("h2", {}, "Two versions compared"), chooser(versions, first, second),
-      find(first) && find(second) ? comparison(find(first), find(second)) : make("p", {className: "quiet"}, "No such version."),
-      make("p", {}, link("", "Overview"))],
+      find(first) && find(second) ? comparison(find(first), find(second)) : make("p", {className: "quiet"}, "No such version.")],
     wants: (event) => event.kind === "update" || event.kind === "policy",
   };
 }
