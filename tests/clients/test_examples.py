@@ -85,7 +85,7 @@ def run(command: list[str], directory: Path, base_url: str | None) -> str:
     return done.stdout
 
 
-WAYS = pytest.mark.parametrize("way", ["line", "environment"])
+WAYS = pytest.mark.parametrize("way", ["line", pytest.param("environment", marks=pytest.mark.slow)])
 
 
 class Played:

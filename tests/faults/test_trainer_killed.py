@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from support.killed_trainer import (
     BEHIND_IN_EVERY_RUN,
+    KILLED_IN_EVERY_RUN,
     STAGES,
     STAGES_BEHIND,
-    STAGES_IN_EVERY_RUN,
     Trainers,
     running_trainers,
 )
@@ -99,7 +99,7 @@ def uninterrupted(tmp_path_factory, trainers, model):
 
 @pytest.mark.parametrize(
     "stage",
-    [stage if stage in STAGES_IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
+    [stage if stage in KILLED_IN_EVERY_RUN else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES],
 )
 def test_a_trainer_killed_at_any_stage_and_restarted_ends_with_the_same_weights(
     tmp_path, trainers, model, uninterrupted, stage

@@ -142,24 +142,26 @@ SAMPLED = {
 
 
 @pytest.mark.engine
-def test_a_real_engine_continues_after_a_broken_tool_call(engine: RunningEngine, start_proxy: StartProxy) -> None:
+@pytest.mark.parametrize("kind", ["cut-off", pytest.param("not-json", marks=pytest.mark.slow)])
+def test_a_real_engine_continues_after_a_broken_tool_call(
+    engine: RunningEngine, start_proxy: StartProxy, kind: str
+) -> None:
     """All dialects, whole and streamed: the second turn repeats the broken call and is on the first one's chain.
 
     vLLM returns a broken call as text in a whole reply, and as a call with these arguments in a stream.
     """
     proxy = start_proxy(engine.url)
-    for kind, sampling in SAMPLED.items():
-        for play in DIALECTS:
-            for stream in (False, True):
-                name = f"{kind}-{play.__name__}-{stream}"
-                made = {"session_id": name, "sampling": sampling}
-                httpx2.post(f"{proxy.v1}/sessions", json=made).raise_for_status()
-                play_in_session(proxy, name, play, stream=stream)
-                first, second = (view.turn for view in proxy.turns(name))
-                assert (first.outcome, second.outcome) == (Outcome.EXACT, Outcome.EXACT), name
-                assert (second.parent_turn_id, second.chain_id) == (first.turn_id, first.chain_id), name
-                if stream:
-                    (call,) = first.response["tool_calls"]
-                    assert not is_json_object(call["function"]["arguments"]), name
-                else:
-                    assert first.response["content"].startswith("<tool_call>"), name
+    for play in DIALECTS:
+        for stream in (False, True):
+            name = f"{kind}-{play.__name__}-{stream}"
+            made = {"session_id": name, "sampling": SAMPLED[kind]}
+            httpx2.post(f"{proxy.v1}/sessions", json=made).raise_for_status()
+            play_in_session(proxy, name, play, stream=stream)
+            first, second = (view.turn for view in proxy.turns(name))
+            assert (first.outcome, second.outcome) == (Outcome.EXACT, Outcome.EXACT), name
+            assert (second.parent_turn_id, second.chain_id) == (first.turn_id, first.chain_id), name
+            if stream:
+                (call,) = first.response["tool_calls"]
+                assert not is_json_object(call["function"]["arguments"]), name
+            else:
+                assert first.response["content"].startswith("<tool_call>"), name

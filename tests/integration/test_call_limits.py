@@ -32,7 +32,7 @@ def test_calls_over_the_limit_wait_in_the_queue_and_are_all_served(fake_engine, 
 
 def test_a_silent_stream_gets_keep_alive_comments_that_clients_ignore(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--stream-keep-alive-seconds", "0.2")
-    fake_engine.answer(Rule(reply=Reply(text="slow", pace_seconds=0.7)))
+    fake_engine.answer(Rule(reply=Reply(text="s", pace_seconds=0.9)))
     answer = chat(proxy.v1, stream=True)
     events = [line for line in answer.text.split("\n\n") if line]
     assert events.count(": keep-alive") >= 2

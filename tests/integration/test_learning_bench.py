@@ -21,6 +21,8 @@ from turnwise.types import Credit, PolicyStatus
 
 BENCH = Path(__file__).parents[2] / "bench" / "learning"
 NUM_GROUPS = 4
+OTHERS = ("gae_head", "cispo")
+"""Recipes that learn the tiny task in `make test-all` alone."""
 MODULES = ("in_process", "recipes", "learner", "tiny")
 SPEC = SmallModelSpec(
     hidden_size=64,
@@ -179,6 +181,7 @@ def test_a_step_has_reward_one_if_it_follows_the_trail(bench):
     assert grade("<tool_call>\nnonsense</tool_call>") == [0.0]
 
 
+@pytest.mark.slow
 def test_a_run_reports_its_outcome_and_its_counts(bench, model, tmp_path):
     """Two updates cannot have learned anything: the outcome reports this, and its counts are correct."""
     recipe = bench.recipes.Recipe(
@@ -192,7 +195,7 @@ def test_a_run_reports_its_outcome_and_its_counts(bench, model, tmp_path):
     assert outcome.staleness == 0.5
 
 
-@pytest.mark.parametrize("name", ["grpo", "gae_head", "cispo"])
+@pytest.mark.parametrize("name", ["grpo", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
 def test_an_algorithm_learns_the_tiny_task(bench, name, tmp_path):
     """From chance, 0.25, to more than 0.36 of the tokens right in 8 updates; held-out prompts."""
     recipe = bench.recipes.RECIPES[name]

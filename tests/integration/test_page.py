@@ -201,18 +201,19 @@ def faults_of(page: Any) -> list[tuple[str, Any]]:
     return faults + [("wider than the window", excess)] * (excess > 0)
 
 
-def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(window: Visit) -> None:
-    """In a narrow, dark window, and in a wide, light one."""
+@pytest.mark.parametrize(("width", "colours"), [(400, "dark"), pytest.param(1100, "light", marks=pytest.mark.slow)])
+def test_no_view_has_a_serious_accessibility_fault_or_is_wider_than_the_window(
+    window: Visit, width: int, colours: str
+) -> None:
+    window.page.set_viewport_size({"width": width, "height": 800})
+    window.page.emulate_media(color_scheme=colours)
     faults = {}
     for name, address in VIEWS.items():
         page = window.open(address)
         if name == "session":
             page.click("summary:text('Tokens')")
             page.wait_for_selector(".tokens span")
-        for width, colour_scheme in ((400, "dark"), (1100, "light")):
-            page.set_viewport_size({"width": width, "height": 800})
-            page.emulate_media(color_scheme=colour_scheme)
-            faults[name, width] = faults_of(page)
+        faults[name] = faults_of(page)
     assert {where: each for where, each in faults.items() if each} == {}
 
 

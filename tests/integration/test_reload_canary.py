@@ -118,7 +118,7 @@ def versions_of_sessions(proxy: RunningProxy) -> dict[str, list[int]]:
     ("kind", "poison", "words", "num_workers"),
     [
         ("full", "poisoned", "mean session reward", 1),
-        ("lora", "broken", "turns are broken", 1),
+        pytest.param("lora", "broken", "turns are broken", 1, marks=pytest.mark.slow),
         pytest.param("lora", "poisoned", "mean session reward", 2, marks=pytest.mark.slow),
         pytest.param("full", "poisoned", "mean session reward", 2, marks=pytest.mark.slow),
         pytest.param("full", "broken", "turns are broken", 1, marks=pytest.mark.slow),

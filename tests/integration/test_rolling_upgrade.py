@@ -124,6 +124,7 @@ def test_an_older_release_serves_and_trains_on_the_next_releases_tables(
     database.close()
 
 
+@QUICK_ON_SQLITE
 def test_this_release_starts_and_serves_on_the_tables_of_a_later_one(
     fake_engine: RunningFakeEngine, database_url: str, tmp_path: Path
 ) -> None:

@@ -45,7 +45,9 @@ def test_a_long_request_is_answered_and_stored_whole(name: str, tmp_path: Path):
         assert len(http.get("/v1/sessions/t/turns").json()["data"]) == 1
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", ["chat", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLS if name != "chat")]
+)
 def test_a_request_with_too_many_strings_is_refused_with_the_limit(name: str, tmp_path: Path):
     path, body, _ = CALLS[name]
     with in_process_proxy(tmp_path, max_json_strings=9_000) as (http, _):

@@ -224,7 +224,13 @@ async def test_without_a_trainer_and_without_a_directory_the_last_good_version_s
 
 
 @pytest.mark.parametrize(
-    ("moment", "has_directory"), [(moment, number % 2 == 0) for number, moment in enumerate(dying_weights.STAGES)]
+    ("moment", "has_directory"),
+    [
+        pytest.param("asked for the version", True, marks=pytest.mark.slow),
+        pytest.param("before it joins the group", False, marks=pytest.mark.slow),
+        ("after a part of the weights", True),
+        ("after the weights, before their check", False),
+    ],
 )
 async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_served(
     stage: Stage, moment: str, has_directory: bool

@@ -71,7 +71,11 @@ def alone(model: Path, **rule: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "division"),
-    [("Qwen3", {"tensor_parallel": 2}), ("Qwen3", {"context_parallel": 2}), ("Qwen3Moe", {"tensor_parallel": 2})],
+    [
+        ("Qwen3", {"context_parallel": 2}),
+        ("Qwen3Moe", {"tensor_parallel": 2}),
+        pytest.param("Qwen3", {"tensor_parallel": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_two_processes_that_divide_layers_experts_or_rows_equal_one(

@@ -53,7 +53,7 @@ def test_a_batch_of_stale_tokens_from_a_mismatched_engine_is_refused(tmp_path, m
     assert state.progress.policy_version == 2
 
 
-@pytest.mark.parametrize(("num_tokens", "share"), [(1, 1 / 12), (9, 2 / 12)])
+@pytest.mark.parametrize(("num_tokens", "share"), [pytest.param(1, 1 / 12, marks=pytest.mark.slow), (9, 2 / 12)])
 def test_a_comparison_takes_whole_chains_until_it_has_enough_tokens(tmp_path, model, num_tokens, share):
     """12 chains of 2 turns of 4 tokens: 8 trained tokens each."""
     play_stale(tmp_path / "run", model)
