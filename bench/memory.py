@@ -20,12 +20,15 @@ import aiohttp
 import orjson
 from servers import Served, proxy_and_engine
 
-from proxy.settings import ProxySettings
-
 LIMIT_BYTES = 300 * 10**6
 FULL_SESSIONS = 10_000
-CACHES = ("session_cache_bytes", "token_cache_bytes", "request_cache_bytes", "replay_bytes")
-"""Settings of which each run gets its share."""
+CACHE_BYTES = {
+    "session-cache-bytes": 128 * 2**20,
+    "token-cache-bytes": 32 * 2**20,
+    "request-cache-bytes": 128 * 2**20,
+    "replay-bytes": 32 * 2**20,
+}
+"""Flags of the proxy with their defaults; each run gets its share."""
 WARM_UP_SESSIONS = 400
 """Pools and caches of fixed size grow until then."""
 SOAKED_SESSIONS = 100
@@ -136,10 +139,7 @@ def soak(served: Served, watched: Watched, num_turns: int, seconds: float) -> Gr
 
 def cache_flags(share: float) -> list[str]:
     """Return the proxy's flags that give its caches a share of their default memory."""
-    flags = []
-    for name in CACHES:
-        flags += [f"--{name.replace('_', '-')}", str(int(ProxySettings.model_fields[name].default * share))]
-    return flags
+    return [f"--{name}={int(num_bytes * share)}" for name, num_bytes in CACHE_BYTES.items()]
 
 
 def main() -> int:
