@@ -87,6 +87,7 @@ class LongEngine:
         choice: dict[str, Any] = {
             "index": 0,
             "message": {"role": "assistant", "content": self._text(), "tool_calls": self._calls() if has_tools else []},
+            "logprobs": None,  # the order of the fields is vLLM's
             "finish_reason": "tool_calls" if has_tools else "stop",
         }
         if ASKS_FOR_LOGPROBS.search(body):

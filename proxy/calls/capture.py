@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proxy.continuation.conversation import call_has_media, tool_call_ids
-from proxy.continuation.encoded_ids import count_ids, encoded, ids_as_text
+from proxy.continuation.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.plan import Plan, has_more_text
 from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
+from proxy.dialects.engine_reply import LONG_ECHO_BYTES
 from proxy.writer.process import Sampled
 from turnwise.chains import pack_routing
 from turnwise.types import Json, Outcome, Role, Session, TokenIds, Turn
@@ -97,7 +98,7 @@ def build_turns(
         echoes_prompt: whether the engine echoed the prompt's ids as they were sent; then `captured` has none.
     """
     sent = _sent_prompt(plan) if echoes_prompt else None
-    echo = sent or _echoed_prompt(captured.prompt_ids, plan)
+    echo = sent or _echoed_prompt(captured.prompt_ids, plan, captured.num_prompt_ids)
     unsampled = unsampled_reason(call, session)
     turns = []
     for index in sorted(captured.choices) or [0]:
@@ -174,12 +175,12 @@ def _sent_prompt(plan: Plan) -> _Prompt | None:
     return None if plan.prompt is None else _Prompt(plan.prompt.num_ids, plan.between, b"", True, plan.parent)
 
 
-def _echoed_prompt(echo: bytes, plan: Plan) -> _Prompt:
-    """Return the prompt that the engine says it sampled after."""
+def _echoed_prompt(echo: bytes, plan: Plan, num_ids: int | None = None) -> _Prompt:
+    """Return the prompt that the engine says it sampled after; `num_ids` is its length, if it is known."""
     sent = _sent_prompt(plan)
     if sent is not None and plan.prompt is not None and echo == plan.prompt.json()[1:-1]:
         return sent
-    return _Prompt(count_ids(echo), NO_IDS, echo, sent is None, None)
+    return _Prompt(count_ids(echo) if num_ids is None else num_ids, NO_IDS, echo, sent is None, None)
 
 
 def _own_routing(choice: Choice, prompt: _Prompt) -> bytes | None:
@@ -253,8 +254,6 @@ def _outcome(
 def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
     """Return what a session in memory needs to extend a turn that was just stored."""
     turn = sampled.turn
-    own = [sampled.prompt_ids or ids_as_text(turn.prompt_delta), ids_as_text(turn.token_ids)]
-    before = plan.parent_tokens if turn.parent_turn_id is not None else None
     is_root = turn.parent_turn_id is None
     started_at = turn.created_at.timestamp()
     return KnownTurn(
@@ -275,8 +274,19 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
         system_digest=system_digest(turn.messages) if is_root else b"",
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
-        tokens=encoded(b",".join(filter(None, own)), turn.prompt_length + len(turn.token_ids), before),
+        tokens=_all_ids(sampled, plan),
     )
+
+
+def _all_ids(sampled: Sampled, plan: Plan) -> EncodedIds:
+    """Return a turn's prompt and sampled ids, with those of its parent."""
+    turn, sampled_ids = sampled.turn, ids_as_text(sampled.turn.token_ids)
+    num_ids = turn.prompt_length + len(turn.token_ids)
+    if len(sampled.prompt_ids) >= LONG_ECHO_BYTES:  # a piece of its own, because it would be copied
+        return encoded(sampled_ids, num_ids, encoded(sampled.prompt_ids, turn.prompt_length))
+    own = [sampled.prompt_ids or ids_as_text(turn.prompt_delta), sampled_ids]
+    before = plan.parent_tokens if turn.parent_turn_id is not None else None
+    return encoded(b",".join(filter(None, own)), num_ids, before)
 
 
 async def with_message_pieces(sampled: list[Sampled], call: Call) -> list[Sampled]:

@@ -25,6 +25,7 @@ from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call, encode_request
+from proxy.dialects.engine_reply import LONG_ECHO_BYTES
 from proxy.engines.answers import Answer, AnswerTooLong, Disconnected
 from proxy.engines.engine import Lane
 from proxy.engines.http_client import Body
@@ -142,8 +143,9 @@ class Relay:
             raw = await self._read_whole(running, lane)
         running.version_last = lane.version
         try:
-            (raw,) = _as_requested([raw], running, lane)
+            (raw,) = _as_requested(await running.cut_long_echo([raw]), running, lane)
             running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
+            running.restore_long_echo()
         except NOT_A_COMPLETION as error:
             raise not_a_completion(lane, error) from error
         return reply if await self._commit(running) else None
@@ -191,7 +193,10 @@ class Relay:
                     num_bytes += len(data)
                     if num_bytes > self._max_reply_bytes:
                         raise too_long(lane, AnswerTooLong(self._max_reply_bytes))
-                    encoded = self._take_events(buffer.feed(data), running, lane)
+                    events = buffer.feed(data)
+                    if num_bytes >= LONG_ECHO_BYTES:
+                        events = await running.cut_long_echo(events)
+                    encoded = self._take_events(events, running, lane)
                     if running.captured.is_finished(running.call.num_choices):
                         held += encoded
                     elif encoded:

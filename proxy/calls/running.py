@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
 import time
@@ -11,7 +12,7 @@ from proxy.calls.replays import RequestIdentity
 from proxy.continuation.live import Placement
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call, Captured
-from proxy.dialects.engine_reply import cut_echo
+from proxy.dialects.engine_reply import LONG_ECHO_BYTES, LongEcho, cut_echo, cut_long_echo
 from proxy.engines.engine import Lane
 from turnwise.types import Session, utc_now
 
@@ -36,6 +37,8 @@ class Running:
     started: float = dataclasses.field(default_factory=time.perf_counter)
     has_cut_echo: bool = False
     """Whether echoed prompt ids were cut out of the reply."""
+    long_echo: LongEcho | None = None
+    """Echoed prompt ids of a prompt that the engine rendered, if they are long."""
     num_prompt_tokens: int = 0
     """Prompt tokens that the engine has echoed; counted when the turns are built, because a long prompt takes time."""
     first_token_at: float | None = None
@@ -74,6 +77,24 @@ class Running:
             return reply
         rest, self.has_cut_echo = cut_echo(reply, sent)
         return rest
+
+    async def cut_long_echo(self, replies: list[bytes]) -> list[bytes]:
+        """Return replies or chunks without long prompt ids that the engine rendered; they are checked in a thread."""
+        if self.sent_ids is not None or self.call.wants_token_ids:
+            return replies
+        kept = []
+        for reply in replies:
+            is_long = self.long_echo is None and len(reply) >= LONG_ECHO_BYTES
+            found = await asyncio.to_thread(cut_long_echo, reply) if is_long else None
+            self.long_echo = found or self.long_echo
+            kept.append(reply if found is None else found.rest)
+        self.restore_long_echo()
+        return kept
+
+    def restore_long_echo(self) -> None:
+        """Put the prompt ids that were cut out into what was captured."""
+        if self.long_echo is not None:
+            self.captured.prompt_ids, self.captured.num_prompt_ids = self.long_echo.ids, self.long_echo.num_ids
 
     def timing(self) -> Timing:
         """Return the times and policy versions of the call so far."""

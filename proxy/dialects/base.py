@@ -185,6 +185,8 @@ class Captured:
     """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them."""
     choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
     model: str = ""
+    num_prompt_ids: int | None = None
+    """The number of `prompt_ids`, if it is known."""
 
     def choice(self, index: int) -> Choice:
         """Return the choice with this index; create it if it is new."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import orjson
 
 from turnwise.types import Json
@@ -21,12 +22,17 @@ IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
 """The experts of each token; no JSON string can contain this text, because it escapes quotes."""
 PROMPT_IDS = b'"prompt_token_ids":'
+LONG_ECHO_BYTES = 128 * 2**10
+"""Length of a reply from which the echoed prompt ids may take milliseconds to check."""
+CHECKED_BYTES = 2**20
+"""Bytes of ids that are checked at once, so that the check takes little memory."""
 NULL = b"null"
 NO_IDS = msgspec.Raw(NULL)
 LOGPROBS, LOGPROBS_END, NO_LOGPROBS = b'"logprobs":{', b'},"finish_reason":', b'"logprobs":null'
 """The text around logprobs as vLLM writes it, and what replaces them."""
 OF_COMPACT_IDS = b"0123456789,"
 """The bytes of an array of ids beside its brackets, as vLLM writes it."""
+COMMA, FIRST_DIGIT = np.uint8(ord(",")), np.uint8(ord("0"))
 OF_IDS = OF_COMPACT_IDS + b" \t\r\n"
 """The same with the spaces that JSON allows."""
 
@@ -77,6 +83,16 @@ class ExtractedChunks(NamedTuple):
     """`rest`, decoded."""
     logprobs: list[bytes]
     """JSON of the logprobs of those chunks that have them."""
+
+
+class LongEcho(NamedTuple):
+    """A reply or chunk, and the prompt ids that were cut out of it."""
+
+    rest: bytes
+    """With `null` for the ids."""
+    ids: bytes
+    """Decimal numbers, separated by commas."""
+    num_ids: int
 
 
 class _Sampled(msgspec.Struct, gc=False):
@@ -150,6 +166,27 @@ def cut_echo(reply: bytes, sent: Sequence[bytes]) -> tuple[bytes, bool]:
             return reply, False
         end += len(piece)
     return b"".join((reply[:begin], NULL, memoryview(reply)[end:])), True
+
+
+def cut_long_echo(reply: bytes) -> LongEcho | None:
+    """Cut the only list of prompt ids out of a reply or chunk; None if there is none, or another form of it.
+
+    A prompt of a million ids has 6 MB of text. NumPy checks and counts it without the interpreter's lock, so this
+    function is for a thread.
+    """
+    begin = reply.find(PROMPT_IDS + b"[") + len(PROMPT_IDS)
+    end = reply.find(b"]", begin) + 1
+    if not len(PROMPT_IDS) <= begin < end - 2 or reply.find(PROMPT_IDS, end) >= 0:
+        return None
+    text, num_ids = np.frombuffer(reply, np.uint8, end - begin - 2, begin + 1), 1
+    for start in range(0, len(text), CHECKED_BYTES):
+        part = text[start : start + CHECKED_BYTES]
+        num_commas = int(np.count_nonzero(part == COMMA))
+        if num_commas + int(np.count_nonzero(part - FIRST_DIGIT < 10)) < len(part):
+            return None
+        num_ids += num_commas
+    rest = b"".join((reply[:begin], NULL, memoryview(reply)[end:]))
+    return LongEcho(rest, reply[begin + 1 : end - 1], num_ids)
 
 
 def ids_text(array: msgspec.Raw) -> bytes:

@@ -7,7 +7,15 @@ import json
 import msgspec
 import pytest
 
-from proxy.dialects.engine_reply import ids_text, read_chunks, read_logprobs, read_reply, without_ids
+from proxy.dialects.engine_reply import (
+    LongEcho,
+    cut_long_echo,
+    ids_text,
+    read_chunks,
+    read_logprobs,
+    read_reply,
+    without_ids,
+)
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}
 TRAPS = '"logprobs":{"content":[]},"finish_reason":"stop" "token_ids":[1] "prompt_token_ids":[2] \u2028 ü'
@@ -132,3 +140,29 @@ def test_the_text_of_prompt_ids_has_no_spaces():
     parsed = read_reply(b'{"choices":[],"prompt_token_ids": [1, 22,\n3]}', has_one_choice=True)
     assert ids_text(parsed.reply.prompt_token_ids) == b"1,22,3"
     assert ids_text(read_reply(b'{"choices":[]}', has_one_choice=True).reply.prompt_token_ids) == b""
+
+
+@pytest.mark.parametrize("num_ids", [1, 2, 300_000])
+def test_the_long_prompt_ids_of_a_reply_are_cut_out_and_counted(num_ids: int):
+    """300,000 ids are more than one part of what is checked at once."""
+    ids = b",".join(b"%d" % (number % 50_000) for number in range(num_ids))
+    for head, tail in ((b'{"choices":[],', b"}"), (b"{", b',"choices":[{"index":0,"token_ids":[1,2]}]}')):
+        found = cut_long_echo(b'%b"prompt_token_ids":[%b]%b' % (head, ids, tail))
+        assert found == LongEcho(b'%b"prompt_token_ids":null%b' % (head, tail), ids, num_ids)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b'{"choices":[]}',
+        b'{"prompt_token_ids":null}',
+        b'{"prompt_token_ids":[]}',
+        b'{"prompt_token_ids":[1, 2]}',
+        b'{"prompt_token_ids":["1"]}',
+        b'{"prompt_token_ids":[[1],2]}',
+        b'{"prompt_token_ids":[1,2',
+        b'{"prompt_token_ids":[1],"choices":[{"prompt_token_ids":[2]}]}',
+    ],
+)
+def test_prompt_ids_in_another_form_stay_in_the_reply(reply: bytes):
+    assert cut_long_echo(reply) is None
