@@ -65,19 +65,20 @@ def command(path: Path, database: str | None, template_arguments: str | None, *,
     if as_json:
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        _print_report(report)
+        _print_report(report, is_dry_run=given["dry_run"])
     if report["num_bad"]:
         sys.exit(1)
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any], *, is_dry_run: bool) -> None:
     for bad in report["bad"]:
         click.echo(f"{click.style('bad line', fg='red')}  {bad['file']}:{bad['line']}: {bad['reason']}", err=True)
     for reason, number in report["skipped"].items():
         click.echo(f"{click.style('skipped', fg='yellow')}  {number}: {reason}", err=True)
+    done = "would be stored" if is_dry_run else "stored"
     click.echo(
         f"{report['lines']} lines read: {report['sessions']} sessions with {report['turns']} replies of "
-        f"{report['tokens']} tokens stored, {report['already_there']} sessions there already, "
+        f"{report['tokens']} tokens {done}, {report['already_there']} sessions there already, "
         f"{report['num_bad']} lines bad"
     )
 

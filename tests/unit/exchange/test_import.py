@@ -352,6 +352,9 @@ def test_a_trajectory_of_another_harness_is_tokenised(database: Database, tmp_pa
 def test_a_dry_run_stores_nothing(database: Database, tmp_path: Path, model: Path) -> None:
     report = run_import(tmp_path, model, [HELLO], "openai", "--dry-run")
     assert report["sessions"] == 1
+    command = ["import", str(tmp_path / "file.jsonl"), "--format", "openai", "--tokenizer", str(model), "--dry-run"]
+    result = CliRunner().invoke(main, [*command, "--database", f"sqlite:///{tmp_path}/turnwise.db"])
+    assert "would be stored" in result.stdout
     assert records(database) == []
 
 

@@ -112,6 +112,7 @@ def test_a_filter_limits_the_checked_turns(database: Database, tmp_path: Path) -
         connection.execute(sa.update(sessions).where(sessions.c.session_id == "other").values(num_turns=9))
     assert verify(tmp_path, "--session-id", "s")[0] == 0
     assert verify(tmp_path, "--session-id", "other")[0] == 1
+    assert verify(tmp_path, "--session-id", "unknown")[1]["checked"] == {"weights files": 1, "sessions": 0}
 
 
 def test_turns_are_recomputed_under_the_version_of_the_engines_directory_or_of_one_near_it(
