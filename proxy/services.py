@@ -209,7 +209,9 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         limits=Limits(settings, metrics),
         budgets=Budgets(settings, database, writer, metrics),
         replays=Replays(settings.replay_bytes),
-        known_requests=KnownRequests(long_request_bytes(settings), decoder),
+        known_requests=KnownRequests(
+            long_request_bytes(settings), decoder, max_part_strings=settings.max_json_part_strings
+        ),
         decoder=decoder,
         events=Events(database, metrics),
         searches=asyncio.Semaphore(MAX_SEARCHES),

@@ -90,7 +90,7 @@ class ProxySettings(Settings):
     """Names of models that clients may ask for: pattern → `policy`, the served policy, or `refuse`. The first pattern
     that matches decides; a name that none matches is refused. `strict` serves the engine's own name only."""
 
-    max_body_bytes: int = Field(default=64 * 2**20, gt=0)
+    max_body_bytes: int = Field(default=32 * 2**20, gt=0)
     max_reply_bytes: int = Field(default=256 * 2**20, gt=0)
     """Longest reply of an engine, whole or streamed, in bytes; a longer one is cut off and answered 502."""
     max_header_bytes: int = Field(default=64 * 2**10, gt=0)
@@ -100,6 +100,10 @@ class ProxySettings(Settings):
     """Most arrays and objects in one request body: decoding them is what a body costs."""
     max_json_strings: int = Field(default=131_072, gt=0)
     """Most strings in one request body, the keys of objects included."""
+    max_json_string_bytes: int = Field(default=8 * 2**20, gt=0)
+    """Longest string in one request body. Longer ones can hold the event loop for more than 5 ms."""
+    max_json_part_strings: int = Field(default=20_000, gt=0)
+    """Most strings in one message, and in all fields of a model call other than the messages, keys included."""
     max_messages: int = Field(default=10_000, gt=0)
     max_choices: int = Field(default=128, gt=0)
     """Largest `n` of one call."""
@@ -206,6 +210,7 @@ class ProxySettings(Settings):
             "max_depth": self.max_json_depth,
             "max_containers": self.max_json_containers,
             "max_strings": self.max_json_strings,
+            "max_string_bytes": self.max_json_string_bytes,
         }
 
     def divided(self) -> Self:

@@ -6,6 +6,9 @@ seconds. NumPy scans it without the lock and without making objects, in windows 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +17,8 @@ from turnwise.errors import TooLarge
 WINDOW_BYTES = 2**20
 MAX_VALUES = 2**20
 """Most values in one text, each with a comma after it: a prompt of a million token ids passes."""
+CONVERSATION_FIELDS = ("messages", "input", "contents", "prompt")
+"""Fields of a model call that hold its conversation, in the formats that are served."""
 QUOTE, BACKSLASH, COMMA = 0x22, 0x5C, 0x2C
 OPEN, CLOSE = 0x5B, 0x5D
 """`[` and `]`; without the bit 0x20, `{` and `}` are the same."""
@@ -22,15 +27,22 @@ Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.intp]
 
 
-def scan(raw: bytes, max_depth: int, max_containers: int, max_strings: int | None = None) -> int:
+def scan(
+    raw: bytes,
+    max_depth: int,
+    max_containers: int,
+    max_strings: int | None = None,
+    max_string_bytes: int | None = None,
+) -> int:
     """Check a JSON text and return its number of strings, keys included; one that is not valid JSON may pass.
 
     Raises:
         TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects, or more
-            than `max_strings` strings, or more than `MAX_VALUES` values.
+            than `max_strings` strings, or a string of more than `max_string_bytes`, or more than `MAX_VALUES` values.
     """
     text = np.frombuffer(raw, np.uint8)
-    state = _State(counts_commas=len(text) > 2 * MAX_VALUES)
+    measured = max_string_bytes is not None and len(text) > max_string_bytes
+    state = _State(counts_commas=len(text) > 2 * MAX_VALUES, measures_strings=measured)
     for start in range(0, len(text), WINDOW_BYTES):
         state.feed(text[start : start + WINDOW_BYTES])
         if state.deepest > max_depth:
@@ -43,16 +55,63 @@ def scan(raw: bytes, max_depth: int, max_containers: int, max_strings: int | Non
             raise TooLarge(
                 f"the request body has more than {max_strings} strings, keys included, which is the limit; send less"
             )
+        if max_string_bytes is not None and state.longest_string > max_string_bytes:
+            raise TooLarge(
+                f"the request body has a string of more than {max_string_bytes} bytes, which is the limit; send less, "
+                "or raise `max_json_string_bytes`"
+            )
         if state.num_commas > MAX_VALUES:
             raise TooLarge(f"the request body has more than {MAX_VALUES} values, which is the limit; send less")
     return state.num_quotes // 2
 
 
+def check_parts(body: Mapping[str, Any], max_strings: int) -> None:
+    """Check the number of strings in each message, and in all other fields of a decoded request together.
+
+    Each of these parts is copied and encoded as a whole.
+
+    Raises:
+        TooLarge: one of them has more than `max_strings`, keys included.
+    """
+    others = {field: value for field, value in body.items() if field not in CONVERSATION_FIELDS}
+    items = [item for field in CONVERSATION_FIELDS for item in _items(body.get(field))]
+    for name, part in (("a message", each) for each in items if isinstance(each, dict | list)):
+        _check_part(name, part, max_strings)
+    _check_part("the fields beside its messages", others, max_strings)
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _check_part(name: str, part: Any, max_strings: int) -> None:
+    num_strings, pending = 0, [part]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            num_strings += len(value)
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+        elif isinstance(value, str):
+            num_strings += 1
+        if num_strings > max_strings:
+            raise TooLarge(
+                f"the request has more than {max_strings} strings, keys included, in {name}, which is the limit; send "
+                "less, or raise `max_json_part_strings`"
+            )
+
+
 class _State:
     """What is known after the windows so far."""
 
-    def __init__(self, *, counts_commas: bool) -> None:
+    def __init__(self, *, counts_commas: bool, measures_strings: bool) -> None:
         self._counts_commas = counts_commas
+        self._measures_strings = measures_strings
+        self.longest_string = 0
+        """Bytes of the longest string so far, without its quotes."""
+        self._num_open = 0
+        """Bytes of the string that the last window ends in."""
         self.num_commas = 0
         """Outside of strings."""
         self.deepest = 0
@@ -81,7 +140,18 @@ class _State:
             commas = np.flatnonzero(window == COMMA)
             inside = (np.searchsorted(quotes, commas) + self._is_in_string) & 1
             self.num_commas += len(commas) - int(np.count_nonzero(inside))
+        if self._measures_strings:
+            self._measure(quotes, len(window))
         self._is_in_string ^= bool(len(quotes) & 1)
+
+    def _measure(self, quotes: Positions, num_bytes: int) -> None:
+        """Update the length of the longest string, by the quotes of a window of some bytes."""
+        edges = np.concatenate(([-self._num_open - 1], quotes)) if self._is_in_string else quotes
+        is_open = bool(len(edges) & 1)
+        ends = np.append(edges, num_bytes) if is_open else edges
+        lengths = ends[1::2] - ends[::2] - 1
+        self.longest_string = max(self.longest_string, int(lengths.max(initial=0)))
+        self._num_open = int(lengths[-1]) if is_open else 0
 
     def _unescaped_quotes(self, window: Bytes) -> Positions:
         """Return the positions of quotes with an even number of backslashes directly before them."""

@@ -21,6 +21,15 @@ TokenIds = npt.NDArray[np.int32]
 """Token ids, one dimension."""
 Logprobs = npt.NDArray[np.float32]
 """Natural-log probabilities, one dimension."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JsonText:
+    """A JSON value that is kept as its text: decoding a long one would hold the event loop."""
+
+    text: bytes
+
+
 GroupKey = tuple[str, str]
 """A group's tenant and id: ids are unique only within a tenant."""
 SessionKey = tuple[str, str]

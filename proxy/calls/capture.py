@@ -19,6 +19,7 @@ from proxy.continuation.forest import KnownTurn
 from proxy.continuation.plan import Plan, has_more_text
 from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
+from proxy.dialects.decoding_process import split
 from proxy.dialects.engine_reply import LONG_ECHO_BYTES
 from proxy.writer.process import Sampled
 from turnwise.chains import pack_routing
@@ -304,10 +305,9 @@ async def with_message_pieces(sampled: list[Sampled], call: Call) -> list[Sample
             pieces.append(pickle.dumps(pickle.loads(piece)[skipped:], pickle.HIGHEST_PROTOCOL))  # noqa: S301  from our own process
         skipped -= num_messages
     if not known:
-        for message in messages:
-            pieces.append(pickle.dumps([message], pickle.HIGHEST_PROTOCOL))
-            if len(pieces[-1]) > PICKLED_HERE or not len(pieces) % SLICE_MESSAGES:
-                await asyncio.sleep(0)
+        for _, piece in split(messages):
+            pieces.append(piece)
+            await asyncio.sleep(0)
     return [
         each._replace(turn=dataclasses.replace(each.turn, messages=[]), messages=pieces)
         if each.turn.messages == messages

@@ -13,7 +13,7 @@ import orjson
 from proxy.dialects import sse
 from proxy.dialects.known_requests import KnownRequest
 from turnwise.store.lineage import TurnView
-from turnwise.types import Json
+from turnwise.types import Json, JsonText
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 """The error body of the control plane, which has OpenAI's shape."""
@@ -144,12 +144,13 @@ class RawJson(NamedTuple):
 
 
 def encode_request(body: Json) -> list[bytes | memoryview]:
-    """Return the JSON of a request with at least one other field than those that are `RawJson`, in pieces."""
+    """Return the JSON of a request in pieces; at least one field is neither `RawJson` nor `JsonText`."""
     encoded: list[bytes | memoryview] = []
     others = {}
     for field, value in body.items():
-        if isinstance(value, RawJson):
-            encoded += (b"," if encoded else b"{", orjson.dumps(field), b":", *value.pieces)
+        pieces = [value.text] if isinstance(value, JsonText) else value.pieces if isinstance(value, RawJson) else None
+        if pieces is not None:
+            encoded += (b"," if encoded else b"{", orjson.dumps(field), b":", *pieces)
         else:
             others[field] = value
     rest = orjson.dumps(others)

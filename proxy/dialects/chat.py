@@ -92,7 +92,7 @@ class ChatCompletions(Dialect):
         """Return the engine request, with the options that capture needs."""
         body, _ = remove_engine_fields({**call.body, **pinned})
         if call.messages:
-            body["messages"] = _readable_messages(call)
+            body["messages"] = readable_messages(call)
         if not _is_refused(body):
             body |= FORCED
         if prompt_token_ids is not None:
@@ -151,7 +151,7 @@ class ChatCompletions(Dialect):
         return {"index": index, field: message, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _readable_messages(call: Call) -> Any:
+def readable_messages(call: Call) -> Any:
     """Return the messages for the engine: the client's own bytes, where these are known and need no change."""
     known = call.known_messages
     if known is None or call.messages_json is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import pickle
 import signal
@@ -28,8 +29,12 @@ JOB_SECONDS = 60.0
 """How long a job may take; the first one includes the start of the process."""
 PIECE_BYTES = 256 * 2**10
 """Items of a result are pickled together up to this length; a longer item is a piece by itself."""
+LONG_PIECE_BYTES = 2**20
+"""A longer piece is sent twice: the pickle as it is stored, and its items with each long string by itself."""
+LONG_STRING = 64 * 2**10
+"""Characters of a string that is sent by itself."""
 _LENGTHS = struct.Struct("<QQ")
-"""Lengths of a job's pickle and of its data; of a result's head and of its data; of a piece and its number of items."""
+"""Lengths of a job's pickle and of its data; of a result and of its data; of a piece and its number of items."""
 
 
 class Result(NamedTuple):
@@ -96,8 +101,8 @@ class DecodingProcess:
         while (lengths := _LENGTHS.unpack(_receive(link, _LENGTHS.size))) != _END:
             piece = _receive(link, lengths[0])
             pieces.append((lengths[1], piece))
-            items += pickle.loads(piece)  # noqa: S301  from our own process
-        return Result(head.head, items, returned, tuple(pieces))
+            items += _receive_long(link) if len(piece) > LONG_PIECE_BYTES else pickle.loads(piece)  # noqa: S301  ours
+        return Result(_receive_long(link), items, returned, tuple(pieces))
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -136,6 +141,56 @@ def _receive(link: socket.socket, length: int) -> bytes:
     return found
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles a value without its long strings."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.strings: list[str] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the number of a long string."""
+        if type(value) is not str or len(value) <= LONG_STRING:
+            return None
+        self.strings.append(value)
+        return len(self.strings) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads such a pickle."""
+
+    def __init__(self, pickled: bytes, strings: list[str]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._strings = strings
+
+    def persistent_load(self, number: int) -> str:
+        """Return a long string."""
+        return self._strings[number]
+
+
+def _send_long(link: socket.socket, value: Any) -> None:
+    """Send the head of a result, or the items of a long piece, with each long string by itself."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    pickled = file.getvalue()
+    link.sendall(_LENGTHS.pack(len(pickled), len(pickler.strings)) + pickled)
+    for text in pickler.strings:
+        encoded = text.encode()
+        link.sendall(_LENGTHS.pack(len(encoded), 0))
+        link.sendall(encoded)
+
+
+def _receive_long(link: socket.socket) -> Any:
+    """Return what `_send_long` has sent; between two of its long strings other threads can run."""
+    num_pickled, num_strings = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
+    pickled, strings = _receive(link, num_pickled), []
+    for _ in range(num_strings):
+        num_bytes, _ = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
+        strings.append(_receive(link, num_bytes).decode())
+    return _Unpickler(pickled, strings).load()
+
+
 def split(items: list[Any]) -> Iterator[tuple[int, bytes]]:
     """Yield the items in pickles of about `PIECE_BYTES`: the number of items, and the pickle of their list."""
     start, size = 0, 0
@@ -163,7 +218,7 @@ def serve(link: socket.socket) -> None:
 
 def _send(link: socket.socket, result: Any) -> None:
     is_long = isinstance(result, Result)
-    head = pickle.dumps(Result(result.head, []) if is_long else result, protocol=pickle.HIGHEST_PROTOCOL)
+    head = pickle.dumps(Result(None, []) if is_long else result, protocol=pickle.HIGHEST_PROTOCOL)
     data = result.data if is_long else b""
     link.sendall(_LENGTHS.pack(len(head), len(data)) + head)
     link.sendall(data)
@@ -171,7 +226,10 @@ def _send(link: socket.socket, result: Any) -> None:
         for num_items, piece in split(result.items):
             link.sendall(_LENGTHS.pack(len(piece), num_items))
             link.sendall(piece)
+            if len(piece) > LONG_PIECE_BYTES:
+                _send_long(link, pickle.loads(piece))  # noqa: S301  pickled here
         link.sendall(_LENGTHS.pack(*_END))
+        _send_long(link, result.head)
 
 
 def main() -> None:

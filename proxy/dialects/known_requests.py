@@ -23,7 +23,7 @@ from blake3 import blake3
 from proxy.dialects.decoding_process import DecodingProcess, Result
 from proxy.dialects.object_sizes import all_json_bytes, json_bytes
 from proxy.http.asgi import check_limits, decode_object
-from turnwise.json_scan import scan
+from turnwise.json_scan import check_parts, scan
 from turnwise.types import Json
 
 MIN_BYTES = 64 * 2**10
@@ -31,6 +31,8 @@ MIN_BYTES = 64 * 2**10
 DECODED_HERE_BYTES = 2**20
 DECODED_HERE_STRINGS = 8_192
 """A request with more new bytes, or with more strings in them, is decoded in another process."""
+MAX_PART_STRINGS = 20_000
+"""Default of `max_json_part_strings`."""
 HASHED_HERE_BYTES = 8 * 2**20
 """Longer requests are hashed in a thread, without the interpreter's lock."""
 DIGEST_BYTES = 16
@@ -141,8 +143,9 @@ class _Rest(NamedTuple):
 class KnownRequests:
     """The last request of each conversation, up to an amount of memory; the least recently used ones are dropped."""
 
-    def __init__(self, max_bytes: int, decoder: DecodingProcess) -> None:
+    def __init__(self, max_bytes: int, decoder: DecodingProcess, *, max_part_strings: int = MAX_PART_STRINGS) -> None:
         self._max_bytes = max_bytes
+        self._max_part_strings = max_part_strings
         self._decoder = decoder
         self.num_bytes = 0
         """Memory of all known requests, roughly."""
@@ -183,7 +186,9 @@ class KnownRequests:
             body, end = rest
             known = dataclasses.replace(earlier, num_bytes=end)
         elif await is_decoded_elsewhere(raw, limits):
-            decoded = await self._decoder.do(_decode, raw, reader=reader, limits=limits)
+            decoded = await self._decoder.do(
+                _decode, raw, reader=reader, limits=limits, max_part_strings=self._max_part_strings
+            )
             (body, known), messages, _, pieces = decoded
             if known.num_bytes:
                 body["messages"] = messages
@@ -264,13 +269,14 @@ async def digest_of(raw: bytes) -> bytes:
     return of_all
 
 
-def _decode(raw: bytes, *, limits: Mapping[str, int], reader: MessageReader | None) -> Result:
+def _decode(raw: bytes, *, limits: Mapping[str, int], reader: MessageReader | None, max_part_strings: int) -> Result:
     """Decode a request; return it with the place of its messages and what the reader finds out.
 
     The messages are the result's items; where they are not found or not valid, they stay in the request.
     """
     scan(raw, **limits)
     body, known = decode_object(raw), _locate_messages(raw)
+    check_parts(body, max_part_strings)
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         known.num_bytes, messages = 0, []

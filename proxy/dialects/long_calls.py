@@ -14,10 +14,13 @@ from proxy.dialects import registry
 from proxy.dialects.base import Call, Dialect
 from proxy.dialects.chat import with_readable_arguments
 from proxy.dialects.decoding_process import DecodingProcess, Result
-from proxy.dialects.known_requests import KnownRequest, MessageReader
+from proxy.dialects.known_requests import MAX_PART_STRINGS, KnownRequest, MessageReader
 from proxy.http.asgi import decode_object
-from turnwise.json_scan import scan
-from turnwise.types import Json
+from turnwise.json_scan import CONVERSATION_FIELDS, check_parts, scan
+from turnwise.types import Json, JsonText
+
+UNREPEATED_FIELDS = frozenset({*CONVERSATION_FIELDS, "generateContentRequest"})
+"""Fields of a request to count tokens that hold its conversation; only the chat call keeps them."""
 
 
 class LongRequest(NamedTuple):
@@ -32,6 +35,7 @@ class LongRequest(NamedTuple):
     limits: Mapping[str, int]
     max_choices: int
     max_messages: int
+    max_part_strings: int = MAX_PART_STRINGS
 
     def decode(self, raw: bytes) -> tuple[Dialect, Json]:
         """Return the dialect and the decoded request.
@@ -41,9 +45,11 @@ class LongRequest(NamedTuple):
             TooLarge: it exceeds a limit.
         """
         scan(raw, **self.limits)
+        decoded = decode_object(raw)
+        check_parts(decoded, self.max_part_strings)
         dialect = next(each for each in registry.DIALECTS if each.name == self.dialect)
         route = next(each for each in dialect.routes if each.path == self.path)
-        return dialect, dialect.merge_url(decode_object(raw), route, self.parameters, self.query)
+        return dialect, dialect.merge_url(decoded, route, self.parameters, self.query)
 
     def parse(self, dialect: Dialect, body: Json) -> Call:
         """Return the call that a decoded request asks for.
@@ -64,11 +70,44 @@ async def read_call(
         TooLarge: it exceeds a limit.
         ProxyUnavailable: the other process failed.
     """
-    (call, body), messages, messages_json, pieces = await decoder.do(_read, raw, request=request, reader=reader)
-    if call is not None and call.known is not None:
-        call.body["messages"] = call.messages = call.known.messages = messages
-        call.messages_json, call.pieces = memoryview(messages_json), pieces
+    (call, body), *rest = await decoder.do(_read, raw, request=request, reader=reader)
+    if call is not None:
+        _complete(call, *rest)
     return call, body
+
+
+async def read_counted_call(decoder: DecodingProcess, raw: bytes, request: LongRequest, reader: MessageReader) -> Call:
+    """Return the chat call whose prompt a request to count tokens asks for.
+
+    Raises:
+        InvalidRequest: naming the field and what is wrong with it.
+        TooLarge: it exceeds a limit.
+        ProxyUnavailable: the other process failed.
+    """
+    call, *rest = await decoder.do(_read_counted, raw, request=request, reader=reader)
+    _complete(call, *rest)
+    return call
+
+
+def counted_call(dialect: Dialect, body: Json, max_messages: int) -> Call:
+    """Return the chat call whose prompt a decoded request to count tokens asks for.
+
+    Raises:
+        InvalidRequest: naming the field and what is wrong with it.
+    """
+    chat = registry.DIALECTS[0]
+    call = chat.parse(dialect.count_request(body), max_choices=1, max_messages=max_messages)
+    call.original = {field: value for field, value in body.items() if field not in UNREPEATED_FIELDS}
+    return call
+
+
+def _complete(call: Call, messages: list[Json], data: bytes, pieces: tuple[tuple[int, bytes], ...]) -> None:
+    """Put back into a call what came beside it: its messages and their JSON, or the JSON of its prompt."""
+    if call.known is not None:
+        call.body["messages"] = call.messages = call.known.messages = messages
+        call.messages_json, call.pieces = memoryview(data), pieces
+    elif data:
+        call.body["prompt"] = JsonText(data)
 
 
 def _read(raw: bytes, *, request: LongRequest, reader: MessageReader) -> Result:
@@ -76,14 +115,25 @@ def _read(raw: bytes, *, request: LongRequest, reader: MessageReader) -> Result:
     if dialect.referenced_turns(body):
         return Result((None, body), [])
     call = request.parse(dialect, body)
+    return _result((call, {}), call, reader)
+
+
+def _read_counted(raw: bytes, *, request: LongRequest, reader: MessageReader) -> Result:
+    call = counted_call(*request.decode(raw), request.max_messages)
+    return _result(call, call, reader)
+
+
+def _result(head: object, call: Call, reader: MessageReader) -> Result:
+    """Return a call in a result's head; its messages are the items, or the JSON of its prompt is the data."""
     messages = call.messages
     if not messages:
-        return Result((call, {}), [])
+        prompt = call.body.pop("prompt", None)
+        return Result(head, [], b"" if prompt is None else orjson.dumps(prompt))
     call.known = KnownRequest(0, b"", b"", 0, {}, [])
     reader.read_into(call.known, messages)
     call.known.num_readable = len(messages)
     call.messages, call.body["messages"] = [], []
-    return Result((call, {}), messages, orjson.dumps(with_readable_arguments(messages))[:-1])
+    return Result(head, messages, orjson.dumps(with_readable_arguments(messages))[:-1])
 
 
 async def digest_call(

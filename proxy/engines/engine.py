@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -27,6 +28,10 @@ CONNECT_SECONDS = 5.0
 """An engine on loopback or a private network accepts a connection within this time, or it is absent."""
 HEALTH_TIMEOUT_SECONDS = 2.0
 """How long a health check may take."""
+COUNT_SECONDS = 10.0
+"""How long the engine may take to count the tokens of a prompt."""
+COUNT = re.compile(rb'\s*\{\s*"count"\s*:\s*(\d+)')
+"""The begin of the answer of `/tokenize`, as vLLM writes it."""
 MAX_FAILED_CHECKS = 3
 """Health checks in a row that a serving engine may fail before it is taken out."""
 ADAPTER_PREFIX = "policy-v"
@@ -194,7 +199,33 @@ class Engine:
             EngineUnavailable: no answer within `seconds`.
             EngineRefused: an error status.
         """
-        data = b"" if body is None else orjson.dumps(body)
+        raw = await self._ask(method, path, b"" if body is None else orjson.dumps(body), seconds, query)
+        try:
+            return orjson.loads(raw) if raw else None
+        except orjson.JSONDecodeError:
+            return raw.decode(errors="replace")
+
+    async def count_tokens(self, request: Body) -> int:
+        """Return the number of tokens of a prompt, which the engine renders.
+
+        The answer also has the ids. Of a long prompt they are megabytes, and the count before them is read alone.
+
+        Raises:
+            EngineUnavailable: no answer in time, or one without the number.
+            EngineRefused: an error status.
+        """
+        raw = await self._ask("POST", "/tokenize", request, COUNT_SECONDS, {})
+        if found := COUNT.match(raw):
+            return int(found[1])
+        try:
+            return int((await asyncio.to_thread(orjson.loads, raw))["count"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise EngineUnavailable(
+                f"the engine at {self.url} answered no number of tokens: {raw[:80]!r}; retry"
+            ) from error
+
+    async def _ask(self, method: str, path: str, data: Body, seconds: float, query: Mapping[str, str]) -> bytes:
+        """Call a route and return its answer."""
         if query:
             path += "?" + urlencode(query)
         try:
@@ -206,10 +237,7 @@ class Engine:
             raise self._unavailable(error) from error
         if answer.status >= 400:
             raise EngineRefused(answer.status, raw)
-        try:
-            return orjson.loads(raw) if raw else None
-        except orjson.JSONDecodeError:
-            return raw.decode(errors="replace")
+        return raw
 
     def reject_prompt_logprobs(self, body: Json) -> None:
         """Reject a request that would crash this engine.

@@ -71,14 +71,14 @@ def _checked_size(data: bytes, max_bytes: int, size: int | None = None) -> bytes
     return data
 
 
-async def parse_object(raw: bytes, *, max_depth: int, max_containers: int, max_strings: int = MAX_STRINGS) -> Json:
-    """Decode a JSON object.
+async def parse_object(raw: bytes, **limits: int) -> Json:
+    """Decode a JSON object; `limits` are those of `check_limits`.
 
     Raises:
         InvalidRequest: it is not JSON, or not an object.
         TooLarge: it exceeds one of the limits.
     """
-    await check_limits(raw, max_depth=max_depth, max_containers=max_containers, max_strings=max_strings)
+    await check_limits(raw, **limits)
     return decode_object(raw)
 
 
@@ -101,7 +101,14 @@ def decode_object(raw: bytes) -> Json:
     return decoded
 
 
-async def check_limits(raw: bytes, *, max_depth: int, max_containers: int, max_strings: int = MAX_STRINGS) -> int:
+async def check_limits(
+    raw: bytes,
+    *,
+    max_depth: int,
+    max_containers: int,
+    max_strings: int = MAX_STRINGS,
+    max_string_bytes: int | None = None,
+) -> int:
     """Check a JSON body before it is decoded; a long body is scanned in a thread, without the interpreter's lock.
 
     Returns:
@@ -109,10 +116,10 @@ async def check_limits(raw: bytes, *, max_depth: int, max_containers: int, max_s
 
     Raises:
         TooLarge: it is nested deeper than `max_depth`, or has more than `max_containers` arrays and objects, or more
-            than `max_strings` strings.
+            than `max_strings` strings, or a string of more than `max_string_bytes`.
     """
     if len(raw) > SCANNED_HERE_BYTES:
-        return await asyncio.to_thread(scan, raw, max_depth, max_containers, max_strings)
+        return await asyncio.to_thread(scan, raw, max_depth, max_containers, max_strings, max_string_bytes)
     is_short = raw.count(b"[") + raw.count(b"{") <= min(max_depth, max_containers) and raw.count(b'"') <= max_strings
     return 0 if is_short else scan(raw, max_depth, max_containers, max_strings)
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -29,6 +29,7 @@ from proxy.http.asgi import Receive, Scope, Send, decode_object, parse_object, r
 from proxy.http.connections import LEFT
 from proxy.limits.calls import Admission
 from proxy.routes.reply import Reply
+from proxy.settings import ProxySettings
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
@@ -232,15 +233,7 @@ class Sample:
         """Return the call, and the digest of a long request; what would hold the event loop is done elsewhere."""
         services, settings = self._services, self._services.settings
         limits, reader = settings.json_limits, MessageReader(read_messages, services.sessions.fields_read)
-        request = LongRequest(
-            self._dialect.name,
-            self._route.path,
-            scope.get("path_params", {}),
-            query,
-            limits,
-            settings.max_choices,
-            settings.max_messages,
-        )
+        request = long_request(self._dialect, self._route, scope.get("path_params", {}), query, settings)
         read, call, digest = None, None, None
         if len(raw) < MIN_BYTES:
             body = await parse_object(raw, **limits)
@@ -282,6 +275,22 @@ class Sample:
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
         return self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
+
+
+def long_request(
+    dialect: Dialect, route: WireRoute, parameters: Mapping[str, str], query: Mapping[str, str], settings: ProxySettings
+) -> LongRequest:
+    """Return a request without its body, as the process that decodes long requests needs it."""
+    return LongRequest(
+        dialect.name,
+        route.path,
+        parameters,
+        query,
+        settings.json_limits,
+        settings.max_choices,
+        settings.max_messages,
+        settings.max_json_part_strings,
+    )
 
 
 def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:

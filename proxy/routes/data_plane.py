@@ -11,11 +11,15 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.routing import Route, compile_path
 
 from proxy.auth import Principal
+from proxy.continuation.message_facts import read_messages
 from proxy.dialects import registry
-from proxy.dialects.base import Action, Dialect, WireRoute, template_arguments
-from proxy.http.asgi import App, Receive, Scope, Send, parse_object, read_body
+from proxy.dialects.base import Action, Call, Dialect, WireRoute, encode_request
+from proxy.dialects.chat import readable_messages
+from proxy.dialects.known_requests import MessageReader, is_decoded_elsewhere
+from proxy.dialects.long_calls import counted_call, read_counted_call
+from proxy.http.asgi import App, Receive, Scope, Send, decode_object, read_body
 from proxy.routes import upstream
-from proxy.routes.calls import Sample, identify, query_of
+from proxy.routes.calls import Sample, identify, long_request, query_of
 from proxy.routes.reply import Reply
 from turnwise.errors import TurnwiseError
 from turnwise.types import Json
@@ -25,13 +29,8 @@ if TYPE_CHECKING:
 
     from proxy.services import Services
 
-COUNTED_FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-)
-"""Fields of a chat request that the engine renders a prompt from."""
+COUNTED_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
+"""Fields of a chat request beside its messages that the engine renders a prompt from."""
 
 
 class ModelConvertor(StringConvertor):
@@ -74,22 +73,29 @@ class Query:
         principal.require("call")
         services, settings = self._services, self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
-        body = await parse_object(raw, **settings.json_limits)
-        body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
-        request = self._dialect.count_request(body)
-        services.model_names.check(str(request.get("model") or ""), services.pool.engines)
-        call = registry.DIALECTS[0].parse(request, max_choices=1, max_messages=settings.max_messages)
-        call.original = body
+        call = await self._read_counted(raw, scope)
+        services.model_names.check(call.model, services.pool.engines)
         identify(call, scope, dict(scope["headers"]), settings.ignored_ids)
         continued = await services.sessions.continued_length(call, principal)
         if continued is not None:
             return self._dialect.encode_count(continued)
         engine = services.pool.route(principal.key_id)
-        rendered = {field: request[field] for field in COUNTED_FIELDS if field in request} | {"model": engine.model}
-        if arguments := template_arguments(request):
+        rendered = {field: call.body[field] for field in COUNTED_FIELDS if field in call.body}
+        rendered |= {"messages": readable_messages(call), "model": engine.model}
+        if arguments := call.template_arguments:
             rendered["chat_template_kwargs"] = arguments
-        answer = await engine.ask("POST", "/tokenize", rendered)
-        return self._dialect.encode_count(int(answer["count"]))
+        return self._dialect.encode_count(await engine.count_tokens(encode_request(rendered)))
+
+    async def _read_counted(self, raw: bytes, scope: Scope) -> Call:
+        """Return the chat call whose prompt is counted; a long request is decoded in another process."""
+        services = self._services
+        params, query = scope.get("path_params", {}), query_of(scope)
+        request = long_request(self._dialect, self._route, params, query, services.settings)
+        if await is_decoded_elsewhere(raw, request.limits):
+            reader = MessageReader(read_messages, services.sessions.fields_read)
+            return await read_counted_call(services.decoder, raw, request, reader)
+        body = self._dialect.merge_url(decode_object(raw), self._route, params, query)
+        return counted_call(self._dialect, body, request.max_messages)
 
     async def _list_models(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
         return dialect.encode_models(await self._models(principal))

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from proxy.http.asgi import check_limits, read_body
 from proxy.services import services_of
+from proxy.settings import ProxySettings
 
 TEXT = r"^[^\x00-\x1f\x7f]*$"
 """Text without control characters; PostgreSQL cannot store NUL."""
@@ -50,16 +51,35 @@ def _check_parameters(request: Request, known: list[str]) -> None:
             )
 
 
+MAX_BYTES = 2**20
+MAX_STRINGS = 8_192
+"""Limits of a control-plane body that is decoded on the event loop."""
+
+
 class LimitedRequest(Request):
     """A request with strict decoding of its body."""
 
+    decoded: Any = None
+    """The body, where the route has decoded it already."""
+
     async def json(self) -> Any:
         """Return the decoded body; FastAPI rejects a body that cannot be decoded."""
-        return orjson.loads(await self.body())
+        return orjson.loads(await self.body()) if self.decoded is None else self.decoded
 
 
 class LimitedRoute(APIRoute):
     """A route that reads its body under the proxy's limits."""
+
+    def limits(self, settings: ProxySettings) -> tuple[int, dict[str, int]]:
+        """Return the limit of the body's bytes, and those of its JSON."""
+        limits = settings.json_limits
+        return min(settings.max_body_bytes, MAX_BYTES), limits | {
+            "max_strings": min(limits["max_strings"], MAX_STRINGS)
+        }
+
+    async def decode(self, raw: bytes) -> Any:  # noqa: ARG002
+        """Return a body that the route decodes itself; None leaves it to FastAPI."""
+        return None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, preceded by the checks of the limits."""
@@ -72,9 +92,11 @@ class LimitedRoute(APIRoute):
             settings = services_of(request).settings
             checked = LimitedRequest(request.scope, request.receive)
             if request.method in ("POST", "PUT"):
-                raw = await read_body(request.receive, max_bytes=settings.max_body_bytes)
-                await check_limits(raw, **settings.json_limits)
+                max_bytes, limits = self.limits(settings)
+                raw = await read_body(request.receive, max_bytes=max_bytes)
+                await check_limits(raw, **limits)
                 checked._body = raw  # noqa: SLF001  Starlette's cache of the body
+                checked.decoded = await self.decode(raw)
             return await handle(checked)
 
         return limited

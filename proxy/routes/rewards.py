@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import hashlib
 import itertools
+import pickle
 from collections.abc import Generator
 from typing import Annotated, Literal
 
+import msgspec
 import orjson
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from proxy.auth import Principal
 from proxy.http.asgi import Receive, Scope, Send
 from proxy.routes.limits import Count, Id, LabelName, LimitedRoute, Number, Text
-from proxy.routes.models import RewardsAnswer, answer, describe_answer
+from proxy.routes.models import RewardsAnswer, describe_answer
 from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
+from proxy.settings import ProxySettings
+from proxy.writer.rewards import add_pickled
 from turnwise.errors import InvalidRequest
-from turnwise.store import experiences, ledger, queries, trained
+from turnwise.store import experiences, queries, trained
 from turnwise.types import TRAINED_ROLES, Credit, Reward, Role, SessionStatus, Split
 
-router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["rewards"])
-
+MAX_LINES = 10_000
+"""Most reward lines in one request."""
+SLICE_LINES = 200
+"""Lines that are decoded, checked and pickled together; other threads run between two slices."""
 Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
 
@@ -54,12 +72,63 @@ def _as_list(lines: object) -> object:
     return lines if isinstance(lines, list) else [lines]
 
 
+class CheckedLines(list[RewardLine]):
+    """Lines that have been checked; to check 10,000 at once would hold the event loop."""
+
+
+def _skip_checked(lines: object, check: ValidatorFunctionWrapHandler) -> object:
+    return lines if isinstance(lines, CheckedLines) else check(lines)
+
+
 RewardLines = Annotated[
     list[RewardLine],
-    Field(min_length=1, max_length=10_000),
+    Field(min_length=1, max_length=MAX_LINES),
     BeforeValidator(_as_list, json_schema_input_type=RewardLine | list[RewardLine]),
+    WrapValidator(_skip_checked),
 ]
 """One line or many."""
+_slice = TypeAdapter(list[RewardLine])
+
+
+class RewardsRoute(LimitedRoute):
+    """A route whose body may be long: it is decoded and checked in a thread, in slices."""
+
+    def limits(self, settings: ProxySettings) -> tuple[int, dict[str, int]]:
+        """Return the limits of a model call's body."""
+        return settings.max_body_bytes, settings.json_limits
+
+    async def decode(self, raw: bytes) -> CheckedLines | None:
+        """Return the lines; None leaves a body that is no list of lines to FastAPI, which names the error.
+
+        Raises:
+            RequestValidationError: naming the line and its field.
+        """
+        return await asyncio.to_thread(read_lines, raw)
+
+
+def read_lines(raw: bytes) -> CheckedLines | None:
+    """Decode and check reward lines; between two slices other threads can run."""
+    try:
+        encoded = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    except msgspec.DecodeError:
+        return None
+    if not 0 < len(encoded) <= MAX_LINES:
+        return None
+    lines = CheckedLines()
+    for start in range(0, len(encoded), SLICE_LINES):
+        part = b"[" + b",".join(encoded[start : start + SLICE_LINES]) + b"]"
+        try:
+            lines += _slice.validate_python(orjson.loads(part))
+        except orjson.JSONDecodeError:
+            return None
+        except ValidationError as error:
+            raise RequestValidationError(
+                [{**each, "loc": ("body", start + int(each["loc"][0]), *each["loc"][1:])} for each in error.errors()]
+            ) from error
+    return lines
+
+
+router = APIRouter(prefix="/v1", route_class=RewardsRoute, tags=["rewards"])
 
 
 class Export(StreamingResponse):
@@ -86,45 +155,65 @@ async def post_rewards(
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> Response:
     """Append all reward lines or none; a later line with the same target and name replaces an earlier one."""
-    for line in wanted:
-        if line.session_id is not None:
-            principal.require_session(line.session_id)
-    rewards = [
-        Reward(
-            # A session key may only reward turns of its own session.
-            session_id=line.session_id or principal.session_id or "",
-            tenant=principal.tenant,
-            turn_id=line.turn_id,
-            step=line.step,
-            value=line.value,
-            name=line.name,
-            source=line.source,
-            written_by=principal.key_id,
-        )
-        for line in wanted
-    ]
-    digest = hashlib.blake2b(await request.body(), digest_size=16).digest()
+    slices, digest = await asyncio.to_thread(_pickle_rewards, wanted, await request.body(), principal)
     reached = await services.writer.do(
-        ledger.add_rewards,
-        rewards,
+        add_pickled,
+        slices,
         idempotency_key=idempotency_key,
         body_digest=digest,
         retrain=services.settings.retrain_revised,
     )
-    for line in wanted:
-        services.metrics.rewards.labels(
-            "turn" if line.turn_id else "step" if line.step is not None else "session"
-        ).inc()
-    updates = await asyncio.to_thread(_last_updates, services, principal.tenant, rewards)
+    return Response(
+        await asyncio.to_thread(_answer_rewards, services, principal.tenant, wanted, reached),
+        media_type="application/json",
+    )
+
+
+def _pickle_rewards(lines: list[RewardLine], raw: bytes, principal: Principal) -> tuple[list[bytes], bytes]:
+    """Return the rewards of the lines for the writing process, and the digest of the body.
+
+    Raises:
+        Forbidden: a line names a session that the caller may not reward.
+    """
+    for line in lines:
+        if line.session_id is not None:
+            principal.require_session(line.session_id)
+    slices = [
+        pickle.dumps([_reward(line, principal) for line in lines[start : start + SLICE_LINES]], pickle.HIGHEST_PROTOCOL)
+        for start in range(0, len(lines), SLICE_LINES)
+    ]
+    return slices, hashlib.blake2b(raw, digest_size=16).digest()
+
+
+def _reward(line: RewardLine, principal: Principal) -> Reward:
+    return Reward(
+        # A session key may only reward turns of its own session.
+        session_id=line.session_id or principal.session_id or "",
+        tenant=principal.tenant,
+        turn_id=line.turn_id,
+        step=line.step,
+        value=line.value,
+        name=line.name,
+        source=line.source,
+        written_by=principal.key_id,
+    )
+
+
+def _answer_rewards(services: Services, tenant: str, lines: list[RewardLine], reached: list[int]) -> bytes:
+    """Count the stored lines by their targets, and return the answer's JSON."""
+    targets = ("turn" if line.turn_id else "step" if line.step is not None else "session" for line in lines)
+    for target, num_lines in collections.Counter(targets).items():
+        services.metrics.rewards.labels(target).inc(num_lines)
+    updates = _last_updates(services, tenant, lines)
     rows = [{"turns": count, "trained_in": update} for count, update in zip(reached, updates, strict=True)]
-    return answer({"object": "list", "data": rows})
+    return orjson.dumps({"object": "list", "data": rows})
 
 
-def _last_updates(services: Services, tenant: str, lines: list[Reward]) -> list[int | None]:
+def _last_updates(services: Services, tenant: str, lines: list[RewardLine]) -> list[int | None]:
     """Return the last update that trained each line's session."""
     with services.database.read() as connection:
         of_turns = queries.sessions_of_turns(connection, tenant, {line.turn_id for line in lines if line.turn_id})
-        session_ids = [of_turns.get(line.turn_id, "") if line.turn_id else line.session_id for line in lines]
+        session_ids = [of_turns.get(line.turn_id, "") if line.turn_id else line.session_id or "" for line in lines]
         updates = trained.last_updates(connection, tenant, session_ids)
     return [updates.get(session_id) for session_id in session_ids]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from turnwise import json_scan
 from turnwise.errors import TooLarge
-from turnwise.json_scan import scan
+from turnwise.json_scan import check_parts, scan
 
 TEXTS = st.text(alphabet='[]{}"\\\\aé,:', max_size=12)
 VALUES = st.recursive(
@@ -26,6 +26,15 @@ def count_strings(value: Any) -> int:
     if isinstance(value, dict):
         return len(value) + sum(map(count_strings, value.values()))
     return sum(map(count_strings, value)) if isinstance(value, list) else int(isinstance(value, str))
+
+
+def longest_string(value: Any) -> int:
+    """Return the bytes of the longest string as it is encoded in JSON, keys included."""
+    if isinstance(value, dict):
+        return max(map(longest_string, [*value, *value.values()]), default=0)
+    if isinstance(value, list):
+        return max(map(longest_string, value), default=0)
+    return len(orjson.dumps(value)) - 2 if isinstance(value, str) else 0
 
 
 def measure(value: Any) -> tuple[int, int]:
@@ -43,6 +52,11 @@ def test_the_limits_are_exact_for_any_strings_and_any_window_boundary(value: Any
     before, json_scan.WINDOW_BYTES = json_scan.WINDOW_BYTES, window
     try:
         num_strings = count_strings(value)
+        longest = longest_string(value)
+        scan(raw, depth, count, num_strings, longest)
+        if longest:
+            with pytest.raises(TooLarge, match=f"a string of more than {longest - 1} bytes"):
+                scan(raw, depth, count, num_strings, longest - 1)
         assert scan(raw, depth, count, num_strings) == num_strings
         if num_strings:
             with pytest.raises(TooLarge, match="strings, keys included"):
@@ -69,3 +83,14 @@ def test_more_values_than_the_limit_are_refused_without_being_decoded(window: in
     scan(b'[1,1,1,",,,,,,,,"]', 3, 3)
     with pytest.raises(TooLarge, match="more than 3 values"):
         scan(b'[1,1,1,",,,,,,,,",1]', 3, 3)
+
+
+@pytest.mark.parametrize("field", ["messages", "input", "contents"])
+def test_the_strings_of_each_message_and_of_the_other_fields_together_are_limited(field: str):
+    """A message of 3 strings: role, its value and one key more; the other fields have 2 keys and 1 value."""
+    body = {"model": "m", field: [{"role": "user", "content": 1}] * 9, "temperature": 1}
+    check_parts(body, 3)
+    with pytest.raises(TooLarge, match="more than 2 strings, keys included, in a message"):
+        check_parts(body, 2)
+    with pytest.raises(TooLarge, match="more than 3 strings, keys included, in the fields beside its messages"):
+        check_parts({**body, "metadata": {"a": []}}, 3)

@@ -44,7 +44,14 @@ R = TypeVar("R")
 
 
 _DELETE = b"\x7f"
-_escaped = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _decoded(value: Any) -> Any:
+    """Return the value of a `JsonText`, which no other document holds."""
+    return orjson.loads(value.text)
+
+
+_escaped = json.JSONEncoder(separators=(",", ":"), default=_decoded).encode
 _ATOMS = frozenset({str, int, bool, types.NoneType})
 _JSON_KINDS = _ATOMS | {list, dict}
 

@@ -19,13 +19,14 @@ from proxy.continuation.digests import NAME, digest_history
 from proxy.continuation.message_facts import read_messages
 from proxy.dialects import registry
 from proxy.dialects.base import Call, Dialect, encode_request
-from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.chat import ChatCompletions, readable_messages
 from proxy.dialects.decoding_process import DecodingProcess
 from proxy.dialects.known_requests import KnownRequests, MessageReader, digest_of
-from proxy.dialects.long_calls import LongRequest, digest_call, read_call
+from proxy.dialects.long_calls import LongRequest, counted_call, digest_call, read_call, read_counted_call
 from proxy.writer.process import Sampled, complete, frame, pack
 from turnwise.errors import InvalidRequest, ProxyUnavailable, TooLarge
-from turnwise.types import Json, Turn
+from turnwise.store.rows import dump
+from turnwise.types import Json, JsonText, Turn
 
 CALLER = ("default", "key")
 LIMITS = {"max_depth": 64, "max_containers": 20_000, "max_strings": 30_000}
@@ -209,3 +210,54 @@ def test_the_process_ends_with_the_proxy(decoder):
     process = decoder._process
     link.close()
     assert process.wait(60) == 0
+
+
+async def test_the_long_strings_of_one_message_are_read_one_by_one(decoder, monkeypatch):
+    """An item of 24 MiB in one pickle holds the interpreter's lock for 10 ms. The same for the other fields."""
+    images = [{"type": "image_url", "image_url": {"url": letter * (2 * 2**20)}} for letter in "abc"]
+    body = {"messages": [{"role": "user", "content": images}], "documents": [{"text": TEXT}, {"text": TEXT[1:]}]}
+    lengths, loads = [], pickle.loads
+    monkeypatch.setattr(pickle, "loads", lambda data: lengths.append(len(data)) or loads(data))
+    read = await KnownRequests(10**9, decoder).read(CALLER, orjson.dumps(body), **LIMITS)
+    assert read.body == body
+    assert max(lengths) < 2**20
+    assert [message for _, piece in read.pieces for message in loads(piece)] == body["messages"]
+
+
+async def test_a_message_with_many_strings_and_many_fields_beside_the_messages_are_refused(decoder):
+    """Each is decoded and encoded as a whole: 51,000 keys take 8 ms."""
+    parts = [{"type": "text", "text": "x"}] * 2_000
+    requests = KnownRequests(10**9, decoder, max_part_strings=7_900)
+    allowed = {"messages": [{"role": "user", "content": parts[:1_900]}] * 2, "tools": []}
+    assert (await requests.read(CALLER, orjson.dumps(allowed), **LIMITS)).body == allowed
+    for refused, where in (
+        ({**allowed, "messages": [{"role": "user", "content": parts}, *allowed["messages"]]}, "in a message"),
+        ({**allowed, "metadata": {f"k{number}": 1 for number in range(8_000)}}, "in the fields beside its messages"),
+    ):
+        with pytest.raises(TooLarge, match=where):
+            await requests.read(("default", "other"), orjson.dumps(refused), **LIMITS)
+
+
+@pytest.mark.parametrize("prompt", [list(range(200_000)), "text " * 250_000, ["a", "b"]])
+async def test_the_prompt_of_long_completions_is_never_decoded_here(prompt, decoder):
+    """The engine and the store get its JSON."""
+    raw = orjson.dumps({"prompt": prompt, "metadata": {"x": " " * 2**20}, "n": 2})
+    dialect, request = long_request("completions")
+    request = request._replace(max_choices=2)
+    call, _ = await read_call(decoder, raw, request, MessageReader(read_messages, FIELDS))
+    local = request.parse(*request.decode(raw))
+    assert isinstance(call.body["prompt"], JsonText)
+    assert call.num_choices == local.num_choices == (4 if prompt == ["a", "b"] else 2)
+    sent = orjson.loads(b"".join(encode_request(dialect.engine_body(call, None, {}))))
+    assert sent == dialect.engine_body(local, None, {})
+    assert orjson.loads(dump(call.sampling)) == local.sampling
+
+
+async def test_a_long_request_to_count_tokens_is_translated_elsewhere(decoder):
+    raw = orjson.dumps({**bodies(3)["messages"], "system": "Be brief.", "metadata": {"user_id": "kim"}})
+    dialect, _ = long_request("messages")
+    request = long_request("messages")[1]._replace(path="/v1/messages/count_tokens")
+    call = await read_counted_call(decoder, raw, request, MessageReader(read_messages, FIELDS))
+    local = counted_call(dialect, orjson.loads(raw), 10_000)
+    assert (call.messages, call.body, call.original) == (local.messages, local.body, local.original)
+    assert b"".join(readable_messages(call).pieces) == orjson.dumps(local.messages)
