@@ -28,8 +28,6 @@ CONNECT_SECONDS = 5.0
 """An engine on loopback or a private network accepts a connection within this time, or it is absent."""
 HEALTH_TIMEOUT_SECONDS = 2.0
 """How long a health check may take."""
-COUNT_SECONDS = 10.0
-"""How long the engine may take to count the tokens of a prompt."""
 COUNT = re.compile(rb'\s*\{\s*"count"\s*:\s*(\d+)')
 """The begin of the answer of `/tokenize`, as vLLM writes it."""
 MAX_FAILED_CHECKS = 3
@@ -206,15 +204,13 @@ class Engine:
             return raw.decode(errors="replace")
 
     async def count_tokens(self, request: Body) -> int:
-        """Return the number of tokens of a prompt, which the engine renders.
-
-        The answer also has the ids. Of a long prompt they are megabytes, and the count before them is read alone.
+        """Return the number of tokens of a prompt; only the count is read, not the ids that follow it.
 
         Raises:
             EngineUnavailable: no answer in time, or one without the number.
             EngineRefused: an error status.
         """
-        raw = await self._ask("POST", "/tokenize", request, COUNT_SECONDS, {})
+        raw = await self._ask("POST", "/tokenize", request, 10.0, {})
         if found := COUNT.match(raw):
             return int(found[1])
         try:
