@@ -70,9 +70,10 @@ async def read_call(
         TooLarge: it exceeds a limit.
         ProxyUnavailable: the other process failed.
     """
-    (call, body), *rest = await decoder.do(_read, raw, request=request, reader=reader)
+    result = await decoder.do(_read, raw, request=request, reader=reader)
+    call, body = result.head
     if call is not None:
-        _complete(call, *rest)
+        _complete(call, result)
     return call, body
 
 
@@ -84,8 +85,9 @@ async def read_counted_call(decoder: DecodingProcess, raw: bytes, request: LongR
         TooLarge: it exceeds a limit.
         ProxyUnavailable: the other process failed.
     """
-    call, *rest = await decoder.do(_read_counted, raw, request=request, reader=reader)
-    _complete(call, *rest)
+    result = await decoder.do(_read_counted, raw, request=request, reader=reader)
+    call: Call = result.head
+    _complete(call, result)
     return call
 
 
@@ -101,13 +103,13 @@ def counted_call(dialect: Dialect, body: Json, max_messages: int) -> Call:
     return call
 
 
-def _complete(call: Call, messages: list[Json], data: bytes, pieces: tuple[tuple[int, bytes], ...]) -> None:
+def _complete(call: Call, result: Result) -> None:
     """Put back into a call what came beside it: its messages and their JSON, or the JSON of its prompt."""
     if call.known is not None:
-        call.body["messages"] = call.messages = call.known.messages = messages
-        call.messages_json, call.pieces = memoryview(data), pieces
-    elif data:
-        call.body["prompt"] = JsonText(data)
+        call.body["messages"] = call.messages = call.known.messages = result.items
+        call.messages_json, call.pieces = memoryview(result.data), result.pieces
+    elif result.data:
+        call.body["prompt"] = JsonText(result.data)
 
 
 def _read(raw: bytes, *, request: LongRequest, reader: MessageReader) -> Result:
