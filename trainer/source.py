@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Literal, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from trainer.lease import Lease
@@ -122,6 +123,9 @@ class Source(Protocol):
 
     def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
+
+    def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
+        """Return the chains of so many imported groups, drawn at random; of all where there are fewer."""
 
     def announce_weights(self, url: str | None) -> None:
         """Tell the proxy where the weights in memory are handed out; None: nowhere."""
@@ -278,6 +282,15 @@ class LedgerSource:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
         with self._db.read() as conn:
             return regression.regression_set(conn, num_sessions, labels, roles=self._rule.train_roles)
+
+    def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
+        """Return the chains of so many imported groups, drawn at random; of all where there are fewer."""
+        with self._db.read() as conn:
+            stored = groups.imported_groups(conn)
+            drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
+            return list(
+                experiences.experiences_of_groups(conn, drawn, roles=self._rule.train_roles, with_imported=True)
+            )
 
     def announce_weights(self, url: str | None) -> None:
         """Store where the weights in memory are handed out; None removes the address.

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trainer.loop.off_policy import OffPolicyWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.settings import TrainerSettings
+from turnwise.chains import IMPORTED
 from turnwise.store import ledger
 from turnwise.store.database import Database
-from turnwise.types import Credit, Reward, Session, Split, Turn
+from turnwise.types import IMPORT, Credit, Outcome, Reward, Session, Split, Turn
 
 VOCABULARY = 48
 GOOD = 24
@@ -126,6 +127,30 @@ class Rollouts:
             sampled.append(token)
             logprobs.append(float(log_p[token]))
         return sampled, logprobs
+
+
+def store_imported(db: Database, group_id: str, prompt: list[int], replies: dict[float, list[int]]) -> None:
+    """Store a group of imported sessions of one turn each, by reward."""
+    with db.write() as conn:
+        for number, (reward, reply) in enumerate(replies.items()):
+            session_id = f"{group_id}-{number}"
+            of_group = {"group_id": group_id, "group_size": len(replies), "opened_by": IMPORT}
+            ledger.create_session(conn, Session(session_id=session_id, task_id=group_id, run=number, **of_group))
+            turn = Turn(
+                turn_id=f"{session_id}-t0",
+                session_id=session_id,
+                chain_id=f"{session_id}-t0",
+                prompt_delta=np.array(prompt, np.int32),
+                prompt_length=len(prompt),
+                token_ids=np.array(reply, np.int32),
+                outcome=Outcome.UNTRAINABLE,
+                reason=IMPORTED,
+                policy_version_first=-1,
+                policy_version_last=-1,
+            )
+            ledger.append_turns(conn, [turn])
+            ledger.add_rewards(conn, [Reward(session_id=session_id, value=reward, source=IMPORT)])
+            ledger.end_session(conn, "default", session_id)
 
 
 def new_ledger(path: Path) -> Database:

@@ -8,6 +8,7 @@ trained tokens of the batch, m of a row, N tokens of a row, K turns of an experi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -78,6 +79,19 @@ class Batch:
     """Which experiences must share a row and an optimizer step: a pair for DPO, else each its own."""
     chosen: Sequence[bool]
     """For DPO, whether the experience is of its pair's better session; else unused."""
+    num_sampled: int
+    """The experiences from this index on are imported ones that are mixed in."""
+    mu: float = 0.0
+    """Weight of the imported experiences' loss."""
+
+    @property
+    def has_imported(self) -> bool:
+        """Whether imported experiences are mixed in."""
+        return self.num_sampled < len(self.experiences)
+
+    def is_imported(self, member: int) -> bool:
+        """Return whether the experience was imported and is mixed into reinforcement learning."""
+        return member >= self.num_sampled
 
     def weights(self, members: Sequence[int], aggregation: Aggregation, session_tokens: int) -> Reals:
         """Return the weight of every trained token of the table in the optimizer step over `members`. [M].
@@ -108,6 +122,8 @@ def build(
     policy_version: int,
     pairs: Sequence[int] | None = None,
     chosen: Sequence[bool] | None = None,
+    num_imported: int = 0,
+    mu: float = 0.0,
 ) -> Batch:
     """Return the batch of these experiences.
 
@@ -117,6 +133,8 @@ def build(
         policy_version: The version that is trained now.
         pairs: For DPO, the pair of each experience.
         chosen: For DPO, whether it is of its pair's better session.
+        num_imported: So many experiences at the end are imported ones that are mixed in.
+        mu: Weight of their loss.
     """
     sessions: dict[SessionKey, int] = {}
     places = [_trained(experience) for experience in experiences]
@@ -139,6 +157,8 @@ def build(
         tokens_of=[np.arange(starts[i], starts[i + 1]) for i in range(len(experiences))],
         unit_of=list(range(len(experiences))) if pairs is None else pairs,
         chosen=[True] * len(experiences) if chosen is None else chosen,
+        num_sampled=len(experiences) - num_imported,
+        mu=mu,
     )
 
 
@@ -146,13 +166,25 @@ def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> Iterator[
     """Yield the experiences of each optimizer step: groups shuffled, then cut into `count` parts of like size.
 
     Groups stay together as far as the cut allows, so that what their prompts share is computed once. A session, and
-    for DPO a pair, is never cut.
+    for DPO a pair, is never cut. Imported experiences are cut apart, so that each step gets its share of them.
     """
-    groups = sorted({experience.group_key for experience in batch.experiences})
+    sampled = _parts(batch, range(batch.num_sampled), count, rng)
+    if not batch.has_imported:
+        yield from sampled
+        return
+    imported = _parts(batch, range(batch.num_sampled, len(batch.experiences)), count, rng)
+    for step in itertools.zip_longest(sampled, imported, fillvalue=()):
+        yield [member for part in step for member in part]
+
+
+def _parts(batch: Batch, members: Sequence[int], count: int, rng: np.random.Generator) -> Iterator[list[int]]:
+    """Yield members in parts of like size, groups shuffled."""
+    groups = sorted({batch.experiences[member].group_key for member in members})
     rank = {groups[index]: order for order, index in enumerate(rng.permutation(len(groups)))}
     blocks: dict[tuple[int, int | SessionKey], list[int]] = {}
-    paired = len(set(batch.unit_of)) < len(batch.unit_of)
-    for index, experience in enumerate(batch.experiences):
+    paired = len({batch.unit_of[member] for member in members}) < len(members)
+    for index in members:
+        experience = batch.experiences[index]
         key = batch.unit_of[index] if paired else experience.session_key
         blocks.setdefault((rank[experience.group_key], key), []).append(index)
     ordered = [blocks[key] for key in sorted(blocks, key=lambda key: key[0])]

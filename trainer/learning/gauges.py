@@ -15,7 +15,10 @@ from trainer.learning.losses import LossRule, clipped
 from trainer.learning.ratios import TrainedTokens, ratio_of
 from trainer.parallel import World
 
-_SUMS = ("tokens", "loss", "entropy", "kl", "ratio", "ratio_squared", "clipped", "gap", "gap_tokens")
+_SUMS = (
+    *("tokens", "loss", "entropy", "kl", "ratio", "ratio_squared", "clipped", "gap", "gap_tokens"),
+    *("imported_tokens", "imported_logprobs"),
+)
 _MAXIMA = ("ratio_max", "gap_max")
 
 
@@ -28,8 +31,15 @@ class Gauges:
         self._observed: list[Tensor] = []
         """Sums and maxima of rows, on their device until `reduce`: reading one would wait for the device."""
 
-    def observe(self, tokens: TrainedTokens, loss: Tensor, on_policy: Tensor, rule: LossRule) -> None:
-        """Add the tokens of a row; `on_policy` marks those that the present weights sampled."""
+    def observe(
+        self,
+        tokens: TrainedTokens,
+        loss: Tensor,
+        on_policy: Tensor,
+        rule: LossRule,
+        imported: TrainedTokens | None = None,
+    ) -> None:
+        """Add the sampled tokens of a row, and the imported ones; `on_policy` marks those of the present weights."""
         logprobs = tokens.logprobs.detach()
         ratio = ratio_of(logprobs, tokens.behaviour)
         gap = torch.where(on_policy, (logprobs - tokens.behaviour).abs(), 0.0)
@@ -45,9 +55,14 @@ class Gauges:
             "clipped": clipped(tokens, rule).sum(),
             "gap": gap.sum(),
             "gap_tokens": on_policy.sum(),
-            "ratio_max": ratio.max(),
-            "gap_max": gap.max(),
+            "imported_tokens": loss.new_zeros(()),
+            "imported_logprobs": loss.new_zeros(()),
+            "ratio_max": _largest(ratio),
+            "gap_max": _largest(gap),
         }
+        if imported is not None:
+            added["imported_tokens"] = torch.ones_like(imported.logprobs).sum()
+            added["imported_logprobs"] = imported.logprobs.detach().sum()
         self._observed.append(torch.stack([added[name].double() for name in (*_SUMS, *_MAXIMA)]))
 
     def reduce(self, world: World) -> None:
@@ -96,7 +111,14 @@ class Gauges:
             "logprob_gap_coverage": self.coverage,
             "logprob_gap_max": self._maxima["gap_max"] if sums["gap_tokens"] else None,
         }
+        if imported := int(sums["imported_tokens"]):
+            found |= {"imported_tokens": imported, "imported_logprob": sums["imported_logprobs"] / imported}
         return {name: finite(value) for name, value in found.items()}
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the maximum; 0 of no values, as in a row of imported chains alone."""
+    return values.max() if len(values) else values.new_zeros(())
 
 
 def finite(value: float | None) -> float | None:

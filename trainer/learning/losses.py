@@ -220,7 +220,7 @@ def loss_of(tokens: TrainedTokens, rule: LossRule, custom: Callable[..., Tensor]
         custom: The function behind `custom_loss`.
     """
     if rule.algorithm == "dpo":
-        return _preference_loss(tokens, rule)
+        return preference_loss(tokens, rule)
     if rule.kl_coef and rule.kl_in == "reward":
         tokens.advantages = kl_in_advantages(tokens, rule.kl_coef)
     loss_M = (custom or POLICY_LOSSES[rule.algorithm])(tokens, rule)
@@ -291,8 +291,8 @@ def _correction(tokens: TrainedTokens, rule: LossRule) -> Tensor | float:
     return correction(tokens, rule)
 
 
-def _preference_loss(tokens: TrainedTokens, rule: LossRule) -> Tensor:
-    """Sum a pair's chains, the preferred session's apart from the other's, and weigh each pair once."""
+def preference_loss(tokens: TrainedTokens, rule: LossRule) -> Tensor:
+    """Return DPO's loss: sum a pair's chains, those of the preferred session apart, and weigh each pair once."""
     pair_S, chosen_S = needed(tokens.pair), needed(tokens.chosen)
     reference = tokens.behaviour if rule.dpo_reference == "behaviour" else needed(tokens.reference)
     pair_M, chosen_M = pair_S[tokens.sequence], chosen_S[tokens.sequence]

@@ -13,6 +13,9 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped here before exp, so that one broken token cannot make the whole loss infinite."""
 
+BY_CHAIN = ("pair", "chosen")
+"""Columns of `TrainedTokens` with one value per chain."""
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TrainedTokens:
@@ -44,6 +47,12 @@ class TrainedTokens:
     """For DPO: index of the pair of the chain, 0 … P − 1. [S]"""
     chosen: Tensor | None = None
     """For DPO: True where the chain belongs to the preferred session. [S]"""
+
+    def subset(self, is_in: Tensor) -> TrainedTokens:
+        """Return the tokens where `is_in` [M] is True; chains keep their indices."""
+        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        by_token = {name: column for name, column in columns.items() if column is not None and name not in BY_CHAIN}
+        return dataclasses.replace(self, **{name: column[is_in] for name, column in by_token.items()})
 
 
 def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:
@@ -78,4 +87,5 @@ def to_go(values: Tensor, sequence: Tensor) -> Tensor:
 
 
 def _sums(values: Tensor, sequence: Tensor) -> Tensor:
-    return values.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, values)
+    num_sequences = int(sequence.max()) + 1 if len(sequence) else 0
+    return values.new_zeros(num_sequences).index_add(0, sequence, values)

@@ -97,6 +97,22 @@ def select(
     )
 
 
+def joined(first: Selection, second: Selection) -> Selection:
+    """Return the experiences of both, with the refused groups of the first; pairs are numbered on."""
+    num_first = len(first.experiences)
+    pairs = first.pairs
+    if second.pairs is not None:
+        start = num_first if first.pairs is None else max(first.pairs, default=-1) + 1
+        pairs = [*(first.pairs or range(num_first)), *(start + pair for pair in second.pairs)]
+    return Selection(
+        experiences=[*first.experiences, *second.experiences],
+        advantages=[*first.advantages, *second.advantages],
+        pairs=pairs,
+        chosen=[*first.chosen, *second.chosen],
+        refused=first.refused,
+    )
+
+
 def without_groups(selection: Selection, reasons: dict[GroupKey, str]) -> Selection:
     """Return the selection without these groups, which are refused for these reasons."""
     kept = [n for n, experience in enumerate(selection.experiences) if experience.group_key not in reasons]

@@ -21,6 +21,7 @@ from trainer.learning.optimizer import make_scheduler, set_position
 from trainer.loop.commits import Commits
 from trainer.loop.evaluator import Evaluator
 from trainer.loop.gap_check import GapCheck
+from trainer.loop.imported import ImportedSessions
 from trainer.loop.resume import check_resumable, log_changes, saved_settings
 from trainer.loop.state import TENSORS, Progress, State
 from trainer.loop.token_credit import TokenCredit
@@ -61,6 +62,7 @@ class RLWorkflow(abc.ABC):
         self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
         self.commits = Commits(env, self.checkpoints, self.config.checkpoint_every)
         self.token_credit = TokenCredit(agent, self.config)
+        self.imported = ImportedSessions(env, self.config)
         self.gap_check = GapCheck(agent, self.checkpoints, self.config)
         self.weights: WeightServer | None = None
         """Hands weights to engines; None where they read directories. In the first process alone."""

@@ -115,17 +115,11 @@ class OnPolicyWorkflow(RLWorkflow):
 
     def _train(self, state: State, claimed: ClaimedBatch, started: float) -> tuple[Json, State]:
         """Train on a batch's experiences and finish its claim."""
-        chosen = self._select(claimed)
-        metrics = claim_gauges(claimed, chosen, state)
+        chosen, num_imported, imported = self.imported.added(self._select(claimed), state.progress, self.agent.world)
+        metrics = claim_gauges(claimed, chosen, state) | imported
         if not chosen.experiences:
             return self._finish_untrained(state, claimed, metrics, chosen.refused)
-        batch = build(
-            chosen.experiences,
-            chosen.advantages,
-            policy_version=state.progress.policy_version,
-            pairs=chosen.pairs,
-            chosen=chosen.chosen,
-        )
+        batch = self.imported.batch_of(chosen, num_imported, state.progress)
         too_large: dict[GroupKey, str] = {}
         try:
             with self._engines_asleep():
@@ -152,7 +146,7 @@ class OnPolicyWorkflow(RLWorkflow):
         """Return batch and selection with the advantages that need a model, and their gauges."""
         if not self.token_credit.is_needed:
             return batch, chosen, {}
-        members = range(len(batch.experiences))
+        members = range(batch.num_sampled)
         found = self._fitting(batch, members, too_large, lambda fit: self.token_credit.assign(batch, fit))
         if found is None:
             return batch, chosen, {}
@@ -198,8 +192,8 @@ class OnPolicyWorkflow(RLWorkflow):
         Groups that do not fit into memory are left out from there on, and added to `too_large` with the reason.
         """
         rng = state.rng()
-        everything = range(len(batch.experiences))
-        proximal = self._fitting(batch, everything, too_large, lambda fit: self.agent.proximal_logprobs(batch, fit))
+        sampled = range(batch.num_sampled)
+        proximal = self._fitting(batch, sampled, too_large, lambda fit: self.agent.proximal_logprobs(batch, fit))
         total, norms, num_steps = Gauges(), list[float](), 0
         for _ in range(self.config.reuse_epochs):
             for members in minibatches(batch, num_minibatches, rng):

@@ -18,7 +18,8 @@ from torch import Tensor
 from trainer.learning.batch import Aggregation, Batch, Packing, Reals, Row, pack
 from trainer.learning.forest import Forest
 from trainer.learning.gauges import Gauges
-from trainer.learning.losses import LossRule, needed
+from trainer.learning.losses import needed
+from trainer.learning.mixing import MixingRule, imported_loss, parts, step_weights
 from trainer.learning.ratios import TrainedTokens
 from trainer.learning.values import ValueRule, value_loss
 from trainer.parallel import World
@@ -40,7 +41,7 @@ SHORTEST_ROW = 16
 """Tokens of the shortest row that is tried at the start."""
 
 
-class AgentRule(LossRule, ValueRule):
+class AgentRule(MixingRule, ValueRule):
     """How a policy is trained on a batch: the loss, and how it is computed over the batch."""
 
     proximal: bool = False
@@ -304,7 +305,7 @@ class PolicyAgent:
         self.policy.replay.check(batch)
         rows = pack(batch, members, self.row_tokens, self.packing)
         aggregation = "session_mean" if self.rule.algorithm == "dpo" else self.rule.aggregation
-        weights = batch.weights(members, aggregation, self.rule.session_tokens)
+        weights = step_weights(batch, members, self.rule, aggregation, self.rule.session_tokens)
         gauges = Gauges()
         own = self.world.own(rows, self.policy.operations)
 
@@ -317,12 +318,12 @@ class PolicyAgent:
         for number, ((row, counts), data) in enumerate(ahead(own, prepare), 1):
             self.policy.sync_gradients(is_wanted=number == len(own))
             with self._reporting_memory(batch, row):
-                tokens = self._tokens(data)
-                loss = self._loss.of(tokens)
+                tokens, imported = parts(self._tokens(data), data.is_imported)
+                loss = self._loss.of(tokens) + imported_loss(imported, self.rule)
                 # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
                 ((loss + self._critic_loss(tokens)) * self.world.num_averaged).backward()  # type: ignore[no-untyped-call]
             if counts:
-                gauges.observe(tokens, loss, data.on_policy, self.rule)
+                gauges.observe(tokens, loss, data.on_policy_sampled, self.rule, imported)
         self._loss.agree(self.world)
         gauges.reduce(self.world)
         return gauges

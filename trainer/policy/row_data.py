@@ -30,6 +30,13 @@ class RowData:
     chosen: Tensor
     on_policy: Tensor
     """True where trainer and engine are compared. [m]"""
+    is_imported: Tensor | None
+    """True for tokens of imported sessions that are mixed in; None where the batch has none. [m]"""
+
+    @property
+    def on_policy_sampled(self) -> Tensor:
+        """`on_policy` without the imported tokens."""
+        return self.on_policy if self.is_imported is None else self.on_policy[~self.is_imported]
 
 
 def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
@@ -73,4 +80,5 @@ def row_data(
         pair=present(pair),
         chosen=present(np.array(batch.chosen)[members]),
         on_policy=present(table.on_policy[row.token] & is_first),
+        is_imported=column(table.experience >= batch.num_sampled if batch.has_imported else None),
     )

@@ -56,6 +56,13 @@ def close_stalled_groups(
     return list(conn.execute(change.returning(groups.c.group_id)).scalars())
 
 
+def imported_groups(conn: sa.Connection) -> list[int]:
+    """Return the keys of the complete groups of imported sessions, oldest first; dropped groups are left out."""
+    unusable = (GroupStatus.OPEN.value, GroupStatus.DROPPED.value)
+    wanted = sa.select(groups.c.group_pk).where(groups.c.imported.is_not(None), groups.c.status.not_in(unusable))
+    return list(conn.execute(wanted.order_by(groups.c.group_pk)).scalars())
+
+
 def join(conn: sa.Connection, session: Session) -> int:
     """Count the session in its group, and create the group with its first session; return the group's key."""
     new = _new_group(session)
