@@ -18,12 +18,14 @@ from typing import Any
 
 import transformers
 from learner import GOOD, POOR, Outcome, learn, warmed_model
-from recipes import RECIPES, ROOT, TINY_ALONE
+from recipes import CPU_SECONDS, OTHER_CPU_SECONDS, RECIPES, ROOT, TINY_ALONE, TINY_CPU_SECONDS
 from tiny import learn_tiny
 
 from turnwise.types import Json
 
 SEEDS = (0, 1, 2)
+TINY_RULE = {name for name, recipe in RECIPES.items() if recipe.teachers or recipe.num_imported}
+"""Recipes with teachers or imported sessions that know the tiny task's rule."""
 HEADER = ("algorithm", "seed", "held-out", "updates", "sessions", "sampled tokens", "staleness", "CPU s", "")
 
 
@@ -35,6 +37,9 @@ def main() -> int:
         name for name, recipe in RECIPES.items() if not (recipe.coin if options.tiny else name in TINY_ALONE)
     ]
     seeds = options.seed or list(SEEDS)
+    print(_estimate(names, len(seeds), is_tiny=options.tiny), flush=True)
+    if options.estimate:
+        return 0
     outcomes: list[Outcome] = []
     for name, seed in itertools.product(names, seeds):
         outcomes.append(_run(name, seed, options))
@@ -55,13 +60,21 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=JSON", help="of the trainer")
     parser.add_argument("--max-updates", type=int, help="instead of the recipe's own")
     parser.add_argument("--models", type=Path, default=ROOT / "runs/learning", help="where warmed models are kept")
+    parser.add_argument("--estimate", action="store_true", help="print how long the runs will take, and end")
     parser.add_argument("--json", type=Path, help="write the outcomes there, after each run")
     options = parser.parse_args()
     if not options.all and not options.algorithm:
         parser.error("say which --algorithm, or --all")
-    if not options.tiny and any(RECIPES[name].has_teacher for name in options.algorithm or ()):
-        parser.error("the teacher knows the rule of the tiny task alone: add --tiny")
+    if not options.tiny and any(name in TINY_RULE for name in options.algorithm or ()):
+        parser.error("teachers and imported sessions know the rule of the tiny task alone: add --tiny")
     return options
+
+
+def _estimate(names: list[str], num_seeds: int, *, is_tiny: bool) -> str:
+    """Return how long the runs will take, from earlier runs."""
+    each = [TINY_CPU_SECONDS if is_tiny else CPU_SECONDS.get(name, OTHER_CPU_SECONDS) for name in names]
+    num_runs, minutes = len(names) * num_seeds, sum(each) * num_seeds / 60
+    return f"{num_runs} runs, about {minutes:.0f} CPU minutes on one core"
 
 
 def _setting(text: str) -> tuple[str, Any]:

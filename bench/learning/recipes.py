@@ -38,8 +38,11 @@ class Recipe:
     max_updates: int = 48
     tiny: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of the tiny task that override the recipe's."""
-    has_teacher: bool = False
-    """Whether a teacher that knows the rule is served, and all rewards are 0; for the tiny task alone."""
+    teachers: tuple[str, ...] = ()
+    """The classes that each teacher knows, as digits; with teachers all rewards are 0. For the tiny task alone."""
+    num_imported: int = 0
+    """Imported groups in the ledger: a session of right tokens, and for DPO one of random tokens. For the tiny task
+    alone."""
 
 
 CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}
@@ -72,7 +75,14 @@ RECIPES = {
     "kl_reward": Recipe(settings={"kl_coef": 0.003, "kl_in": "reward"}),
     "overlong": Recipe(settings={"overlong_tokens": 80, "overlong_buffer": 40, "overlong_mask": True}),
     "sft": Recipe(settings={"algorithm": "sft"}, tiny={"sft_min_reward": 0.5}),
-    "teacher": Recipe(settings={"estimator": "teacher"}, has_teacher=True),
+    "teacher": Recipe(settings={"estimator": "teacher"}, teachers=("1234",)),
+    "two_teachers": Recipe(settings={"estimator": "teacher"}, teachers=("12", "34")),
+    "chord": Recipe(
+        settings={"mix_imported": "sft", "mix_mu": 0.5, "mix_mu_end": 0.05, "mix_decay_batches": 20},
+        num_imported=64,
+    ),
+    "chord_phi": Recipe(settings={"mix_imported": "sft", "mix_mu": 0.5, "mix_phi": True}, num_imported=64),
+    "mixed_dpo": Recipe(settings={"mix_imported": "dpo", "mix_mu": 0.3}, num_imported=64),
     "dpo": Recipe(settings={"algorithm": "dpo", "learning_rate": 1e-4}),
     "replay": Recipe(
         settings=CALM
@@ -88,6 +98,24 @@ RECIPES = {
     "coin_step_wise": Recipe(settings={}, coin=True, credit=Credit.STEP_WISE),
     "coin_propagate": Recipe(settings={}, coin=True, credit=Credit.PROPAGATE, learns=False, max_updates=32),
 }
+
+CPU_SECONDS = {
+    "grpo": 65,
+    "rloo": 67,
+    "reinforce_pp": 85,
+    "gspo": 65,
+    "cispo": 78,
+    "dr_grpo": 78,
+    "sapo": 70,
+    "topr": 54,
+    "decoupled": 50,
+    "replay": 85,
+    "coin_step_wise": 76,
+    "coin_propagate": 104,
+}
+"""Mean of a run on the demo's task, as printed in docs/training.md."""
+OTHER_CPU_SECONDS = 100
+TINY_CPU_SECONDS = 10
 
 TINY_ALONE = {
     "gae_head",
@@ -106,5 +134,9 @@ TINY_ALONE = {
     "sft",
     "dpo",
     "teacher",
+    "two_teachers",
+    "chord",
+    "chord_phi",
+    "mixed_dpo",
 }
 """Recipes that were measured on the tiny task alone; without `--tiny`, `--all` leaves them out."""

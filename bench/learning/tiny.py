@@ -8,6 +8,7 @@ chance is 0.25. Held-out prompts have random tokens that no training prompt has.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trainer.loop.off_policy import OffPolicyWorkflow
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.settings import TrainerSettings
+from turnwise.chains import IMPORTED
 from turnwise.store import ledger, policies
 from turnwise.store.database import Database
-from turnwise.types import Json, Reward, Session, Turn
+from turnwise.types import IMPORT, Credit, Json, Reward, Session, Turn
+from turnwise.types import Outcome as TurnOutcome
 
 RANDOM_TOKENS = {"train": range(8, 40), "eval": range(40, 48)}
 NUM_TURNS = 2
@@ -51,6 +54,14 @@ SETTINGS: dict[str, Any] = {
     "row_tokens": 1024,
     "progress": False,
 }
+AS_IMPORTED: dict[str, Any] = {
+    "outcome": TurnOutcome.UNTRAINABLE,
+    "reason": IMPORTED,
+    "logprobs": np.zeros(0, np.float32),
+    "policy_version_first": -1,
+    "policy_version_last": -1,
+}
+"""Fields of a turn whose reply no policy sampled."""
 OWN = ("learning_rate", "max_grad_norm", "groups_per_batch", "buffer_groups", "buffer_min_groups")
 """Settings of a recipe that depend on the size of the task, and are not taken over from the demo's task."""
 
@@ -71,31 +82,58 @@ class TinyRun:
         self._random = np.random.default_rng(seed)
         self._torch = torch.Generator().manual_seed(seed)
         self._has_rewards = has_rewards
+        self.credit = Credit.PROPAGATE
         self.num_sessions = 0
         self._num_groups = 0
         self._follow()
 
     def play_groups(self) -> None:
         """Play the next training tasks, each with a whole group, and store sessions, turns and rewards."""
-        prompts = [prompt for prompt in self._prompts("train", GROUPS) for _ in range(GROUP_SIZE)]
-        replies, logprobs = self._play(prompts)
-        rewards = _rewards(prompts, replies) if self._has_rewards else [0.0] * len(prompts)
+        prompts = [prompt for prompt in self.prompts("train", GROUPS) for _ in range(GROUP_SIZE)]
+        replies, logprobs = self.play(prompts)
+        names = [f"{self._num_groups + index // GROUP_SIZE}-{index % GROUP_SIZE}" for index in range(len(prompts))]
+        rewards = self.reward_lines(names, prompts, replies)
         with self.db.write() as conn:
             for index, prompt in enumerate(prompts):
                 group, run = self._num_groups + index // GROUP_SIZE, index % GROUP_SIZE
                 session = Session(
                     session_id=f"{group}-{run}",
-                    task_id=f"t{group}",
+                    task_id=f"class-{prompt[0]}-{group}",
                     run=run,
                     group_id=f"g{group}",
                     group_size=GROUP_SIZE,
+                    credit=self.credit,
                 )
                 ledger.create_session(conn, session)
-                ledger.append_turns(conn, self._turns(session.session_id, prompt, replies[index], logprobs[index]))
-                ledger.add_rewards(conn, [Reward(session_id=session.session_id, value=rewards[index])])
-                ledger.end_session(conn, session.tenant, session.session_id)
+                ledger.append_turns(conn, self.turns_of(session.session_id, prompt, replies[index], logprobs[index]))
+            ledger.add_rewards(conn, rewards)
+            for name in names:
+                ledger.end_session(conn, "default", name)
         self._num_groups += GROUPS
         self.num_sessions += len(prompts)
+
+    def reward_lines(self, names: Sequence[str], prompts: Sequence[list[int]], replies: np.ndarray) -> list[Reward]:
+        """Return the rewards of new sessions: the share of right tokens; 0 for a run that has none."""
+        values = rewards_of(prompts, replies) if self._has_rewards else [0.0] * len(prompts)
+        return [Reward(session_id=name, value=value) for name, value in zip(names, values, strict=True)]
+
+    def store_imported(self, num_groups: int, *, is_paired: bool) -> None:
+        """Store imported sessions of right tokens, each in a group with one of random tokens if `is_paired`."""
+        shape = (num_groups, NUM_TURNS, REPLY_TOKENS)
+        prompts = self.prompts("train", num_groups)
+        classes = np.array([prompt[0] for prompt in prompts])[:, None, None] % NUM_CLASSES
+        right = self._random.integers(2, VOCABULARY // NUM_CLASSES, shape) * NUM_CLASSES + classes
+        replies = [right, self._random.integers(8, VOCABULARY, shape)] if is_paired else [right]
+        with self.db.write() as conn:
+            for group, prompt in enumerate(prompts):
+                for number, tokens in enumerate(replies):
+                    name = f"imported-{group}-{number}"
+                    in_group = {"group_id": f"imported-{group}", "group_size": len(replies), "run": number}
+                    ledger.create_session(conn, Session(session_id=name, opened_by=IMPORT, **in_group))
+                    turns = self.turns_of(name, prompt, tokens[group], np.zeros(shape[1:]))
+                    ledger.append_turns(conn, [dataclasses.replace(turn, **AS_IMPORTED) for turn in turns])
+                    ledger.add_rewards(conn, [Reward(session_id=name, value=1.0 - number)])
+                    ledger.end_session(conn, "default", name)
 
     def update(self) -> Json:
         """Train on one batch and sample from the new version; return the batch's gauges."""
@@ -105,8 +143,8 @@ class TinyRun:
 
     def evaluate(self, count: int = NUM_EVAL_SESSIONS) -> float:
         """Return the mean reward of held-out prompts; nothing is stored."""
-        prompts = self._prompts("eval", count)
-        return float(np.mean(_rewards(prompts, self._play(prompts)[0])))
+        prompts = self.prompts("eval", count)
+        return float(np.mean(rewards_of(prompts, self.play(prompts)[0])))
 
     def close(self) -> None:
         """Close the ledger."""
@@ -118,52 +156,57 @@ class TinyRun:
         with self.db.read() as conn:
             newest = policies.newest_policy(conn)
         assert newest is not None, "the trainer publishes version 0 at its start"
-        self._version = newest.version
+        self.version = newest.version
         self._model = AutoModelForCausalLM.from_pretrained(newest.path, dtype=torch.float32).eval()
 
-    def _prompts(self, split: str, count: int) -> list[list[int]]:
+    def prompts(self, split: str, count: int) -> list[list[int]]:
+        """Return new prompts: a class and a random token of the split."""
         classes = self._random.integers(1, NUM_CLASSES + 1, count)
         others = self._random.choice(RANDOM_TOKENS[split], count)
         return [[int(which), int(other)] for which, other in zip(classes, others, strict=True)]
 
-    @torch.inference_mode()
-    def _play(self, prompts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    def play(self, prompts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the sampled tokens of each session and their logprobs, [B, turns, reply tokens] each."""
-        tokens = torch.tensor(prompts)
+        tokens = np.array(prompts)
         replies, logprobs = [], []
-        for turn in range(NUM_TURNS):
-            for _ in range(REPLY_TOKENS):
-                log_p = torch.log_softmax(self._model(tokens).logits[:, -1], -1)
-                sampled = torch.multinomial(log_p.exp(), 1, generator=self._torch)
-                replies.append(sampled)
-                logprobs.append(log_p.gather(1, sampled))
-                tokens = torch.cat([tokens, sampled], 1)
-            tokens = torch.cat([tokens, torch.full((len(tokens), 1), _between(turn))], 1)
-        shape = (len(prompts), NUM_TURNS, REPLY_TOKENS)
-        return torch.cat(replies, 1).numpy().reshape(shape), torch.cat(logprobs, 1).numpy().reshape(shape)
-
-    def _turns(self, session_id: str, prompt: list[int], replies: np.ndarray, logprobs: np.ndarray) -> list[Turn]:
-        turns: list[Turn] = []
-        length = 0
         for number in range(NUM_TURNS):
-            fresh = prompt if not turns else [_between(number - 1)]
-            length += len(fresh)
-            turns.append(
-                Turn(
-                    turn_id=f"{session_id}-t{number}",
-                    session_id=session_id,
-                    parent_turn_id=turns[-1].turn_id if turns else None,
-                    chain_id=f"{session_id}-t0",
-                    prompt_delta=np.array(fresh, np.int32),
-                    prompt_length=length,
-                    token_ids=replies[number].astype(np.int32),
-                    logprobs=logprobs[number].astype(np.float32),
-                    policy_version_first=self._version,
-                    policy_version_last=self._version,
-                )
-            )
-            length += REPLY_TOKENS
-        return turns
+            reply, reply_logprobs = self.sample(tokens)
+            replies.append(reply)
+            logprobs.append(reply_logprobs)
+            tokens = np.hstack([tokens, reply, np.full((len(tokens), 1), between(number))])
+        return np.stack(replies, 1), np.stack(logprobs, 1)
+
+    @torch.inference_mode()
+    def sample(self, prompts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return a reply to each prompt and its logprobs under the newest version, [B, reply tokens] each."""
+        tokens, logprobs = torch.from_numpy(prompts), []
+        for _ in range(REPLY_TOKENS):
+            log_p = torch.log_softmax(self._model(tokens).logits[:, -1], -1)
+            sampled = torch.multinomial(log_p.exp(), 1, generator=self._torch)
+            logprobs.append(log_p.gather(1, sampled))
+            tokens = torch.cat([tokens, sampled], 1)
+        return tokens[:, -REPLY_TOKENS:].numpy(), torch.cat(logprobs, 1).numpy()
+
+    def turns_of(self, session_id: str, prompt: list[int], replies: np.ndarray, logprobs: np.ndarray) -> list[Turn]:
+        """Return the turns of a session that the newest version sampled."""
+        return [
+            self.turn(session_id, number, prompt, replies[number], logprobs[number]) for number in range(len(replies))
+        ]
+
+    def turn(self, session_id: str, number: int, prompt: list[int], reply: np.ndarray, logprobs: np.ndarray) -> Turn:
+        """Return a turn of a session that the newest version sampled; the first one has the session's prompt."""
+        return Turn(
+            turn_id=f"{session_id}-t{number}",
+            session_id=session_id,
+            parent_turn_id=f"{session_id}-t{number - 1}" if number else None,
+            chain_id=f"{session_id}-t0",
+            prompt_delta=np.array([between(number - 1)] if number else prompt, np.int32),
+            prompt_length=len(prompt) + number * (REPLY_TOKENS + 1),
+            token_ids=reply.astype(np.int32),
+            logprobs=logprobs.astype(np.float32),
+            policy_version_first=self.version,
+            policy_version_last=self.version,
+        )
 
 
 def make_model(directory: Path, seed: int) -> Path:
@@ -198,10 +241,14 @@ def learn_tiny(
         key: value for key, value in (recipe.settings | recipe.tiny).items() if key not in OWN or key in recipe.tiny
     }
     with contextlib.ExitStack() as stack:
-        if recipe.has_teacher:
-            settings["teachers"] = [{"url": stack.enter_context(serving_teacher()), "model": "teacher"}]
-        run = TinyRun(settings, seed, directory, has_rewards=not recipe.has_teacher)
+        if recipe.teachers:
+            settings["teachers"] = [
+                {"url": stack.enter_context(serving_teacher(known)), "model": "teacher", "tasks": f"class-[{known}]-*"}
+                for known in recipe.teachers
+            ]
+        run = TinyRun(settings, seed, directory, has_rewards=not recipe.teachers)
         stack.callback(run.close)
+        run.store_imported(recipe.num_imported, is_paired=settings.get("mix_imported") == "dpo")
         outcome = Outcome(name=name, seed=seed, before=run.evaluate())
         run.play_groups()
         staleness: list[float] = []
@@ -224,12 +271,13 @@ def learn_tiny(
     return outcome
 
 
-def _between(turn: int) -> int:
+def between(turn: int) -> int:
     """Return the prompt token between a turn and the next."""
     return 5 + turn
 
 
-def _rewards(prompts: Sequence[list[int]], replies: np.ndarray) -> list[float]:
+def rewards_of(prompts: Sequence[list[int]], replies: np.ndarray) -> list[float]:
+    """Return the share of right tokens of each session. `replies` [B, turns, reply tokens]."""
     classes = np.array([prompt[0] for prompt in prompts])[:, None, None]
     rewards: list[float] = (replies % NUM_CLASSES == classes % NUM_CLASSES).mean((1, 2)).tolist()
     return rewards
