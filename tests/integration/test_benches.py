@@ -29,6 +29,12 @@ def test_a_session_of_100_turns_stores_little_more_than_its_new_tokens():
     assert len(re.findall(r" 50\.5×", printed.replace("  ", " "))) == 4
 
 
+def test_queries_of_a_small_tenant_and_of_the_trainer_do_not_grow_with_the_data_of_others():
+    """The bench itself fails if one does; it counts the instructions that SQLite executes."""
+    printed = run("large_store.py", "--turns", "20000", "80000")
+    assert printed.count("instructions") >= 2 * 15
+
+
 @pytest.mark.slow
 def test_open_sessions_take_no_more_than_their_share_of_300_megabytes():
     run("memory.py", "--sessions", "2000")

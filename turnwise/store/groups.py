@@ -44,14 +44,17 @@ def close_stalled_groups(
     """
     since = to_micros(inactive_since)
     active = sa.exists().where(sessions.c.group_pk == groups.c.group_pk, sessions.c.last_active_at >= since)
-    stalled = sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at < since, ~active)
+    is_open = groups.c.status == GroupStatus.OPEN.value
     if policy == "train":
+        # Groups that agents gave up stay open without a finished session, and most open groups may be such ones. With
+        # the sum the databases search by `num_finished`, not by `last_active_at`, and pass over them.
         change = (
             sa.update(groups)
-            .where(stalled, groups.c.num_finished > 0)
+            .where(is_open, groups.c.num_finished > 0, groups.c.last_active_at + 0 < since, ~active)
             .values(status=GroupStatus.READY.value, ready_at=to_micros(now or utc_now()), reason="stalled")
         )
     else:
+        stalled = sa.and_(is_open, groups.c.last_active_at < since, ~active)
         change = sa.update(groups).where(stalled).values(status=GroupStatus.DROPPED.value, reason="stalled")
     return list(conn.execute(change.returning(groups.c.group_id)).scalars())
 

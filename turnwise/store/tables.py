@@ -182,6 +182,7 @@ groups = sa.Table(
     sa.Index("ix_groups_update", "update_id"),
     sa.Index("ix_groups_tenant", "tenant", "status"),
     sa.Index("ix_groups_activity", "status", "last_active_at"),
+    sa.Index("ix_groups_finished", "status", "num_finished"),
 )
 """The unit of claiming. A session without a group id has a group of size 1 with the session's id. `imported` is 1 for
 groups of imported sessions, which only SFT and DPO train; null otherwise."""

@@ -72,6 +72,7 @@ ASKS: dict[str, Ask] = {
     "updates": lambda c: trained.list_updates(c, "t"),
     "last updates of sessions": lambda c: trained.last_updates(c, "t", ["s"]),
     "claimable groups": claims.num_claimable,
+    "the oldest version in flight": lambda c: claims.oldest_version_in_flight(c, NOW - WEEK),
     "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
     "versions of an evaluation": lambda c: evaluations.versions_sampled(c, [("t", "s")]),
     "the newest eval sessions": lambda c: queries.sessions(c, SessionFilter(split=Split.EVAL), limit=10),

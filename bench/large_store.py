@@ -1,0 +1,293 @@
+"""Measure queries on a store with many turns: `python bench/large_store.py [--turns 10000 100000 1000000] [--url URL]`.
+
+Fills a store with that many turns in sessions of 33 turns, of 20 tenants, in groups of eight. One tenant is small: it
+has the same 24 sessions in a store of any size. Most groups are trained, some are dropped, and some were given up by
+their agents and are still open. Rows are packed as the proxy's writing process packs them.
+
+Printed for each size: the CPU time of the queries behind the routes, the dashboard and the trainer's polling, and on
+SQLite the instructions of its virtual machine, a count that does not depend on the machine. Exits with status 1 if the
+count of any query of the small tenant, or of the trainer's polling, grows with the data of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import sqlalchemy as sa
+
+from turnwise.store import changes, claims, experiences, groups, ledger, queries, rows, search, tables
+from turnwise.store.database import Database, to_micros
+from turnwise.store.experiences import SessionFilter
+from turnwise.store.search import Contents
+from turnwise.store.statements import insert_rows
+from turnwise.types import GroupStatus, Outcome, Reward, Session, SessionStatus, Turn, utc_now
+
+TURNS_PER_SESSION = 33
+GROUP_SIZE = 8
+NUM_TENANTS = 20
+SMALL, LARGE = "tenant-0", "tenant-1"
+SMALL_SESSIONS = 3 * GROUP_SIZE
+GIVEN_UP_EVERY, DROPPED_EVERY = 4, 7
+"""Of the groups of large tenants, one in so many."""
+BATCH_GROUPS = 16
+REPEATS = 5
+MOST_GROWTH = 1.25
+"""Of the count of instructions, from the smallest store to the largest: indexes become deeper."""
+START = utc_now() - datetime.timedelta(days=30)
+HOUR = datetime.timedelta(hours=1)
+Query = Callable[[sa.Connection], Any]
+
+
+class Page(NamedTuple):
+    """A query, and whether the rows that it reads are independent of the size of the store."""
+
+    query: Query
+    is_bounded: bool = True
+
+
+def small_group(number: int) -> str:
+    """Return the id of a group of the small tenant."""
+    return f"{SMALL}-{number}"
+
+
+PAGES = {
+    "the counts of a small tenant (/v1/counts)": Page(lambda c: queries.counts(c, SMALL)),
+    "the counts of a large tenant": Page(lambda c: queries.counts(c, LARGE), is_bounded=False),
+    "a page of sessions of a small tenant": Page(lambda c: queries.sessions(c, SessionFilter(tenant=SMALL))),
+    "a page of sessions of a large tenant": Page(lambda c: queries.sessions(c, SessionFilter(tenant=LARGE), limit=20)),
+    "open sessions of a small tenant": Page(
+        lambda c: queries.sessions(c, SessionFilter(tenant=SMALL, status=SessionStatus.OPEN))
+    ),
+    "a group": Page(lambda c: queries.sessions(c, SessionFilter(tenant=SMALL, group_id=small_group(0)))),
+    "a search of a small tenant": Page(
+        lambda c: search.search_sessions(c, SessionFilter(tenant=SMALL), Contents(outcome=Outcome.ERROR))
+    ),
+    "the changes of a small tenant": Page(lambda c: changes.read_state(c, SMALL)),
+    "a session's turns": Page(lambda c: queries.turns(c, SMALL, f"{small_group(1)}-0")),
+    "the experiences of a session": Page(
+        lambda c: list(experiences.experiences(c, SessionFilter(tenant=SMALL, session_id=f"{small_group(1)}-0")))
+    ),
+    "the experiences of a group": Page(
+        lambda c: list(experiences.experiences(c, SessionFilter(tenant=SMALL, group_id=small_group(1))))
+    ),
+    "claimable groups": Page(claims.num_claimable),
+    "idle sessions to expire": Page(lambda c: ledger.expire_idle_sessions(c, START - HOUR)),
+    "stalled groups to train": Page(lambda c: groups.close_stalled_groups(c, utc_now() - HOUR)),
+    "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
+    "unfinished groups for /metrics": Page(queries.unfinished_groups, is_bounded=False),
+}
+
+
+def turns_of(session_pk: int, turn_ids: list[str], templates: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a session's chain."""
+    for seq, template in enumerate(templates):
+        parent_id = turn_ids[seq - 1] if seq else None
+        yield {
+            **template,
+            "session_pk": session_pk,
+            "turn_id": turn_ids[seq],
+            "parent_turn_id": parent_id,
+            "chain_id": turn_ids[0],
+        }
+
+
+def turn_templates() -> list[dict[str, Any]]:
+    """Return the rows of the turns of a session, without ids: ten tokens in, five out."""
+    return [
+        rows.turn_row(
+            Turn(
+                turn_id="",
+                session_id="",
+                chain_id="",
+                seq=seq,
+                step=seq,
+                model="bench",
+                messages=[{"role": "user", "content": f"Question {seq}."}],
+                response={"role": "assistant", "content": f"Answer {seq}."},
+                prompt_delta=np.arange(10, dtype=np.int32),
+                prompt_length=15 * seq + 10,
+                token_ids=np.arange(5, dtype=np.int32),
+                logprobs=np.full(5, -0.5, np.float32),
+                finish_reason="stop",
+                history_digest=seq.to_bytes(8, "big"),
+                created_at=START,
+            ),
+            0,
+        )
+        for seq in range(TURNS_PER_SESSION)
+    ]
+
+
+class Group(NamedTuple):
+    """A group to store."""
+
+    tenant: str
+    number: int
+    """Among the groups of its tenant."""
+    status: GroupStatus
+
+
+def all_groups(num_turns: int) -> Iterator[Group]:
+    """Yield the groups of a store of that many turns; those of the small tenant lie between those of the others."""
+    num_groups = max(SMALL_SESSIONS // GROUP_SIZE + NUM_TENANTS, num_turns // TURNS_PER_SESSION // GROUP_SIZE)
+    num_small = SMALL_SESSIONS // GROUP_SIZE
+    places = {num_groups * number // num_small: number for number in range(num_small)}
+    counts = dict.fromkeys(range(1, NUM_TENANTS), 0)
+    for place, tenant in zip(range(num_groups), itertools.cycle(counts), strict=False):
+        if place in places:
+            yield Group(SMALL, places[place], GroupStatus.TRAINED)
+            continue
+        number = counts[tenant]
+        counts[tenant] += 1
+        status = GroupStatus.DROPPED if number % DROPPED_EVERY == 1 else GroupStatus.TRAINED
+        yield Group(f"tenant-{tenant}", number, GroupStatus.OPEN if number % GIVEN_UP_EVERY == 1 else status)
+
+
+def fill(database: Database, num_turns: int) -> int:
+    """Fill an empty store; return its number of turns."""
+    templates, group_pk = turn_templates(), 0
+    pending = all_groups(num_turns)
+    while batch := list(itertools.islice(pending, BATCH_GROUPS)):
+        with database.write() as connection:
+            for group in batch:
+                group_pk += 1
+                store_group(connection, group, group_pk, templates)
+    return group_pk * GROUP_SIZE * TURNS_PER_SESSION
+
+
+def store_group(connection: sa.Connection, group: Group, group_pk: int, templates: list[dict[str, Any]]) -> None:
+    """Store a group with its sessions, turns, rewards and training."""
+    is_over = group.status is not GroupStatus.OPEN
+    group_id = f"{group.tenant}-{group.number}"
+    first_pk = (group_pk - 1) * GROUP_SIZE + 1
+    members = [
+        Session(session_id=f"{group_id}-{run}", tenant=group.tenant, run=run, group_id=group_id, created_at=START)
+        for run in range(GROUP_SIZE)
+    ]
+    store = {
+        "group_pk": group_pk,
+        "tenant": group.tenant,
+        "group_id": group_id,
+        "group_size": GROUP_SIZE,
+        "status": group.status.value,
+        "num_sessions": GROUP_SIZE,
+        "num_finished": GROUP_SIZE if is_over else 0,
+        "last_active_at": to_micros(START),
+        "fencing_token": 0,
+    }
+    insert_rows(connection, tables.groups, [store])
+    stored = {
+        "num_turns": TURNS_PER_SESSION,
+        "num_chains": 1,
+        "num_rewards": int(is_over),
+        # Agents that were given up leave sessions that have expired without a reward.
+        "status": (SessionStatus.ENDED if is_over else SessionStatus.EXPIRED).value,
+        "ended_at": to_micros(START),
+    }
+    pks = range(first_pk, first_pk + GROUP_SIZE)
+    new = [
+        {**rows.session_row(member, group_pk), **stored, "session_pk": pk}
+        for pk, member in zip(pks, members, strict=True)
+    ]
+    insert_rows(connection, tables.sessions, new)
+    for pk, member in zip(pks, members, strict=True):
+        turn_ids = [f"chatcmpl-{member.session_id}-{seq}" for seq in range(TURNS_PER_SESSION)]
+        insert_rows(connection, tables.turns, list(turns_of(pk, turn_ids, templates)))
+    if is_over:
+        lines = [Reward(session_id="", value=float(run % 2), created_at=START) for run in range(GROUP_SIZE)]
+        insert_rows(
+            connection, tables.rewards, [rows.reward_row(line, pk) for pk, line in zip(pks, lines, strict=True)]
+        )
+    if group.status is GroupStatus.TRAINED:
+        trained = {"update_id": group_pk, "policy_version": 1, "advantages": "{}"}
+        insert_rows(connection, tables.trained_sessions, [{"session_pk": pk, **trained} for pk in pks])
+
+
+def num_instructions(connection: sa.Connection, query: Query) -> int | None:
+    """Return the instructions of SQLite's virtual machine that a query takes; None on PostgreSQL."""
+    if connection.dialect.name != "sqlite":
+        return None
+    count = itertools.count()
+    driver: Any = connection.connection.driver_connection
+    driver.set_progress_handler(lambda: next(count) and 0, 1)
+    query(connection)
+    driver.set_progress_handler(None, 0)
+    return next(count)
+
+
+def measured(database: Database, query: Query) -> tuple[float, int | None]:
+    """Return a query's milliseconds, the least of some runs, and its instructions; undo what it changes.
+
+    On SQLite it is the CPU time, because the query runs in this process.
+    """
+    clock = time.thread_time if database.dialect == "sqlite" else time.perf_counter
+    spent = []
+    with contextlib.suppress(_UndoneError), database.write() as connection:
+        for _ in range(REPEATS):
+            started = clock()
+            query(connection)
+            spent.append(clock() - started)
+        counted = num_instructions(connection, query)
+        raise _UndoneError
+    return min(spent) * 1e3, counted
+
+
+class _UndoneError(Exception):
+    """Ends a transaction without a commit."""
+
+
+@contextlib.contextmanager
+def filled_store(url: str | None, num_turns: int) -> Iterator[Database]:
+    """Open a store of that many turns: a new SQLite file, or the empty database of the URL, which is emptied after."""
+    with tempfile.TemporaryDirectory() as directory:
+        database = Database(url or f"sqlite:///{directory}/large.db")
+        database.upgrade()
+        started = time.perf_counter()
+        num_stored = fill(database, num_turns)
+        print(f"\n{num_stored:,} turns, filled in {time.perf_counter() - started:.0f} s", flush=True)
+        try:
+            yield database
+        finally:
+            if url is not None:
+                with database.write() as connection:
+                    for table in reversed(tables.metadata.sorted_tables):
+                        connection.execute(sa.delete(table))
+            database.close()
+
+
+def main() -> int:
+    """Print the figures of each size; return 1 if a query that must not grow does."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--url", help="an empty PostgreSQL database; by default new SQLite files")
+    given = parser.parse_args()
+    counts: dict[str, list[int]] = {name: [] for name in PAGES}
+    for num_turns in sorted(given.turns):
+        with filled_store(given.url, num_turns) as database:
+            for name, page in PAGES.items():
+                milliseconds, counted = measured(database, page.query)
+                shown = "" if counted is None else f"{counted:12,} instructions"
+                print(f"  {name:45}{milliseconds:9.2f} ms{shown}", flush=True)
+                if counted is not None:
+                    counts[name].append(counted)
+    grown = [
+        name
+        for name, page in PAGES.items()
+        if page.is_bounded and counts[name] and counts[name][-1] > MOST_GROWTH * counts[name][0]
+    ]
+    for name in grown:
+        print(f"GROWS with the data of others: {name}: {counts[name]} instructions", flush=True)
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
