@@ -1,7 +1,5 @@
 """A fake engine as a process that breaks during a reload, as the name of the directory requests.
 
-    python breakable_engine.py PORT [WORD=WHAT ...]
-
 A directory with WORD in its path makes the engine do WHAT while it loads it: `die` at once, `die_late` after a second,
 `hang`, or `refuse`. Everything else it does as `turnwise fake-engine` does.
 """
@@ -9,13 +7,16 @@ A directory with WORD in its path makes the engine do WHAT while it loads it: `d
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from turnwise.processes.supervisor import is_ready
+
+if TYPE_CHECKING:
+    from support.warm_commands import WarmProcess
 
 START_SECONDS = 30.0
 LATE_SECONDS = 1.0
@@ -27,11 +28,14 @@ class BreakableEngine:
 
     def __init__(self, port: int, **faults: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self._argv = [sys.executable, __file__, str(port), *(f"{word}={what}" for word, what in faults.items())]
+        self._arguments = [str(port), *(f"{word}={what}" for word, what in faults.items())]
         self.process = self._started()
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(self._argv)
+    def _started(self) -> WarmProcess:
+        from support.commands import warm_commands
+
+        nowhere: Any = {"log": Path(os.devnull), "cwd": Path.cwd(), "environment": os.environ}
+        process = warm_commands().start(self._arguments, module=__name__, **nowhere)
         deadline = time.monotonic() + START_SECONDS
         while not is_ready(f"{self.url}/health"):
             assert process.poll() is None
@@ -69,5 +73,6 @@ def serve(port: int, faults: Mapping[str, str]) -> None:
     serve_fake(Script(pace_seconds=0.01), host="127.0.0.1", port=port)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run as a process; the arguments are `PORT [WORD=WHAT ...]`."""
     serve(int(sys.argv[1]), dict(argument.split("=") for argument in sys.argv[2:]))

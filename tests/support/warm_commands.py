@@ -25,9 +25,10 @@ from typing import IO, Any
 
 from support import warm_start
 
+CLI = "turnwise.commands.cli"
 IMPORTED = (
     "proxy.main",
-    "turnwise.commands.cli",
+    CLI,
     "turnwise.commands.preflight",
     "turnwise.commands.operate",
     "turnwise.processes.ports",
@@ -40,8 +41,10 @@ IMPORTED = (
     "transformers.models.auto.tokenization_auto",
     "uvicorn.lifespan.on",
     "uvloop",
+    "support.breakable_engine",
+    "turnwise.fake_engine.server",
 )
-"""What a proxy imports until it is ready."""
+"""What a proxy and a stand-in engine import until they are ready."""
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = f"import sys; sys.path[0] = {str(TESTS)!r}; from support.warm_commands import main; main()"
@@ -112,9 +115,13 @@ class WarmCommands:
         cwd: Path,
         environment: Mapping[str, str],
         errors: Path | None = None,
+        module: str = CLI,
     ) -> WarmProcess:
-        """Start `turnwise` with these arguments; its output is appended to the log, its stderr to `errors` if given."""
-        order = {"arguments": list(arguments), "log": str(log), "errors": str(errors or log)}
+        """Start `turnwise`, or another module's `main`, with these arguments.
+
+        The output is appended to the log, stderr to `errors` if given.
+        """
+        order = {"arguments": list(arguments), "log": str(log), "errors": str(errors or log), "module": module}
         order |= {"cwd": str(cwd), "environment": dict(environment)}
         with self._lock:
             _pipe(self._process.stdin).write(json.dumps(order).encode() + b"\n")
@@ -176,7 +183,7 @@ def become(order: dict[str, Any]) -> None:
     sys.argv = ["turnwise", *order["arguments"]]
     if order["arguments"][0] == "proxy" and "--workers" not in order["arguments"]:
         warm_start.fork_writing_process()
-    import_module("turnwise.commands.cli").main()
+    import_module(order["module"]).main()
 
 
 class Starter:
@@ -226,10 +233,10 @@ class Starter:
 
 def main() -> None:
     """Import what commands need, then start commands until stdin ends."""
-    sys.path.remove(str(TESTS))
     sys.modules["torch"] = None  # type: ignore[assignment]  # as `proxy.main` does
     for name in IMPORTED:
         import_module(name)
+    sys.path.remove(str(TESTS))
     # A process that has used the threads of tokenizers warns when it is forked, and its forks use one thread.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     warm_start.share_template()

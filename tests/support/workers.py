@@ -1,8 +1,8 @@
 """How pytest-xdist divides the tests among its workers: the tests of one file run in one worker, in their order.
 
 So the servers that a file's tests share start once. All files that use the shared vLLM form one group, so one worker
-starts it. That group runs first: it is the longest, and the other workers run the other files meanwhile. The files
-that import vLLM form another group.
+starts it. That group runs first: it is the longest, and the other workers run the other files meanwhile, those that
+take long first. The files that import vLLM form another group.
 
 `--dist loadgroup` has no effect with pytest 9.2 (pytest-dev/pytest-xdist issue 1386), so the scheduler is defined here.
 """
@@ -19,6 +19,20 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).parents[2]
 SHARED_ENGINE = "engine: RunningEngine"
 """The parameter of each test that uses the shared vLLM."""
+LONGEST_FIRST = (
+    "tests/chaos/test_chaos.py",
+    "tests/integration/test_page.py",
+    "tests/faults/test_kill.py",
+    "tests/unit/trainer/test_workflows.py",
+    "tests/faults/test_trainer_killed.py",
+    "tests/integration/test_workers.py",
+    "tests/conformance/test_originals.py",
+    "tests/integration/test_learning_bench.py",
+    "tests/faults/test_reload_faults.py",
+    "tests/integration/rollouts/test_run.py",
+    "tests/unit/trainer/test_divided.py",
+)
+"""Files that take longer than half a minute. If one of them began last, the other workers would wait for it."""
 IMPORTS_VLLM = frozenset({"tests/integration/test_staged_weights.py", "tests/integration/test_vllm_flags.py"})
 """Files whose tests import vLLM into their own process, which takes 10 seconds once per worker."""
 
@@ -51,5 +65,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the group of the shared vLLM first."""
-    items.sort(key=lambda item: not uses_shared_engine(item.path))
+    """Run the group of the shared vLLM first, then the longest files."""
+    items.sort(key=lambda item: rank(item.path))
+
+
+def rank(path: Path) -> int:
+    """Return the place of a file in the order of the run; files with the same one keep pytest's order."""
+    if uses_shared_engine(path):
+        return 0
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+    return 1 + (LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST))
