@@ -47,3 +47,22 @@ def test_an_array_that_cannot_be_read_does_not_cost_the_turn(start_proxy, monkey
         httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
     [view] = proxy.turns("s")
     assert (view.turn.outcome, view.turn.routed_experts) == ("exact", None)
+
+
+def test_a_streamed_turn_has_no_experts_and_is_trained_with_those_that_are_known(start_proxy):
+    """vLLM's chunks have no field for them."""
+    with running_fake_engine(Script(routed_layers=LAYERS)) as engine:
+        proxy = start_proxy(engine.url)
+        url, messages = f"{proxy.session_v1('s')}/chat/completions", [{"role": "user", "content": "Hello."}]
+        answer = httpx2.post(url, json={"model": "fake", "messages": messages}, timeout=60).raise_for_status()
+        messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+        body = {"model": "fake", "messages": messages, "stream": True}
+        with httpx2.stream("POST", url, json=body, timeout=60) as streamed:
+            assert b"routed_experts" not in streamed.read()
+    first, second = [view.turn for view in proxy.turns("s")]
+    assert (second.outcome, second.parent_turn_id, second.routed_experts) == ("exact", first.turn_id, None)
+    [chain] = merge_session([first, second])
+    assert chain.routed_experts is not None
+    num_routed = first.prompt_delta.size + first.token_ids.size - 1
+    assert (chain.routed_experts[:num_routed] >= 0).all()
+    assert (chain.routed_experts[num_routed:] == -1).all()
