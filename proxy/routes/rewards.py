@@ -122,9 +122,10 @@ def read_lines(raw: bytes) -> CheckedLines | None:
         except orjson.JSONDecodeError:
             return None
         except ValidationError as error:
-            raise RequestValidationError(
-                [{**each, "loc": ("body", start + int(each["loc"][0]), *each["loc"][1:])} for each in error.errors()]
-            ) from error
+            found = [
+                {**each, "loc": ("body", start + int(each["loc"][0]), *each["loc"][1:])} for each in error.errors()
+            ]
+            raise RequestValidationError(found, body=lines) from error
     return lines
 
 

@@ -69,7 +69,9 @@ def test_an_error_names_the_line_among_all_lines(http, index, bad):
     with pytest.raises(RequestValidationError) as error:
         read_lines(orjson.dumps(lines))
     assert {each["loc"][:2] for each in error.value.errors()} == {("body", index)}
-    assert http.post("/v1/rewards", json=lines).status_code == 422
+    refused = http.post("/v1/rewards", json=lines)
+    assert refused.status_code == 422
+    assert refused.json()["error"]["message"].startswith(f"`{index}.value`")
 
 
 @pytest.mark.parametrize("body", [b"[]", b'"x"', b"5", b"[{]", b'[{"session_id": "s", "value": NaN}]', b'{"value": 1}'])
