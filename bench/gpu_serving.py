@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from safetensors.torch import load_file
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.engine_plugin import BACKEND
 from turnwise.fake_engine.tokens import write_tokenizer
+from turnwise.processes import guard
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin, packages_problem
 from turnwise.processes.stack import command, free_port
 from turnwise.processes.supervisor import is_ready, tail_of
@@ -39,6 +41,7 @@ from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
 
 START_SECONDS = 300.0
+STOP_SECONDS = 10.0
 ACTIVE_SECONDS = 60.0
 MAX_TURNS = 16
 
@@ -175,9 +178,10 @@ def stand_in_argv(place: Path, port: int) -> list[str]:
 
 @contextlib.contextmanager
 def running(argv: list[str], url: str, log: Path) -> Iterator[None]:
-    """Run a server until the block ends."""
+    """Run a server until the block ends, or until this process is killed because its part takes too long."""
+    guarded = [sys.executable, "-I", "-S", str(guard.__file__), str(STOP_SECONDS), str(os.getpid()), *argv]
     with log.open("wb") as output:
-        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(guarded, stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not is_ready(url):
@@ -186,8 +190,8 @@ def running(argv: list[str], url: str, log: Path) -> Iterator[None]:
             time.sleep(0.1)
         yield
     finally:
-        os.killpg(process.pid, 15)
-        process.wait(30)
+        process.terminate()
+        process.wait(3 * STOP_SECONDS)
 
 
 def publish(database: Database, version: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from trainer.learning.optimizer import OptimizerRule, make_scheduler
 from trainer.learning.ratios import TrainedTokens
 from trainer.loop.state import Progress, State
 from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.parallel import World
+from trainer.policy import model
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from trainer.publish.checkpoint import Checkpoints
@@ -59,6 +62,42 @@ def resume_and_train(
     return read, whole_tensors(state)
 
 
+def write_first_process_last(directory: Path) -> bool:
+    """Write a state that the first process begins a second later; return whether the others waited for it."""
+    world, checkpoints = World(), Checkpoints(directory, keep=9)
+    has_waited, deadline = True, time.monotonic() + 1.0
+    while world.is_first and time.monotonic() < deadline:
+        has_waited = has_waited and not list(directory.glob(".writing-*"))
+        time.sleep(0.01)
+    checkpoints.write_state(1, {}, {"weight": torch.ones(2)}, world.background_group)
+    return has_waited
+
+
+def held_after_resume(spec: dict[str, Any], directory: Path, version: int) -> int:
+    """Resume where nothing may read the base model; return the elements of weights and moments in this process."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the base model is read")
+
+    model.load_model = refuse  # type: ignore[assignment]
+    policy = Policy(PolicySpec(**{"device": "cpu", **spec}))
+    agent = PolicyAgent(policy, AgentRule())
+    agent.shard("data")
+    agent.load(0, with_weights=False)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
+    state = State(
+        progress=Progress(seed=0),
+        policy=policy,
+        optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, OptimizerRule()),
+    )
+    checkpoints = Checkpoints(directory, keep=9)
+    group = agent.world.control_group
+    state.restored(checkpoints.read_state(version), lambda found: checkpoints.read_tensors(version, found, group))
+    moments = [value for of in optimizer.state.values() for name, value in of.items() if name != "step"]
+    return sum(value.to_local().numel() for value in [*policy.parameters(), *moments])
+
+
 def batch_of(found: list[Any]) -> Batch:
     """Return a batch of sessions whose advantages differ."""
     return build(found, [np.array([float(index % 3 - 1)]) for index in range(len(found))], policy_version=0)
@@ -73,9 +112,9 @@ def whole_tensors(state: State) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
-def refuse_routing(model: Path, good: list[Any], bad: list[Any]) -> tuple[str, Tensor]:
+def refuse_routing(directory: Path, good: list[Any], bad: list[Any]) -> tuple[str, Tensor]:
     """Return why a batch with sessions of another model is refused, and the logprobs of the next batch."""
-    policy = Policy(PolicySpec(model=str(model), device="cpu"))
+    policy = Policy(PolicySpec(model=str(directory), device="cpu"))
     agent = PolicyAgent(policy, AgentRule(row_tokens=64, max_logprob_gap=100.0))
     agent.shard("data")
     agent.load(0)

@@ -51,18 +51,21 @@ class _FromLogits(torch.autograd.Function):
             entropy_U[chunk] = _entropy(log_p_CV)
         selected = logits_UV[which, target].float() / temperature_U[which] - normaliser_U[which]
         ctx.save_for_backward(logits_UV, which, target, temperature_U, normaliser_U, entropy_U)
+        ctx.set_materialize_grads(value=False)
         return selected, entropy_U
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_selected: Tensor, grad_entropy_U: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: Any, grad_selected: Tensor | None, grad_entropy_U: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
         logits_UV, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
+        grad_selected = _gradient_or_zeros(grad_selected, which)
         gradient_UV = torch.empty_like(logits_UV)
         pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
-        pulled_entropy_U = grad_entropy_U if bool(grad_entropy_U.any()) else None
         for chunk in _chunks(*logits_UV.shape):
             log_p_CV = logits_UV[chunk].float() / temperature_U[chunk, None] - normaliser_U[chunk, None]
-            gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], pulled_entropy_U, chunk)
+            gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk)
             gradient_UV[chunk] = (gradient_CV / temperature_U[chunk, None]).to(gradient_UV.dtype)
         own = (grad_selected / temperature_U[which]).to(gradient_UV.dtype)
         gradient_UV.index_put_((which, target), own, accumulate=True)
@@ -78,39 +81,53 @@ class _FromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         normaliser_U = hidden_UH.new_empty(len(hidden_UH), dtype=torch.float32)
         entropy_U = torch.empty_like(normaliser_U)
-        selected = hidden_UH.new_empty(len(which), dtype=torch.float32)
+        selected = hidden_UH.new_zeros(len(which), dtype=torch.float32)
         for chunk in _chunks(len(hidden_UH), len(weight_VH)):
             log_p_CV, normaliser_U[chunk] = _log_softmax(hidden_UH[chunk] @ weight_VH.T, temperature_U[chunk])
             entropy_U[chunk] = _entropy(log_p_CV)
-            inside = (which >= chunk.start) & (which < chunk.stop)
-            selected[inside] = log_p_CV[which[inside] - chunk.start, target[inside]]
+            place, inside = _places_in(chunk, which)
+            selected = torch.where(inside, log_p_CV[place, target], selected)
         ctx.save_for_backward(hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U)
+        ctx.set_materialize_grads(value=False)
         return selected, entropy_U
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_selected: Tensor, grad_entropy_U: Tensor
+        ctx: Any, grad_selected: Tensor | None, grad_entropy_U: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden_UH, weight_VH, which, target, temperature_U, normaliser_U, entropy_U = ctx.saved_tensors
+        grad_selected = _gradient_or_zeros(grad_selected, which)
         grad_hidden_UH = torch.empty_like(hidden_UH)
         # Summed in float32: many small chunks would lose their sum in bfloat16.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         pulled_U = torch.zeros_like(normaliser_U).index_add_(0, which, grad_selected)
-        pulled_entropy_U = grad_entropy_U if bool(grad_entropy_U.any()) else None
         for chunk in _chunks(len(hidden_UH), len(weight_VH)):
             scaled_CV = (hidden_UH[chunk] @ weight_VH.T).float() / temperature_U[chunk, None]
             log_p_CV = scaled_CV.sub_(normaliser_U[chunk, None])
-            gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], pulled_entropy_U, chunk)
-            inside = (which >= chunk.start) & (which < chunk.stop)
-            places = (which[inside] - chunk.start, target[inside])
-            gradient_CV.index_put_(places, grad_selected[inside], accumulate=True)
+            gradient_CV = _softmax_gradient(log_p_CV, pulled_U[chunk], entropy_U[chunk], grad_entropy_U, chunk)
+            place, inside = _places_in(chunk, which)
+            gradient_CV.index_put_((place, target), torch.where(inside, grad_selected, 0.0), accumulate=True)
             gradient_CV = (gradient_CV / temperature_U[chunk, None]).to(hidden_UH.dtype)
             grad_hidden_UH[chunk] = gradient_CV @ weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH += gradient_CV.T @ hidden_UH[chunk]
         weight_gradient = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_UH, weight_gradient, None, None, None
+
+
+def _gradient_or_zeros(gradient: Tensor | None, which: Tensor) -> Tensor:
+    """Return the gradient of the logprobs; zeros where a loss reads the entropy alone. [m]."""
+    return torch.zeros(len(which), device=which.device) if gradient is None else gradient
+
+
+def _places_in(chunk: slice, which: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place of each trained token's predictor in a chunk, and whether it lies there. [m] each.
+
+    Other tokens get a place too: to choose some of them by a mask, the CPU would wait for the GPU to count them.
+    """
+    place = which - chunk.start
+    return place.clamp(0, chunk.stop - chunk.start - 1), (which >= chunk.start) & (which < chunk.stop)
 
 
 def _log_softmax(logits_CV: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,9 +76,12 @@ class Checkpoints:
         """
         place = self.state_directory(version)
         if group is not None and torch.distributed.get_rank() != 0:
+            torch.distributed.barrier(group)  # the first process clears the directory before anyone writes into it
             _save_tensors(tensors, _staging(place) / TENSORS, group)
             return
         with _appearing(place) as staging:
+            if group is not None:
+                torch.distributed.barrier(group)
             torch.save(values, staging / STATE_FILE)
             _save_tensors(tensors, staging / TENSORS, group)
         pointer = self.directory / f".{LATEST}"
@@ -166,7 +169,7 @@ def _appearing(place: Path) -> Iterator[Path]:
     """Yield an empty directory; when the block succeeds, sync it and rename it to its place."""
     staging = _staging(place)
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(exist_ok=True)  # another process may have begun to write its shards
+    staging.mkdir()
     try:
         yield staging
         for path in [*staging.rglob("*"), staging]:

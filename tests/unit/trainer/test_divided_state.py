@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.gloo_worlds import run_world
-from support.trainer_ledger import make_model
-from support.world_tasks import resume_and_train
+from support.trainer_ledger import load_model, make_model
+from support.world_tasks import held_after_resume, resume_and_train, write_first_process_last
 from torch import Tensor
 
 
@@ -55,6 +55,20 @@ def test_a_divided_run_resumes_bit_for_bit_and_one_process_reads_its_state(tmp_p
     assert_bitwise_equal(read, written)
     assert_bitwise_equal(resumed, straight)
     assert_bitwise_equal(run(1, spec, tmp_path / "resumed", 4, 4)[0], straight)
+
+
+def test_no_process_writes_its_shards_before_the_first_one_has_cleared_the_directory(tmp_path):
+    """A killed trainer may have left files there; shards that are written before they are removed would be lost."""
+    assert all(run_world(2, write_first_process_last, tmp_path))
+    assert (tmp_path / "v000001.trainer").is_dir()
+
+
+@pytest.mark.slow
+def test_each_process_of_a_resumed_run_holds_its_shards_and_does_not_read_the_base_model(tmp_path, spec):
+    """Two processes hold half of the weights and of the moments each; only shards are read, by each process."""
+    run(1, spec, tmp_path, 0, 1)
+    whole = 3 * sum(weight.numel() for weight in load_model(spec["model"]).parameters())
+    assert run_world(2, held_after_resume, spec, tmp_path, 1) == [whole // 2, whole // 2]
 
 
 @pytest.mark.slow

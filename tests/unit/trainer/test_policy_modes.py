@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.learning.batch import Batch, build
 from trainer.learning.optimizer import OptimizerRule, make_optimizer
@@ -209,6 +210,39 @@ def test_a_saved_master_is_not_rounded_to_the_weights_precision():
     again.load_state_dict(first.state_dict())
     assert again.state[weight]["master"].dtype == torch.float32
     assert torch.equal(again.state[weight]["master"], master)
+
+
+def test_the_optimizer_is_torchs_fused_adamw_on_cuda_and_only_there(monkeypatch):
+    """Parameters stand in for those on a GPU."""
+    made = []
+    monkeypatch.setattr(torch.optim, "AdamW", lambda _parameters, **options: made.append(options["fused"]))
+    for name in ("cuda", "cpu"):
+        parameter = types.SimpleNamespace(device=torch.device(name), dtype=torch.float32)
+        make_optimizer([parameter], OptimizerRule(learning_rate=1e-5))
+    assert made == [True, None]
+
+
+class ScalarReads(TorchDispatchMode):
+    """Counts what makes the CPU wait for a GPU: values of tensors, and sizes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, _types, arguments=(), options=None):
+        indices = arguments[1] if function.name().startswith("aten::index") and len(arguments) > 1 else ()
+        has_mask = any(getattr(index, "dtype", None) is torch.bool for index in indices or ())
+        self.count += has_mask or function.name().startswith(("aten::_local_scalar_dense", "aten::nonzero"))
+        return function(*arguments, **(options or {}))
+
+
+def test_no_value_is_read_from_the_device_between_the_rows_of_an_optimizer_step(model, batch):
+    """Rows of one sequence and of several: gauges are read once at the end, however many rows there are."""
+    counts = []
+    for row_tokens in (ROW_TOKENS, 1024):
+        learner = PolicyAgent(policy_for(model), AgentRule(row_tokens=row_tokens))
+        with ScalarReads() as reads:
+            learner.accumulate_gradient(batch, range(len(batch.experiences)))
+        counts.append(reads.count)
+    assert counts == [0, 0]
 
 
 def test_layers_are_checkpointed_by_default_where_training_would_not_fit(model, monkeypatch):
