@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.breakable_engine import BreakableEngine
+from support.breakable_engine import DIE, LOADING, BreakableEngine
 from support.control_plane import ask, policy, publish, versions_of_engines, wait_for_status
 from support.proxies import RunningProxy, StartProxy
 from support.tiny_checkpoints import write_weights
-from support.waiting import wait_until
+from support.waiting import assert_stays, wait_until
 
 from turnwise.processes.stack import free_port
 from turnwise.types import Outcome
@@ -108,26 +107,16 @@ def test_calls_that_wait_for_an_engine_that_dies_are_served_by_another(
     proxy: RunningProxy, engines: list[BreakableEngine], tmp_path: Path
 ):
     """Calls that the engine has not received wait while it loads, and move to the other when it dies."""
-    publish_weights(proxy, tmp_path / "late", 2)
-    wait_until(lambda: is_loading(engines[0]), "the first engine is loading")
-    started = time.monotonic()
-    replies = call_all(proxy, "waited")
-    assert {status for status, _ in replies} == {200}
-    assert time.monotonic() - started > 0.3, "nothing waited, so nothing was tested"
+    publish_weights(proxy, late := tmp_path / "late", 2)
+    wait_until((late / LOADING).exists, "the first engine is loading")
+    with concurrent.futures.ThreadPoolExecutor(NUM_SESSIONS) as executor:
+        calls = [executor.submit(call, proxy, f"waited-{number}") for number in range(NUM_SESSIONS)]
+        assert_stays(lambda: not all(each.done() for each in calls), "a call waits for the first engine", 0.3)
+        (late / DIE).touch()
+        assert {each.result()[0] for each in calls} == {200}
     assert sampled_versions(proxy, "waited") == {1}
     wait_for_status(proxy, 2, "failed")
     assert versions_of_engines(proxy) == {engines[1].url: 1}
-
-
-def is_loading(engine: BreakableEngine) -> bool:
-    """Return whether the engine is loading: it answers nothing then."""
-    try:
-        with urllib.request.urlopen(f"{engine.url}/health", timeout=0.1):
-            return False
-    except TimeoutError:
-        return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, TimeoutError)
 
 
 def test_an_engine_that_fails_a_version_which_another_serves_is_taken_out_and_brought_up_to_date(

@@ -76,17 +76,28 @@ def test_a_client_that_stops_reading_is_disconnected_and_its_slot_is_freed(fake_
     wait_until(lambda: any(view.turn.outcome == "aborted" for view in proxy.turns()), "no aborted turn is stored")
 
 
+NUM_TRIES = 5
 HOSTILE = b'{"messages":[' + b"[]," * (4 * 2**20 // 3) + b"[]]}"
 
 
 async def test_a_body_of_four_megabytes_of_empty_arrays_is_refused_without_blocking_the_event_loop():
     """Decoding it is the longest step in the proxy: it holds the interpreter lock for the whole text.
 
-    The longest pause of the loop is compared with the time that decoding takes on this machine.
+    The longest pause of the loop is compared with the time that decoding takes on this machine. Another process can
+    pause this one, so the shortest of several tries counts.
     """
+    decoding = min(seconds_to_decode() for _ in range(NUM_TRIES))
+    assert min([await longest_pause() for _ in range(NUM_TRIES)]) < decoding / 2
+
+
+def seconds_to_decode() -> float:
     started = time.perf_counter()
     orjson.loads(HOSTILE)
-    decoding = time.perf_counter() - started
+    return time.perf_counter() - started
+
+
+async def longest_pause() -> float:
+    """Return the longest pause of the event loop while the body is refused."""
     longest = [0.0]
 
     async def watch() -> None:
@@ -100,4 +111,4 @@ async def test_a_body_of_four_megabytes_of_empty_arrays_is_refused_without_block
     with pytest.raises(TooLarge, match="more than 32768 arrays and objects"):
         await parse_object(HOSTILE, max_depth=128, max_containers=32_768)
     watching.cancel()
-    assert longest[0] < decoding / 2
+    return longest[0]

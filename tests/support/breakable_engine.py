@@ -1,7 +1,7 @@
 """A fake engine as a process that breaks during a reload, as the name of the directory requests.
 
-A directory with WORD in its path makes the engine do WHAT while it loads it: `die` at once, `die_late` after a second,
-`hang`, or `refuse`. Everything else it does as `turnwise fake-engine` does.
+A directory with WORD in its path makes the engine do WHAT while it loads it: `die` at once, `die_late` once the
+directory has a file `die`, `hang`, or `refuse`. Everything else it does as `turnwise fake-engine` does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from support.warm_commands import WarmProcess
 
 START_SECONDS = 30.0
-LATE_SECONDS = 1.0
 DEATH = 9
+LOADING = "loading"
+"""File that an engine which dies late makes when it starts to load the directory."""
+DIE = "die"
+"""File that ends such an engine."""
 
 
 class BreakableEngine:
@@ -62,7 +65,9 @@ def serve(port: int, faults: Mapping[str, str]) -> None:
     def has_weights(directory: Path) -> bool:
         what = next((what for word, what in faults.items() if word in directory.name), "load")
         if what == "die_late":
-            time.sleep(LATE_SECONDS)
+            (directory / LOADING).touch()
+            while not (directory / DIE).exists():
+                time.sleep(0.01)
         if what.startswith("die"):
             os._exit(DEATH)
         if what == "hang":

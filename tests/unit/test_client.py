@@ -272,20 +272,18 @@ def test_a_date_in_retry_after_is_left_to_the_backoff():
     assert wire.pause_seconds(0, "Wed, 21 Oct 2026 07:28:00 GMT") <= wire.BACKOFF_BASE_SECONDS
 
 
-def test_the_sdk_imports_fast_and_loads_nothing_heavy():
-    """The SDK imports no framework, driver, torch or engine, and takes under 0.4 s of CPU."""
+def test_the_sdk_imports_few_modules_and_nothing_heavy():
+    """No framework, driver, torch or engine: some 370 modules with Python's own, most of them numpy's."""
     code = """
-import sys, time
-began = time.process_time()
+import sys
 import turnwise.client, turnwise.workflows, turnwise.workflows.trinity
-seconds = time.process_time() - began
 heavy = ("fastapi", "starlette", "torch", "sqlalchemy", "vllm", "verl", "openai")
-print(seconds, [name for name in heavy if name in sys.modules])
+print(len(sys.modules), [name for name in heavy if name in sys.modules])
 """
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    answers = [run.stdout.split(maxsplit=1) for run in runs]
-    assert {loaded.strip() for _, loaded in answers} == {"[]"}
-    assert min(float(seconds) for seconds, _ in answers) < 0.4
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    num_modules, loaded = done.stdout.split(maxsplit=1)
+    assert loaded.strip() == "[]"
+    assert int(num_modules) < 500
 
 
 def test_a_session_is_created_with_the_fields_that_the_route_takes():
