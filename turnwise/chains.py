@@ -7,7 +7,9 @@ chain trains them and they are masked in the others.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import enum
 import io
 from collections.abc import Collection, Sequence
 
@@ -114,22 +116,46 @@ def merge_chain(path: Sequence[Turn], trained_elsewhere: Collection[str] = froze
     )
 
 
-def pack_routing(array: bytes, start: int) -> bytes | None:
-    """Return the part of an engine's routing that a turn stores; None if it is not readable.
+class RoutingProblem(enum.StrEnum):
+    """Why an engine's routing of a call cannot be stored."""
+
+    NOT_BASE64 = "not_base64"
+    NOT_AN_ARRAY = "not_an_array"
+    """It is no .npy array of integers."""
+    WRONG_SHAPE = "wrong_shape"
+    """It does not have the dimensions tokens, layers and experts."""
+    WRONG_LENGTH = "wrong_length"
+    """It has another number of tokens than the call."""
+
+
+def pack_routing(encoded: str | bytes, start: int, num_tokens: int) -> bytes | RoutingProblem:
+    """Return the part of an engine's routing that a turn stores, or why it cannot be stored.
 
     Args:
-        array: The routing of a call from the first token of its prompt on, as an .npy array.
+        encoded: An .npy array in base64: the routing of all tokens of the call but the last, or of those that the turn
+            stores.
         start: Place of the turn's first token that is not its parent's.
+        num_tokens: Number of the call's prompt tokens and sampled tokens.
     """
     try:
-        found = np.load(io.BytesIO(array), allow_pickle=False)
-    except (ValueError, EOFError, OSError):
-        return None
+        array = base64.b64decode(encoded, validate=True)
+    except ValueError:
+        return RoutingProblem.NOT_BASE64
+    try:
+        found = np.lib.format.read_array(io.BytesIO(array), allow_pickle=False)  # type: ignore[no-untyped-call]
+    except (ValueError, EOFError, OSError, MemoryError):
+        return RoutingProblem.NOT_AN_ARRAY
+    if found.dtype.kind not in "iu":
+        return RoutingProblem.NOT_AN_ARRAY
     if found.ndim != ROUTING_DIMENSIONS:
-        return None
-    with io.BytesIO() as own:
-        np.save(own, found[max(start - 1, 0) :], allow_pickle=False)
-        return own.getvalue()
+        return RoutingProblem.WRONG_SHAPE
+    first = max(start - 1, 0)
+    if len(found) not in (num_tokens - 1, num_tokens - 1 - first):
+        return RoutingProblem.WRONG_LENGTH
+    own = found[len(found) - (num_tokens - 1 - first) :]
+    with io.BytesIO() as stored:
+        np.save(stored, own, allow_pickle=False)
+        return stored.getvalue()
 
 
 def _routing(path: Sequence[Turn], length: int) -> npt.NDArray[np.int16] | None:

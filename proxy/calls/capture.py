@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import dataclasses
 import datetime
 import pickle
@@ -22,7 +20,6 @@ from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.decoding_process import split
 from proxy.dialects.engine_reply import LONG_ECHO_BYTES
 from proxy.writer.process import Sampled
-from turnwise.chains import pack_routing
 from turnwise.types import Json, Outcome, Role, Session, TokenIds, Turn
 
 SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
@@ -116,7 +113,6 @@ def build_turns(
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
             prompt_length=prompt.length,
             token_ids=as_token_ids(choice.token_ids),
-            routed_experts=_own_routing(choice, prompt),
             finish_reason=choice.finish_reason,
             outcome=outcome,
             reason=reason,
@@ -127,7 +123,7 @@ def build_turns(
             **_digests(plan, choice),
             **_place(call, plan, prompt, own_id),
         )
-        turns.append(Sampled(turn, choice.logprobs, prompt.echo))
+        turns.append(Sampled(turn, choice.logprobs, prompt.echo, routing=_routing(choice, prompt)))
     return turns
 
 
@@ -184,15 +180,22 @@ def _echoed_prompt(echo: bytes, plan: Plan, num_ids: int | None = None) -> _Prom
     return _Prompt(count_ids(echo) if num_ids is None else num_ids, NO_IDS, echo, sent is None, None)
 
 
-def _own_routing(choice: Choice, prompt: _Prompt) -> bytes | None:
-    """Return the experts of the tokens that a turn stores; None where the engine did not return them."""
+def _routing(choice: Choice, prompt: _Prompt) -> tuple[str, int, int] | None:
+    """Return the experts of a call's tokens as the writer decodes them; None where the engine did not return them."""
     if choice.routed_experts is None:
         return None
     start = 0 if prompt.parent is None else prompt.length - len(prompt.between)
-    try:
-        return pack_routing(base64.b64decode(choice.routed_experts, validate=True), start)
-    except binascii.Error:
-        return None
+    return choice.routed_experts, start, prompt.length + len(choice.token_ids)
+
+
+def routing_request(plan: Plan) -> Json:
+    """Return the request's field that leaves the tokens of earlier turns out of the experts that vLLM returns.
+
+    The last token before this turn's own was not routed when it was sampled, so its experts are this turn's.
+    """
+    if plan.prompt is None or plan.parent is None:
+        return {}
+    return {"routed_experts_prompt_start": plan.prompt.num_ids - len(plan.between) - 1}
 
 
 def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, Any]:

@@ -146,6 +146,7 @@ class Relay:
             (raw,) = _as_requested(await running.cut_long_echo([raw]), running, lane)
             running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
             running.restore_long_echo()
+            lane.engine.returns_routing |= running.captured.has_routing
         except NOT_A_COMPLETION as error:
             raise not_a_completion(lane, error) from error
         return reply if await self._commit(running) else None
@@ -182,8 +183,7 @@ class Relay:
         Returns:
             The finishing events, whether the turns are stored, and whether any event was sent.
         """
-        held, has_sent, num_bytes = b"", False, 0
-        buffer = sse.EventBuffer()
+        held, has_sent, num_bytes, buffer = b"", False, 0, sse.EventBuffer()
         with cancelled_when_client_leaves(left):
             lane = await self._admit(running)
             running.version_first = lane.version
@@ -251,6 +251,7 @@ class Relay:
         running.sent_ids = None if prompt is None else prompt.json_pieces()
         body = call.dialect.engine_body(call, running.sent_ids, running.session.sampling)
         body["model"] = lane.adapter or lane.engine.model
+        body |= capture.routing_request(running.plan) if lane.engine.returns_routing else {}
         lane.engine.reject_prompt_logprobs(body)
         return encode_request(body), {"content-type": "application/json", "x-request-id": running.call_id}
 

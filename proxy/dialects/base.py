@@ -196,6 +196,11 @@ class Captured:
             found = self.choices[index] = Choice()
         return found
 
+    @property
+    def has_routing(self) -> bool:
+        """Whether the engine has returned the experts of the tokens."""
+        return any(choice.routed_experts is not None for choice in self.choices.values())
+
     def is_finished(self, num_choices: int) -> bool:
         """Return whether every choice has a finish reason."""
         return len(self.choices) >= num_choices and all(

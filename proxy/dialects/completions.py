@@ -101,12 +101,14 @@ class TextCompletions(Dialect):
     def _capture_choice(self, raw: Json, captured: Captured, call: Call) -> None:
         choice = captured.choice(raw["index"])
         append_text(raw, choice)
+        choice.routed_experts = raw.get("routed_experts") or choice.routed_experts
         if not captured.prompt_ids:
             captured.prompt_ids = choice.prompt_ids
         for field, wanted in (
             ("token_ids", call.wants_token_ids),
             ("prompt_token_ids", call.wants_token_ids),
             ("logprobs", call.wants_logprobs),
+            ("routed_experts", False),
         ):
             if not wanted and field in raw:
                 raw[field] = None

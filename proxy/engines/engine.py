@@ -80,6 +80,8 @@ class Engine:
         """Calls of this process that it was given since the process began."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+        self.returns_routing = False
+        """Whether one of its replies had the experts of its tokens."""
         self.transfers = WeightTransfers(self.url, self.ask)
         """Its weight transfers."""
         self.wait_until_serving: Callable[[], Awaitable[bool]] | None = None
@@ -338,10 +340,7 @@ class Engine:
         self.base_lane.version = max(self.loaded_version, 0)
 
     async def read_label(self) -> None:
-        """Read the label of the base weights, and apply it unless another one was applied meanwhile.
-
-        Another worker announces the label of weights that it loads: what was read before the load is out of date.
-        """
+        """Read the label of the base weights; apply it unless another worker announced a newer one meanwhile."""
         num_applied = self._num_labels
         label = await self.weights_label()
         if num_applied == self._num_labels:

@@ -122,6 +122,9 @@ class Writer:
 
     async def _append(self, sampled: list[Sampled]) -> list[Ending]:
         endings: list[Ending] = await self._submit(list(map(pack, sampled)))
+        for ending in endings:
+            if ending.routing_problem is not None:
+                self._metrics.unreadable_routing.labels(ending.routing_problem.value).inc()
         return endings
 
     async def open(self, session: Session) -> tuple[Session, bool]:

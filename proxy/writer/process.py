@@ -26,7 +26,7 @@ import numpy as np
 
 from proxy.dialects.engine_reply import read_logprobs
 from proxy.fault import FaultPoints
-from turnwise.chains import TRAINABLE_OUTCOMES
+from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.store import new_turns, opening, rows
 from turnwise.store.database import Connection, Database
@@ -71,10 +71,12 @@ class Sampled(NamedTuple):
     """`turn.prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
     messages: Sequence[bytes] = ()
     """`turn.messages` as pickled lists; none where the turn has them already."""
+    routing: tuple[str, int, int] | None = None
+    """Arguments of `pack_routing` for `turn.routed_experts`; None where the engine returned no routing."""
 
 
-Packed = tuple[str, str, list[Any], list[bytes], bytes, Sequence[bytes]]
-"""A `Sampled` as it is sent: tenant, session id, `rows.TURNS.pack`, logprobs, prompt ids and messages.
+Packed = tuple[str, str, list[Any], list[bytes], bytes, Sequence[bytes], tuple[str, int, int] | None]
+"""A `Sampled` as it is sent: tenant, session id, `rows.TURNS.pack`, logprobs, prompt ids, messages and routing.
 
 Plain tuples take half of the time of objects to pickle.
 """
@@ -107,6 +109,15 @@ class Ending(NamedTuple):
     outcome: Outcome
     reason: str | None
     chain_id: str
+    routing_problem: RoutingProblem | None = None
+    """Why the turn is stored without the routing that the engine returned; None if it is not."""
+
+
+class Completed(NamedTuple):
+    """A turn as it is stored."""
+
+    turn: NewTurn
+    routing_problem: RoutingProblem | None = None
 
 
 class Report(NamedTuple):
@@ -157,12 +168,12 @@ def pack(sampled: Sampled) -> Packed:
     """Return the form in which a turn is sent."""
     turn = sampled.turn
     values = rows.TURNS.pack(turn)
-    return turn.tenant, turn.session_id, values, sampled.logprobs, sampled.prompt_ids, sampled.messages
+    return turn.tenant, turn.session_id, values, sampled.logprobs, sampled.prompt_ids, sampled.messages, sampled.routing
 
 
-def complete(packed: Packed) -> NewTurn:
-    """Decode a turn's prompt and logprobs; a turn without a logprob for each token cannot be trained on."""
-    tenant, session_id, values, encoded_logprobs, prompt_ids, pickled_messages = packed
+def complete(packed: Packed) -> Completed:
+    """Decode a turn's prompt, logprobs and routing; a turn without a logprob for each token cannot be trained on."""
+    tenant, session_id, values, encoded_logprobs, prompt_ids, pickled_messages, encoded_routing = packed
     row, logprobs = rows.TURNS.unpack(values), read_logprobs(encoded_logprobs)
     is_complete = None not in logprobs and len(logprobs) * LOGPROB_BYTES == len(row["token_ids"])
     row["logprobs"] = np.array(logprobs, np.float32).tobytes()
@@ -173,7 +184,13 @@ def complete(packed: Packed) -> NewTurn:
         row |= rows.TURNS.values({"messages": messages})
     if row["outcome"] in TRAINABLE_OUTCOMES and not is_complete:
         row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": "no_logprobs"}
-    return NewTurn(tenant, session_id, row)
+    routing = None if encoded_routing is None else pack_routing(*encoded_routing)
+    new = NewTurn(tenant, session_id, row)
+    if isinstance(routing, RoutingProblem):
+        log.warning("turn %s is stored without the experts that the engine returned: %s", row["turn_id"], routing)
+        return Completed(new, routing)
+    row["routed_experts"] = routing
+    return Completed(new)
 
 
 def ids_from_text(text: bytes) -> bytes:
@@ -265,17 +282,19 @@ class Committer:
             os._exit(0)
 
 
-def _append(connection: Connection, appends: list[tuple[int, list[NewTurn]]]) -> dict[int, list[Ending]]:
+def _append(connection: Connection, appends: list[tuple[int, list[Completed]]]) -> dict[int, list[Ending]]:
     """Append the turns of all jobs; return how each is stored, by the jobs' numbers."""
-    turns = [turn for _, job in appends for turn in job]
+    turns = [completed.turn for _, job in appends for completed in job]
     added = iter(new_turns.append(connection, turns))
-    return {number: [_ending(connection, turn, is_new=next(added)) for turn in job] for number, job in appends}
+    return {number: [_ending(connection, each, is_new=next(added)) for each in job] for number, job in appends}
 
 
-def _ending(connection: Connection, new: NewTurn, *, is_new: bool) -> Ending:
+def _ending(connection: Connection, completed: Completed, *, is_new: bool) -> Ending:
+    new = completed.turn
     if is_new:
         row = new.row
-        return Ending(row["turn_id"], Outcome(row["outcome"]), row["reason"], row["chain_id"])
+        outcome = Outcome(row["outcome"])
+        return Ending(row["turn_id"], outcome, row["reason"], row["chain_id"], completed.routing_problem)
     turn = new_turns.stored_turn(connection, new)
     return Ending(turn.turn_id, turn.outcome, turn.reason, turn.chain_id)
 

@@ -6,6 +6,7 @@ import io
 
 import httpx2
 import numpy as np
+from support.proxies import RunningProxy
 
 from turnwise.chains import merge_session
 from turnwise.fake_engine import Script, running_fake_engine
@@ -39,30 +40,61 @@ def test_a_chain_has_the_experts_of_all_tokens_but_its_last(start_proxy):
     assert own == [sizes[0] - 1, sizes[1]]  # the second call routes the first one's last token; no turn repeats another
 
 
-def test_an_array_that_cannot_be_read_does_not_cost_the_turn(start_proxy, monkeypatch):
-    monkeypatch.setattr("turnwise.fake_engine.chat_wire._routing", lambda *_: "!not base64!")
+def test_after_the_first_reply_the_engine_is_asked_for_the_experts_of_new_tokens_only(start_proxy):
     with running_fake_engine(Script(routed_layers=LAYERS)) as engine:
         proxy = start_proxy(engine.url)
-        body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
-        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
-    [view] = proxy.turns("s")
-    assert (view.turn.outcome, view.turn.routed_experts) == ("exact", None)
+        messages = [{"role": "user", "content": "Hello."}]
+        for _ in range(2):
+            answer = ask(proxy, {"messages": messages})
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+        first, second = [view.turn for view in proxy.turns("s")]
+        asked = [call.body.get("routed_experts_prompt_start") for call in engine.state.calls[-2:]]
+    assert asked == [None, first.prompt_delta.size + first.token_ids.size - 1]
+    assert len(np.load(io.BytesIO(second.routed_experts))) == second.prompt_delta.size + second.token_ids.size
 
 
 def test_a_streamed_turn_has_no_experts_and_is_trained_with_those_that_are_known(start_proxy):
     """vLLM's chunks have no field for them."""
     with running_fake_engine(Script(routed_layers=LAYERS)) as engine:
         proxy = start_proxy(engine.url)
-        url, messages = f"{proxy.session_v1('s')}/chat/completions", [{"role": "user", "content": "Hello."}]
-        answer = httpx2.post(url, json={"model": "fake", "messages": messages}, timeout=60).raise_for_status()
-        messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "Go on."}]
-        body = {"model": "fake", "messages": messages, "stream": True}
-        with httpx2.stream("POST", url, json=body, timeout=60) as streamed:
-            assert b"routed_experts" not in streamed.read()
+        messages = [{"role": "user", "content": "Hello."}]
+        message = ask(proxy, {"messages": messages})["choices"][0]["message"]
+        messages += [message, {"role": "user", "content": "Go on."}]
+        with httpx2.stream("POST", chat(proxy), json={"model": "fake", "messages": messages, "stream": True}) as answer:
+            assert b"routed_experts" not in answer.read()
     first, second = [view.turn for view in proxy.turns("s")]
     assert (second.outcome, second.parent_turn_id, second.routed_experts) == ("exact", first.turn_id, None)
     [chain] = merge_session([first, second])
     assert chain.routed_experts is not None
-    num_routed = first.prompt_delta.size + first.token_ids.size - 1
-    assert (chain.routed_experts[:num_routed] >= 0).all()
-    assert (chain.routed_experts[num_routed:] == -1).all()
+    is_known = (chain.routed_experts >= 0).all((1, 2))
+    assert is_known.tolist() == [
+        place < first.prompt_delta.size + first.token_ids.size - 1 for place in range(len(chain.tokens))
+    ]
+
+
+def test_the_experts_of_a_text_completion_are_stored_and_reach_no_client(start_proxy):
+    with running_fake_engine(Script(routed_layers=LAYERS)) as engine:
+        proxy = start_proxy(engine.url)
+        answer = httpx2.post(f"{proxy.session_v1('s')}/completions", json={"model": "fake", "prompt": "Hello."})
+        assert answer.raise_for_status().json()["choices"][0]["routed_experts"] is None
+    [view] = proxy.turns("s")
+    assert len(np.load(io.BytesIO(view.turn.routed_experts))) == view.turn.prompt_length + view.turn.token_ids.size - 1
+
+
+def test_experts_that_cannot_be_read_do_not_cost_the_turn_and_are_counted(start_proxy, monkeypatch):
+    monkeypatch.setattr("turnwise.fake_engine.chat_wire.routing", lambda *_: "!not base64!")
+    with running_fake_engine(Script(routed_layers=LAYERS)) as engine:
+        proxy = start_proxy(engine.url)
+        ask(proxy, {"messages": [{"role": "user", "content": "Hello."}]})
+        counted = httpx2.get(f"{proxy.url}/metrics").text
+    [view] = proxy.turns("s")
+    assert (view.turn.outcome, view.turn.routed_experts) == ("exact", None)
+    assert 'turnwise_unreadable_routing_total{reason="not_base64"} 1.0' in counted
+
+
+def chat(proxy: RunningProxy) -> str:
+    return f"{proxy.session_v1('s')}/chat/completions"
+
+
+def ask(proxy: RunningProxy, body: dict) -> dict:
+    return httpx2.post(chat(proxy), json={"model": "fake", **body}, timeout=60).raise_for_status().json()

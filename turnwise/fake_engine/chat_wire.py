@@ -101,13 +101,16 @@ def _choice(call: Call, index: int, sample: Sample) -> Json:
         "finish_reason": finish_reason,
         "stop_reason": sample.stop_reason,
         "token_ids": sample.token_ids if call.shows_ids else None,
-        "routed_experts": _routing(call, sample) if call.routed_layers else None,
+        "routed_experts": routing(call, call.prompt_ids, sample) if call.routed_layers else None,
     }
 
 
-def _routing(call: Call, sample: Sample) -> str:
-    """Return experts of all tokens but the last one, as vLLM encodes them. [tokens, layers, 2]."""
-    tokens = np.array([*call.prompt_ids, *sample.token_ids][:-1])
+def routing(call: Call, prompt_ids: list[int], sample: Sample) -> str:
+    """Return experts of all tokens but the last one, as vLLM encodes them. [tokens, layers, 2].
+
+    The first `routed_experts_prompt_start` tokens are left out. A stream's chunks have no experts.
+    """
+    tokens = np.array([*prompt_ids, *sample.token_ids][call.request.get("routed_experts_prompt_start", 0) : -1])
     layers = tokens[:, None, None] + np.arange(call.routed_layers)[:, None] + np.arange(2)
     with io.BytesIO() as encoded:
         np.save(encoded, (layers % 256).astype(np.uint8), allow_pickle=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from turnwise.fake_engine import tokens
+from turnwise.fake_engine import chat_wire, tokens
 from turnwise.fake_engine.chat_wire import FINGERPRINT, Call, usage
 from turnwise.fake_engine.sampling import Piece, Sample, logprobs_of
 
@@ -58,7 +58,7 @@ def _choice(call: Call, index: int, prompt: list[int], sample: Sample) -> Json:
         "token_ids": sample.token_ids if call.shows_ids else None,
         "prompt_logprobs": _prompt_logprobs(call, prompt),
         "prompt_token_ids": prompt if call.shows_ids else None,
-        "routed_experts": None,
+        "routed_experts": chat_wire.routing(call, prompt, sample) if call.routed_layers else None,
     }
 
 

@@ -64,7 +64,7 @@ def extending(call: Call) -> Plan:
 
 def stored(sampled: Sampled) -> Turn:
     """Return a turn as the writing process stores it."""
-    row = complete(pack(sampled)).row
+    row = complete(pack(sampled)).turn.row
     return dataclasses.replace(
         sampled.turn,
         outcome=Outcome(row["outcome"]),

@@ -93,7 +93,7 @@ def turn_of(call: Call) -> Sampled:
 
 
 def stored_messages(sampled: Sampled) -> list[Json]:
-    return orjson.loads(complete(pack(sampled)).row["messages"])
+    return orjson.loads(complete(pack(sampled)).turn.row["messages"])
 
 
 @pytest.mark.parametrize("num_messages", [1, 4_001])
