@@ -224,6 +224,11 @@ class Metrics:
         self.lost_events = Counter(
             "turnwise_lost_events", "Times that a slow client of `GET /v1/events` lost events", registry=r
         )
+        self.lost_access_log_lines = Counter(
+            "turnwise_lost_access_log_lines",
+            "Lines of the access log that could not be written, or that its reader was too slow for",
+            registry=r,
+        )
         self.background_errors = Counter(
             "turnwise_background_errors", "Failures of background tasks, which clients do not see", ["task"], registry=r
         )

@@ -11,9 +11,13 @@ import datetime
 import json
 import logging
 import os
+import queue
 import random
 import re
+import stat
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,6 +30,10 @@ TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 log = logging.getLogger(__name__)
 LogFormat = Literal["text", "json"]
 SAMPLED = "01"
+MAX_QUEUED_BYTES = 2**20
+"""Lines of the access log that wait for its reader, some 4,000."""
+CLOSE_SECONDS = 2.0
+"""How long the end of the process waits until these lines are written."""
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -102,10 +110,18 @@ class JsonFormatter(logging.Formatter):
 
 
 class AccessLog:
-    """Appends one line of JSON for each request to a file; `-` is standard output."""
+    """Appends one line of JSON for each request to a file; `-` is standard output.
 
-    def __init__(self, path: Path) -> None:
+    A request never waits for the reader of a pipe, a terminal or a socket: another thread writes to these. A line that
+    cannot be written, for example to a full disk, is lost and counted, and its request is answered all the same.
+    """
+
+    def __init__(self, path: Path, count_lost: Callable[[], None]) -> None:
         """Open the file.
+
+        Args:
+            path: of the file.
+            count_lost: is called for each line that is lost, in any thread.
 
         Raises:
             SettingsError: it cannot be written.
@@ -115,16 +131,38 @@ class AccessLog:
         except OSError as error:
             raise SettingsError(f"cannot write the access log {str(path)!r}: {error.strerror}") from error
         self._is_own = str(path) != "-"
+        self._count_lost = count_lost
         self._is_failing = False
+        self._is_torn = False
+        """Whether the last line was written in part."""
+        self._queue = None if stat.S_ISREG(os.fstat(self._file).st_mode) else _LineQueue(self._append)
+        self._is_overflowing = False
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; one system call, so that lines of several processes do not mix.
+        """Append a line, or pass it to the other thread."""
+        encoded = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        if self._queue is None:
+            self._append(encoded)
+            return
+        self._is_overflowing = self._is_overflowing and not self._queue.is_empty
+        if self._queue.put(encoded):
+            return
+        self._count_lost()
+        if not self._is_overflowing:
+            # In a thread, because standard error may be the same pipe.
+            message = "lines of the access log are lost: its reader does not read them; restart it or leave it out"
+            threading.Thread(target=log.warning, args=(message,), name="access log warning", daemon=True).start()
+        self._is_overflowing = True
 
-        A line that cannot be written, for example to a full disk, is lost: its request is answered all the same.
-        """
+    def _append(self, line: bytes) -> None:
+        """Append a line; one system call, so that lines of several processes do not mix."""
+        rest = b"\n" + line if self._is_torn else line
         try:
-            os.write(self._file, json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+                self._is_torn = bool(rest)
         except OSError as error:
+            self._count_lost()
             if not self._is_failing:
                 log.warning("lines of the access log are lost: %s; free the disk or leave it out", error.strerror)
             self._is_failing = True
@@ -132,13 +170,54 @@ class AccessLog:
             self._is_failing = False
 
     def close(self) -> None:
-        """Close the file."""
-        if self._is_own:
+        """Close the file, after the lines that wait if they are written within `CLOSE_SECONDS`."""
+        is_written = self._queue is None or self._queue.close()
+        if self._is_own and is_written:
             os.close(self._file)
 
 
+class _LineQueue:
+    """Lines that a thread of its own writes; at most `MAX_QUEUED_BYTES` wait."""
+
+    def __init__(self, append: Callable[[bytes], None]) -> None:
+        self._append = append
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._num_put = 0
+        """Bytes that were put into the queue; only `put` changes it."""
+        self._num_done = 0
+        """Bytes that left the queue; only the thread changes it."""
+        self._thread = threading.Thread(target=self._run, name="access log", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no line waits."""
+        return self._num_put == self._num_done
+
+    def put(self, line: bytes) -> bool:
+        """Append a line; return whether there was room for it."""
+        if self._num_put - self._num_done + len(line) > MAX_QUEUED_BYTES:
+            return False
+        self._num_put += len(line)
+        self._lines.put(line)
+        return True
+
+    def close(self) -> bool:
+        """End the thread after the last line; return whether it has ended."""
+        self._lines.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._append(line)
+            self._num_done += len(line)
+
+
 def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
+    """Open a file to append to it; a FIFO for reading too, so that neither this nor a write waits for a reader."""
+    access = os.O_RDWR if path.is_fifo() else os.O_WRONLY | os.O_CREAT
+    return os.open(path, access | os.O_APPEND | os.O_NOCTTY, 0o640)
 
 
 def timestamp(seconds: float) -> str:

@@ -40,7 +40,7 @@ class Edge:
         self._server = server
         self._origins = frozenset(settings.cors_origins)
         self._hosts = known_hosts(settings)
-        self._access_log = AccessLog(settings.access_log) if settings.access_log is not None else None
+        self._access_log = AccessLog(settings.access_log, self._count_lost_line) if settings.access_log else None
         self._tracer = Tracer(settings.otlp_endpoint, "turnwise-proxy") if settings.otlp_endpoint is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,6 +69,9 @@ class Edge:
         """Close the access log."""
         if self._access_log is not None:
             self._access_log.close()
+
+    def _count_lost_line(self) -> None:
+        self._server.state.services.metrics.lost_access_log_lines.inc()
 
     @staticmethod
     def _exporting(tracer: Tracer, send: Send) -> Send:

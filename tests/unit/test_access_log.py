@@ -1,26 +1,83 @@
-"""The access log never fails a request."""
+"""The access log never fails or delays a request, and counts each line that is lost."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
-from turnwise.telemetry import AccessLog
+from turnwise.telemetry import MAX_QUEUED_BYTES, AccessLog
+
+LINE = {"path": "/" + "x" * 1_000}
 
 
-def test_a_full_disk_loses_lines_and_is_reported_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+@pytest.fixture
+def lost() -> list[int]:
+    """The lines that are lost, one item each."""
+    return []
+
+
+def test_a_full_disk_loses_lines_and_is_reported_once(caplog: pytest.LogCaptureFixture, tmp_path: Path, lost) -> None:
     """Otherwise each reply would end with a traceback and a closed connection."""
-    log = AccessLog(Path("/dev/full"))
+    log = AccessLog(Path("/dev/full"), lambda: lost.append(1))
     with caplog.at_level(logging.WARNING):
         log.write({"path": "/a"})
         log.write({"path": "/b"})
-    log.close()
+        log.close()
+    assert len(lost) == 2
     assert [record.getMessage() for record in caplog.records] == [
         "lines of the access log are lost: No space left on device; free the disk or leave it out"
     ]
-    good = AccessLog(tmp_path / "log")
+    good = AccessLog(tmp_path / "log", lambda: lost.append(1))
     good.write({"path": "/c"})
-    good.close()
     assert (tmp_path / "log").read_text() == '{"path": "/c"}\n'
+    good.close()
+    assert len(lost) == 2
+
+
+def test_a_line_after_one_that_was_written_in_part_is_a_line_of_its_own(tmp_path: Path, lost) -> None:
+    """The limit of the file's length stands for a full disk: it cuts the second line after ten bytes."""
+    log = AccessLog(tmp_path / "log", lambda: lost.append(1))
+    first = json.dumps({"path": "/a"}) + "\n"
+    log.write({"path": "/a"})
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 10, limits[1]))
+        log.write({"path": "/b"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    log.write({"path": "/c"})
+    log.close()
+    assert (tmp_path / "log").read_text() == first + '{"path": "\n{"path": "/c"}\n'
+    assert len(lost) == 1
+
+
+def test_a_pipe_that_nobody_reads_delays_no_line_and_the_rest_is_counted(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, lost
+) -> None:
+    """Each line is then either read later or counted as lost."""
+    os.mkfifo(tmp_path / "pipe")
+    log = AccessLog(tmp_path / "pipe", lambda: lost.append(1))
+    num_lines = 2 * MAX_QUEUED_BYTES // 1_000
+    with caplog.at_level(logging.WARNING):
+        for _ in range(num_lines):
+            log.write(LINE)
+        wait_until(lambda: caplog.records, "the loss is logged")
+    assert [record.getMessage() for record in caplog.records] == [
+        "lines of the access log are lost: its reader does not read them; restart it or leave it out"
+    ]
+    assert num_lines / 3 < len(lost) < num_lines
+    with (tmp_path / "pipe").open("rb") as reader:
+        read = [json.loads(reader.readline()) for _ in range(num_lines - len(lost))]
+    assert read == [LINE] * len(read)
+    num_lost = len(lost)
+    log.write(LINE)
+    log.close()
+    assert len(lost) == num_lost
