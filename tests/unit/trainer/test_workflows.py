@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from trainer.learning.losses import loss_of
 from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
-from trainer.policy import agent
+from trainer.policy import row_loss
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import evaluations, policies, queries, trained
 from turnwise.version_directory import check_digests, read_manifest, weights_digest
@@ -315,7 +315,7 @@ def test_every_batch_and_every_update_is_a_line_of_json(tmp_path, model, ledger)
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_logged(tmp_path, model, ledger, monkeypatch):
     """The weights stay unchanged and the run continues; JSON has no NaN, so the line has null."""
     losses = iter([1.0, float("nan")])
-    monkeypatch.setattr(agent, "loss_of", lambda tokens, rule, _: loss_of(tokens, rule) * next(losses))
+    monkeypatch.setattr(row_loss, "loss_of", lambda tokens, rule, _: loss_of(tokens, rule) * next(losses))
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
     state = train(settings_for(tmp_path, model, total_batches=1, row_tokens=1000))
     assert (state.progress.num_optimizer_steps, state.metrics["num_skipped_updates"]) == (2, 1)
