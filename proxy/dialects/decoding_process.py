@@ -2,13 +2,15 @@
 
 Decoding JSON holds the interpreter's lock, so a thread would stop the event loop as long as the loop itself. Decoding
 16 MiB of text takes 13 to 19 ms; to read the decoded request from another process takes 2 ms. The process starts with
-the first such request, does one job at a time, and ends with the proxy. Its result comes in pieces: to read a pickle of
-many messages at once would hold the interpreter's lock again.
+the first such request, does one job at a time, and ends with the proxy. Tenants with waiting jobs take turns, so that
+one with many long requests delays another's by one job. A result comes in pieces: to read a pickle of many messages at
+once would hold the interpreter's lock again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import io
 import logging
@@ -47,35 +49,76 @@ class Result(NamedTuple):
     """The items as they were sent: the number of items of each pickle, and the pickle of their list."""
 
 
+class FairLock:
+    """A lock for which tenants take turns; those who wait for one tenant get it in their order."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._waiting: dict[str, collections.deque[asyncio.Future[None]]] = {}
+        """Who waits, by tenant; the first tenant is next."""
+
+    async def acquire(self, tenant: str) -> None:
+        """Wait for the lock and hold it."""
+        if not self._is_held:
+            self._is_held = True
+            return
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, collections.deque()).append(granted)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():
+                self.release()  # it was granted at the same time
+            raise
+
+    def release(self) -> None:
+        """Pass the lock on to the first of the next tenant."""
+        while self._waiting:
+            tenant, waiting = next(iter(self._waiting.items()))
+            granted = waiting.popleft()
+            if granted.cancelled() and waiting:
+                continue  # the tenant keeps its turn
+            del self._waiting[tenant]
+            if waiting:
+                self._waiting[tenant] = waiting
+            if not granted.cancelled():
+                granted.set_result(None)
+                return
+        self._is_held = False
+
+
 class DecodingProcess:
     """The process, and the jobs for it."""
 
     def __init__(self) -> None:
-        self._lock = asyncio.Lock()
+        self._lock = FairLock()
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def do(self, function: Callable[..., T], data: bytes, **options: Any) -> T:
+    async def do(self, tenant: str, function: Callable[..., T], data: bytes, **options: Any) -> T:
         """Call a function with the data in the other process; it must be importable by its name.
 
-        The job of a caller that is cancelled is done to its end, because its answer must not be read by the next job.
+        A running job of a caller that is cancelled is done to its end, because its answer must not be read by the next.
 
         Raises:
             ProxyUnavailable: the process ended or did not answer.
             TurnwiseError: what the function raises.
         """
+        await self._lock.acquire(tenant)
         return await asyncio.shield(self._do(function, data, options))
 
     async def _do(self, function: Callable[..., T], data: bytes, options: dict[str, Any]) -> T:
-        async with self._lock:
-            try:
-                result = await asyncio.to_thread(self._call, pickle.dumps((function, options)), data)
-            except (OSError, EOFError) as error:
-                log.warning("the process that decodes long requests failed, another is started for the next: %s", error)
-                await asyncio.to_thread(self.close)
-                raise ProxyUnavailable(
-                    "the process that decodes long requests failed; nothing was sampled, retry"
-                ) from error
+        """Call the function, then release the lock."""
+        try:
+            result = await asyncio.to_thread(self._call, pickle.dumps((function, options)), data)
+        except (OSError, EOFError) as error:
+            log.warning("the process that decodes long requests failed, another is started for the next: %s", error)
+            await asyncio.to_thread(self.close)
+            raise ProxyUnavailable(
+                "the process that decodes long requests failed; nothing was sampled, retry"
+            ) from error
+        finally:
+            self._lock.release()
         if isinstance(result, TurnwiseError):
             raise result
         return result  # type: ignore[no-any-return]  # what the function returned

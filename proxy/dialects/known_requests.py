@@ -187,7 +187,7 @@ class KnownRequests:
             known = dataclasses.replace(earlier, num_bytes=end)
         elif await is_decoded_elsewhere(raw, limits):
             decoded = await self._decoder.do(
-                _decode, raw, reader=reader, limits=limits, max_part_strings=self._max_part_strings
+                caller[0], _decode, raw, reader=reader, limits=limits, max_part_strings=self._max_part_strings
             )
             (body, known), messages, _, pieces = decoded
             if known.num_bytes:

@@ -26,6 +26,7 @@ UNREPEATED_FIELDS = frozenset({*CONVERSATION_FIELDS, "generateContentRequest"})
 class LongRequest(NamedTuple):
     """A request without its body."""
 
+    tenant: str
     dialect: str
     path: str
     """Of the route."""
@@ -70,7 +71,7 @@ async def read_call(
         TooLarge: it exceeds a limit.
         ProxyUnavailable: the other process failed.
     """
-    result = await decoder.do(_read, raw, request=request, reader=reader)
+    result = await decoder.do(request.tenant, _read, raw, request=request, reader=reader)
     call, body = result.head
     if call is not None:
         _complete(call, result)
@@ -85,7 +86,7 @@ async def read_counted_call(decoder: DecodingProcess, raw: bytes, request: LongR
         TooLarge: it exceeds a limit.
         ProxyUnavailable: the other process failed.
     """
-    result = await decoder.do(_read_counted, raw, request=request, reader=reader)
+    result = await decoder.do(request.tenant, _read_counted, raw, request=request, reader=reader)
     call: Call = result.head
     _complete(call, result)
     return call
@@ -146,7 +147,7 @@ async def digest_call(
     Raises:
         ProxyUnavailable: the other process failed.
     """
-    return await decoder.do(_digest, raw, request=request, digest=digest)
+    return await decoder.do(request.tenant, _digest, raw, request=request, digest=digest)
 
 
 def _digest(raw: bytes, *, request: LongRequest, digest: Callable[[Call], bytes]) -> bytes:

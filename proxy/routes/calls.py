@@ -233,7 +233,8 @@ class Sample:
         """Return the call, and the digest of a long request; what would hold the event loop is done elsewhere."""
         services, settings = self._services, self._services.settings
         limits, reader = settings.json_limits, MessageReader(read_messages, services.sessions.fields_read)
-        request = long_request(self._dialect, self._route, scope.get("path_params", {}), query, settings)
+        params = scope.get("path_params", {})
+        request = long_request(principal.tenant, self._dialect, self._route, params, query, settings)
         read, call, digest = None, None, None
         if len(raw) < MIN_BYTES:
             body = await parse_object(raw, **limits)
@@ -278,10 +279,16 @@ class Sample:
 
 
 def long_request(
-    dialect: Dialect, route: WireRoute, parameters: Mapping[str, str], query: Mapping[str, str], settings: ProxySettings
+    tenant: str,
+    dialect: Dialect,
+    route: WireRoute,
+    parameters: Mapping[str, str],
+    query: Mapping[str, str],
+    settings: ProxySettings,
 ) -> LongRequest:
     """Return a request without its body, as the process that decodes long requests needs it."""
     return LongRequest(
+        tenant,
         dialect.name,
         route.path,
         parameters,

@@ -73,7 +73,7 @@ class Query:
         principal.require("call")
         services, settings = self._services, self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
-        call = await self._read_counted(raw, scope)
+        call = await self._read_counted(raw, scope, principal.tenant)
         services.model_names.check(call.model, services.pool.engines)
         identify(call, scope, dict(scope["headers"]), settings.ignored_ids)
         continued = await services.sessions.continued_length(call, principal)
@@ -86,11 +86,11 @@ class Query:
             rendered["chat_template_kwargs"] = arguments
         return self._dialect.encode_count(await engine.count_tokens(encode_request(rendered)))
 
-    async def _read_counted(self, raw: bytes, scope: Scope) -> Call:
+    async def _read_counted(self, raw: bytes, scope: Scope, tenant: str) -> Call:
         """Return the chat call whose prompt is counted; a long request is decoded in another process."""
         services = self._services
         params, query = scope.get("path_params", {}), query_of(scope)
-        request = long_request(self._dialect, self._route, params, query, services.settings)
+        request = long_request(tenant, self._dialect, self._route, params, query, services.settings)
         if await is_decoded_elsewhere(raw, request.limits):
             reader = MessageReader(read_messages, services.sessions.fields_read)
             return await read_counted_call(services.decoder, raw, request, reader)

@@ -20,7 +20,7 @@ from proxy.continuation.message_facts import read_messages
 from proxy.dialects import registry
 from proxy.dialects.base import Call, Dialect, encode_request
 from proxy.dialects.chat import ChatCompletions, readable_messages
-from proxy.dialects.decoding_process import DecodingProcess
+from proxy.dialects.decoding_process import DecodingProcess, FairLock
 from proxy.dialects.known_requests import KnownRequests, MessageReader, digest_of
 from proxy.dialects.long_calls import LongRequest, counted_call, digest_call, read_call, read_counted_call
 from proxy.writer.process import Sampled, complete, frame, pack
@@ -72,7 +72,7 @@ def bodies(num_messages: int) -> dict[str, dict[str, Any]]:
 
 def long_request(name: str) -> tuple[Dialect, LongRequest]:
     dialect = next(each for each in registry.DIALECTS if each.name == name)
-    return dialect, LongRequest(name, dialect.routes[0].path, {"model": "m"}, {}, LIMITS, 1, 10_000)
+    return dialect, LongRequest("default", name, dialect.routes[0].path, {"model": "m"}, {}, LIMITS, 1, 10_000)
 
 
 async def read_elsewhere(decoder: DecodingProcess, name: str, raw: bytes) -> Call:
@@ -195,13 +195,41 @@ async def test_a_killed_process_fails_one_request_and_is_replaced(decoder):
 
 async def test_a_job_after_a_cancelled_one_gets_its_own_result(decoder):
     """The answer to the cancelled job is not taken for that of the next, which may be of another tenant."""
-    cancelled = asyncio.create_task(decoder.do(bytes.upper, TEXT.encode()))
+    cancelled = asyncio.create_task(decoder.do("default", bytes.upper, TEXT.encode()))
     while decoder._link is None:  # noqa: ASYNC110  a thread sets it
         await asyncio.sleep(0)
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    assert await decoder.do(bytes.upper, b"next") == b"NEXT"
+    assert await decoder.do("default", bytes.upper, b"next") == b"NEXT"
+
+
+async def test_tenants_take_turns_for_the_process(decoder):
+    """Otherwise one tenant's many long requests delay everybody's; a request whose caller left is not decoded."""
+    done = []
+
+    async def decode(tenant: str, number: int) -> None:
+        await decoder.do(tenant, bytes.upper, b"long")
+        done.append(f"{tenant}{number}")
+
+    asked = [("a", 1), ("a", 2), ("a", 3), ("a", 4), ("a", 5), ("b", 1), ("b", 2), ("c", 1)]
+    jobs = [asyncio.create_task(decode(*each)) for each in asked]
+    await asyncio.sleep(0)
+    jobs[asked.index(("a", 3))].cancel()
+    await asyncio.wait(jobs)
+    assert done == ["a1", "a2", "b1", "c1", "a4", "b2", "a5"]
+
+
+async def test_a_lock_that_is_granted_to_a_cancelled_caller_is_passed_on():
+    lock = FairLock()
+    await lock.acquire("a")
+    cancelled, next_one = (asyncio.create_task(lock.acquire(tenant)) for tenant in "bc")
+    await asyncio.sleep(0)
+    lock.release()
+    cancelled.cancel()
+    async with asyncio.timeout(60):
+        await next_one
+    assert cancelled.cancelled()
 
 
 def test_the_process_ends_with_the_proxy(decoder):
