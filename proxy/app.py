@@ -126,6 +126,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json lists the routes"
     kind, code = HTTP_ERRORS.get(error.status_code, ("invalid_request_error", "invalid_request"))
+    services_of(request).metrics.refused.labels(code).inc()
     headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
     body = orjson.dumps(problems.body(message, kind, code))
     encoded = dialect_of_path(request.url.path, dict(request.headers.raw)).encode_error(error.status_code, body)

@@ -120,6 +120,7 @@ def test_calls_are_answered_while_nobody_reads_the_access_log(fake_engine, start
     lost = re.search(r"^turnwise_lost_access_log_lines_total (\d+)", metrics, re.MULTILINE)
     assert lost is not None
     assert 0 < int(lost[1]) < 60
+    assert 'turnwise_refused_total{code="no_route"} 60.0' in metrics
     wait_until(lambda: "lines of the access log are lost" in proxy.log.read_text(), "the loss is logged")
     assert proxy.log.read_text().count("lines of the access log are lost") == 1
 
