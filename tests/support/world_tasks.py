@@ -150,6 +150,11 @@ def _bound_memory(longest_row: int) -> None:
     Qwen3DecoderLayer.forward = bounded
 
 
+def chain_loss(tokens: TrainedTokens, _rule: LossRule) -> Tensor:
+    """Return the number of the row's chains a token: a custom loss that cannot compute a row without tokens."""
+    return 0.0 * tokens.logprobs + (int(tokens.sequence.max()) + 1)
+
+
 class RefusingLoss:
     """A policy gradient that refuses the first row of one process."""
 

@@ -20,11 +20,12 @@ def group_keys(claimed: ClaimedBatch) -> set[GroupKey]:
 def num_minibatches(claimed: ClaimedBatch, batch: Batch, config: TrainerSettings) -> int:
     """Return the optimizer steps of a pass: fewer for a batch of fewer groups, and never more than groups are trained.
 
-    So an update sees as many groups in a small batch as in a whole one, as far as there are any.
+    So an update sees as many groups in a small batch as in a whole one, as far as there are any. Imported groups that
+    are mixed in do not count: a step with them alone would imitate at the whole learning rate, whatever μ is.
     """
     num_read = len({experience.group_key for experience in claimed.experiences})
     share = -(-num_read * config.num_minibatches // config.groups_per_batch)
-    num_trained = len({experience.group_key for experience in batch.experiences})
+    num_trained = len({experience.group_key for experience in batch.experiences[: batch.num_sampled]})
     return max(1, min(config.num_minibatches, share, num_trained))
 
 

@@ -87,10 +87,10 @@ def check_divisible(config: Any, tensor: int) -> None:
         SettingsError: They cannot.
     """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_experts"):
-        if getattr(config, name, tensor) % tensor:
+        number = getattr(config, name, None)  # configurations of models with and without experts may say None
+        if number is not None and number % tensor:
             raise SettingsError(
-                f"tensor_parallel={tensor} does not divide the model's {name}={getattr(config, name)}: "
-                "choose a divisor of it"
+                f"tensor_parallel={tensor} does not divide the model's {name}={number}: choose a divisor of it"
             )
 
 

@@ -25,7 +25,12 @@ class RowLoss:
         """Why the custom loss refused a row of this process since the last agreement."""
 
     def of(self, tokens: TrainedTokens) -> Tensor:
-        """Return the loss of a row; 0 if the custom loss refuses it."""
+        """Return the loss of a row's sampled tokens; 0 without any, or if the custom loss refuses them.
+
+        A row of imported chains alone has none, and a custom loss may need one: for the largest index of a chain.
+        """
+        if not len(tokens.logprobs):
+            return tokens.logprobs.sum()
         try:
             return loss_of(tokens, self._rule, self._custom)
         except BatchRefused as error:

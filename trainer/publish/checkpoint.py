@@ -40,7 +40,7 @@ class Checkpoints:
         self._keep = keep
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".writing-*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # the other processes of a trainer remove it at the same time
 
     def policy_directory(self, version: int) -> Path:
         """Return the directory of a version, for engines."""

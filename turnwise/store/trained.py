@@ -78,6 +78,7 @@ def record_trained(conn: sa.Connection, update: UpdateRecord, trained: Mapping[S
                 "digest": of_sessions[key],
             }
             for key, advantages in trained.items()
+            if key in pks  # an imported session, which is not claimed, may have been deleted meanwhile
         ],
     )
     return digests.batch_digest(of_sessions)

@@ -102,3 +102,12 @@ def test_a_version_whose_files_are_gone_is_not_chosen(database: Database, tmp_pa
         with pytest.raises(Conflict, match=r"Version 1's files no longer exist .* Choose one of: 0, 2\."):
             policies.choose_policy(connection, 1, pin=True)
         assert policies.pinned_version(connection) is None
+
+
+def test_an_update_is_recorded_although_an_imported_session_in_it_was_deleted_meanwhile(database: Database) -> None:
+    add_session(database, "kim-0", tenant="acme", group_id="kim", group_size=1)
+    finish(database, "kim-0", 1, "acme")
+    train(database, 1, {("acme", "kim-0"): {"acme-kim-0-t1": 0.5}, ("acme", "gone"): {"acme-gone-t1": 1.0}})
+    with database.read() as connection:
+        (update,), _ = trained.list_updates(connection, "acme")
+    assert [session.session_id for session in update.sessions] == ["kim-0"]

@@ -179,3 +179,9 @@ def test_experts_that_do_not_divide_are_refused_by_name(models: Path):
     config = transformers.Qwen3MoeConfig(**SIZES | {"num_attention_heads": 8}, num_experts=6)
     with pytest.raises(SettingsError, match="tensor_parallel=4 does not divide the model's num_experts=6"):
         check_divisible(config, 4)
+
+
+def test_a_configuration_with_none_for_the_number_of_experts_can_be_divided():
+    config = transformers.Gemma4TextConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
+    assert config.num_experts is None
+    check_divisible(config, 2)

@@ -17,6 +17,7 @@ from trainer.learning.batch import build, minibatches
 from trainer.learning.losses import loss_of
 from trainer.learning.mixing import MixingRule, imported_loss, mu_of, parts, phi, step_weights
 from trainer.learning.ratios import TrainedTokens
+from trainer.policy.row_loss import RowLoss
 from turnwise.errors import SettingsError
 from turnwise.store import claims, experiences, groups
 from turnwise.store.database import Database
@@ -85,6 +86,19 @@ def test_a_row_of_imported_tokens_alone_has_no_policy_loss():
         assert loss_of(sampled, MixingRule(algorithm=algorithm, off_policy_mask=0.1)).item() == 0.0
 
 
+def test_a_custom_loss_does_not_see_a_row_of_imported_tokens_alone():
+    """It may count chains by the largest index, which does not exist without tokens."""
+    tokens = TrainedTokens(
+        logprobs=torch.zeros(2, requires_grad=True),
+        **dict.fromkeys(("entropy", "behaviour", "advantages", "weights"), torch.ones(2)),
+        sequence=tensor([0, 0]),
+    )
+    loss = RowLoss(MixingRule(algorithm="custom", custom_loss="support.world_tasks:chain_loss"))
+    sampled, imported = parts(tokens, tensor([True, True]))
+    assert (loss.of(sampled).item(), loss.of(imported).item()) == (0.0, 2.0)
+    loss.of(sampled).backward()
+
+
 def test_each_optimizer_step_gets_its_share_of_both():
     """Four sampled and two imported groups in two steps: two and one in each."""
     sessions = [experience(session_id=name, group_id=name) for name in ("a", "b", "c", "d", "i", "j")]
@@ -136,10 +150,11 @@ def test_imported_pairs_are_preferred_beside_the_policy_loss(tmp_path, model):
 
 
 def test_imported_sessions_are_trained_while_no_reward_differs(tmp_path, model):
-    """As at the start of a hard task: groups without an advantage are dropped, and the update imitates."""
-    database, settings = played(tmp_path, model, group_size=1, mix_imported="sft")
+    """As at the start of a hard task: groups without an advantage are dropped, and the update imitates, in one step."""
+    database, settings = played(tmp_path, model, group_size=1, mix_imported="sft", num_minibatches=2)
     database.close()
     metrics = train(settings).metrics
+    assert metrics["num_updates"] == 1
     assert (metrics["num_uniform_groups"], metrics["num_sessions"], metrics["tokens"]) == (2, 2, 0)
     assert logprob(tmp_path / "policies" / "v000001", WANTED) > logprob(model, WANTED)
 
