@@ -136,13 +136,13 @@ class DecodingProcess:
         link = self._link or self._start()
         link.sendall(_LENGTHS.pack(len(job), len(data)) + job)
         link.sendall(data)
-        num_head, num_data = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
-        head = pickle.loads(_receive(link, num_head))  # noqa: S301  from our own process
+        num_head, num_data = _LENGTHS.unpack(receive_exactly(link, _LENGTHS.size))
+        head = pickle.loads(receive_exactly(link, num_head))  # noqa: S301  from our own process
         if not isinstance(head, Result):
             return head
-        returned, items, pieces = _receive(link, num_data), [], []
-        while (lengths := _LENGTHS.unpack(_receive(link, _LENGTHS.size))) != _END:
-            piece = _receive(link, lengths[0])
+        returned, items, pieces = receive_exactly(link, num_data), [], []
+        while (lengths := _LENGTHS.unpack(receive_exactly(link, _LENGTHS.size))) != _END:
+            piece = receive_exactly(link, lengths[0])
             pieces.append((lengths[1], piece))
             items += _receive_long(link) if len(piece) > LONG_PIECE_BYTES else pickle.loads(piece)  # noqa: S301  ours
         return Result(_receive_long(link), items, returned, tuple(pieces))
@@ -169,7 +169,7 @@ _END = (0, 0)
 """Follows the last piece."""
 
 
-def _receive(link: socket.socket, length: int) -> bytes:
+def receive_exactly(link: socket.socket, length: int) -> bytes:
     """Return exactly so many bytes; the kernel fills them without the interpreter's lock.
 
     Raises:
@@ -226,11 +226,11 @@ def _send_long(link: socket.socket, value: Any) -> None:
 
 def _receive_long(link: socket.socket) -> Any:
     """Return what `_send_long` has sent; between two of its long strings other threads can run."""
-    num_pickled, num_strings = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
-    pickled, strings = _receive(link, num_pickled), []
+    num_pickled, num_strings = _LENGTHS.unpack(receive_exactly(link, _LENGTHS.size))
+    pickled, strings = receive_exactly(link, num_pickled), []
     for _ in range(num_strings):
-        num_bytes, _ = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
-        strings.append(_receive(link, num_bytes).decode())
+        num_bytes, _ = _LENGTHS.unpack(receive_exactly(link, _LENGTHS.size))
+        strings.append(receive_exactly(link, num_bytes).decode())
     return _Unpickler(pickled, strings).load()
 
 
@@ -250,10 +250,10 @@ def serve(link: socket.socket) -> None:
     """Do the jobs of the proxy at the other end until it closes the link."""
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            num_job, num_data = _LENGTHS.unpack(_receive(link, _LENGTHS.size))
-            function, options = pickle.loads(_receive(link, num_job))  # noqa: S301  from our own process
+            num_job, num_data = _LENGTHS.unpack(receive_exactly(link, _LENGTHS.size))
+            function, options = pickle.loads(receive_exactly(link, num_job))  # noqa: S301  from our own process
             try:
-                result = function(_receive(link, num_data), **options)
+                result = function(receive_exactly(link, num_data), **options)
             except TurnwiseError as refusal:
                 result = refusal
             _send(link, result)

@@ -19,7 +19,9 @@ from proxy.http.asgi import decode_object
 from turnwise.json_scan import CONVERSATION_FIELDS, check_parts, scan
 from turnwise.types import Json, JsonText
 
-UNREPEATED_FIELDS = frozenset({*CONVERSATION_FIELDS, "generateContentRequest"})
+NESTED_REQUEST = "generateContentRequest"
+"""Field of a request to count tokens, in Google's format, that may hold the request whose prompt is counted."""
+UNREPEATED_FIELDS = frozenset({*CONVERSATION_FIELDS, NESTED_REQUEST})
 """Fields of a request to count tokens that hold its conversation; only the chat call keeps them."""
 
 
@@ -47,7 +49,8 @@ class LongRequest(NamedTuple):
         """
         scan(raw, **self.limits)
         decoded = decode_object(raw)
-        check_parts(decoded, self.max_part_strings)
+        for each in _requests(decoded):
+            check_parts(each, self.max_part_strings)
         dialect = next(each for each in registry.DIALECTS if each.name == self.dialect)
         route = next(each for each in dialect.routes if each.path == self.path)
         return dialect, dialect.merge_url(decoded, route, self.parameters, self.query)
@@ -111,6 +114,14 @@ def _complete(call: Call, result: Result) -> None:
         call.messages_json, call.pieces = memoryview(result.data), result.pieces
     elif result.data:
         call.body["prompt"] = JsonText(result.data)
+
+
+def _requests(body: Json) -> list[Json]:
+    """Return a request without the one that it nests, and that one."""
+    nested = body.get(NESTED_REQUEST)
+    if not isinstance(nested, dict):
+        return [body]
+    return [{field: value for field, value in body.items() if field != NESTED_REQUEST}, nested]
 
 
 def _read(raw: bytes, *, request: LongRequest, reader: MessageReader) -> Result:

@@ -150,7 +150,8 @@ class Reloader:
         if canary is not None and (wanted.is_pinned or not self._settings.canary_share):
             await self._canary.call_off(canary, active)
         elif canary is not None and active is not None:
-            if canary.activated_at is None:  # the process that prepared the trial has not started it
+            # The process that prepared the trial has not started it, or an older release did: it stores no share.
+            if canary.activated_at is None or canary.canary_share is None:
                 await self._canary.begin(canary, active)
             elif await self._canary.advance(canary, active):
                 await self._promote(canary, active)

@@ -105,13 +105,14 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
     session = Session(session_id=session_id, tenant=principal.tenant, opened_by="api", **fields)
-    live = await services.sessions.open(session)
+    stored = (await services.sessions.open(session)).session
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
-    if live.session.status is SessionStatus.OPEN:
+    if stored.status is SessionStatus.OPEN:
         given.add("opened_by")
-    if any(getattr(live.session, name) != getattr(session, name) for name in given):
-        live.session = await services.writer.do(session_changes.change_session, session, given)
-    return answer(new_session_json(live.session, wanted, request, services, principal))
+    if any(getattr(stored, name) != getattr(session, name) for name in given):
+        stored = await services.writer.do(session_changes.change_session, session, given)
+        services.forget_session(principal.tenant, session_id)
+    return answer(new_session_json(stored, wanted, request, services, principal))
 
 
 def new_session_json(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxy.settings import ProxySettings
-from proxy.writer.process import Frames, frame
+from proxy.writer.process import Frames, frame, receive_one
 from turnwise.errors import TurnwiseError
 
 
@@ -140,8 +140,7 @@ class Peers:
 
     def report_ready(self) -> None:
         """Tell the parent that this worker serves."""
-        if self._transport is not None:
-            self._transport.writelines(frame(WorkerReady()))
+        self._send(WorkerReady())
 
     def report_failure(self, error: TurnwiseError) -> None:
         """Tell the parent why this worker cannot start."""
@@ -170,9 +169,6 @@ def receive_setup(link: socket.socket) -> WorkerSetup:
     Raises:
         EOFError: the parent has ended.
     """
-    frames = Frames()
-    while data := link.recv(1 << 16):
-        for message in frames.feed(data):
-            assert isinstance(message, WorkerSetup)
-            return message
-    raise EOFError("the parent of this worker has ended")
+    setup = receive_one(link)  # changes of other workers may follow it at once
+    assert isinstance(setup, WorkerSetup)
+    return setup

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from proxy.dialects.decoding_process import receive_exactly
 from proxy.dialects.engine_reply import read_logprobs
 from proxy.fault import FaultPoints
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
@@ -141,6 +142,16 @@ def frame(content: object) -> list[bytes]:
     pieces = _Pieces()
     pickle.Pickler(pieces, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
     return [_LENGTH.pack(sum(map(len, pieces))), *pieces]
+
+
+def receive_one(link: socket.socket) -> Any:
+    """Return the next object from a blocking socket; what follows it stays in the socket.
+
+    Raises:
+        EOFError: the other end has closed the link.
+    """
+    (length,) = _LENGTH.unpack(receive_exactly(link, _LENGTH.size))
+    return pickle.loads(receive_exactly(link, length))  # noqa: S301  from our own process
 
 
 class Frames:

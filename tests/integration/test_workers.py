@@ -86,6 +86,21 @@ def test_all_workers_refuse_a_session_that_one_of_them_has_ended(shared, session
             ask(url, "/v1/chat/completions", body)
 
 
+def test_all_workers_apply_the_sampling_of_a_session_that_is_changed_through_one_of_them(shared, session_id):
+    url, body = f"{shared.proxy.url}/sessions/{session_id}", {"messages": [{"role": "user", "content": "hi"}]}
+    for _ in range(NUM_CONNECTIONS):  # until both workers have it in memory
+        ask(url, "/v1/chat/completions", body)
+    ask(shared.proxy.url, "/v1/sessions", {"session_id": session_id, "sampling": {"temperature": 0.25}})
+
+    def is_applied() -> bool:
+        shared.engine.calls.clear()
+        for _ in range(NUM_CONNECTIONS):
+            ask(url, "/v1/chat/completions", body)
+        return {call.body.get("temperature") for call in shared.engine.calls} == {0.25}
+
+    wait_until(is_applied, "both workers apply it")
+
+
 def test_metrics_are_summed_over_the_workers_and_keep_the_counts_of_a_killed_one(shared, session_id):
     proxy = shared.proxy
     converse(proxy, session_id)

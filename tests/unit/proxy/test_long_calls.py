@@ -54,3 +54,11 @@ def test_a_request_with_too_many_strings_is_refused_with_the_limit(name: str, tm
         refused = http.post(path, json=body)
         assert refused.status_code == 413
         assert "more than 9000 strings, keys included" in refused.text
+
+
+def test_the_messages_of_a_nested_request_are_limited_one_by_one(tmp_path: Path):
+    """Google's older clients nest the request whose tokens are counted: 12,505 strings, 5 in each message."""
+    nested = {"generateContentRequest": {"model": "models/m", "contents": CONTENTS}}
+    with in_process_proxy(tmp_path, max_json_part_strings=9_000) as (http, _):
+        answer = http.post("/v1beta/models/m:countTokens", json=nested)
+        assert (answer.status_code, answer.json().get("totalTokens", 0) > 0) == (200, True)

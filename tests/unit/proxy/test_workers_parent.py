@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from proxy.settings import ProxySettings
 from proxy.workers.parent import _Worker, _Workers
-from proxy.workers.peers import Confirmed, KeysChanged, WeightsLoaded, WorkerReady, WorkerSetup
-from proxy.writer.process import Frames
+from proxy.workers.peers import Confirmed, KeysChanged, WeightsLoaded, WorkerReady, WorkerSetup, receive_setup
+from proxy.writer.process import Frames, frame
 
 LOADED = WeightsLoaded("http://engine", "7", "receipt")
 
@@ -84,3 +85,13 @@ def test_a_worker_that_dies_before_it_confirms_is_not_awaited(workers: _Workers)
     workers._forget(second)
     workers._take(sender, LOADED)
     assert received(sender) == [Confirmed("receipt")] * 2, "no other worker serves"
+
+
+def test_a_starting_worker_reads_only_its_setup_and_leaves_the_changes_that_follow(tmp_path: Path):
+    """Other workers change sessions while it starts; a change that was read in part would make all later ones wrong."""
+    setup = WorkerSetup(ProxySettings(), tmp_path)
+    parent, worker = socket.socketpair()
+    with parent, worker:
+        parent.sendall(b"".join((*frame(setup), *frame(LOADED), *frame(KeysChanged()))))
+        assert receive_setup(worker) == setup
+        assert Frames().feed(worker.recv(1 << 16)) == [LOADED, KeysChanged()]
