@@ -88,6 +88,7 @@ def _serve(
                 whole_seconds=settings.header_timeout_seconds,
                 max_head_bytes=settings.max_header_bytes,
                 stall_seconds=settings.client_stall_seconds,
+                count_refusal=lambda code: app.state.services.metrics.refused.labels(code).inc(),
             ),
             ws="none",
             proxy_headers=False,  # the client's address is not used

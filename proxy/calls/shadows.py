@@ -83,6 +83,8 @@ class Shadows:
             return
         self._num_real_tokens += num_tokens
         if outcome in TRAINABLE_OUTCOMES and role is Role.MAIN and self._is_chosen(running):
+            if len(self._waiting) == MAX_WAITING:  # the oldest makes room
+                self._metrics.shadow_turns.labels("dropped").inc()
             self._waiting.append(Chosen(running.call, running.session, running.turn_id))
             self._arrived.set()
 

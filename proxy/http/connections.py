@@ -9,6 +9,7 @@ as the whole of the parsing.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,8 @@ class LimitedHttp(HttpToolsProtocol):
     """Maximum size of request line and headers together."""
     stall_seconds: float
     """Maximum time in which a client reads nothing of its reply."""
+    count_refusal: Callable[[str], None]
+    """Counts a connection that is refused or closed, by the code of the reason."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -137,6 +140,7 @@ class LimitedHttp(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < unread:
             self._start_stall_timer()
         else:
+            self.count_refusal("client_stalled")
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -210,6 +214,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, code: str, message: str) -> None:
         """Send an error without the application, and close the connection."""
+        self.count_refusal(code)
         body = orjson.dumps(problems.body(message, "invalid_request_error", code))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
         head += f"x-request-id: {make_context('', '').request_id}\r\n"
@@ -217,7 +222,14 @@ class LimitedHttp(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited_http(*, whole_seconds: float, max_head_bytes: int, stall_seconds: float) -> type[LimitedHttp]:
+def limited_http(
+    *, whole_seconds: float, max_head_bytes: int, stall_seconds: float, count_refusal: Callable[[str], None]
+) -> type[LimitedHttp]:
     """Return the protocol class with these limits; uvicorn makes the instances."""
-    limits = {"whole_seconds": whole_seconds, "max_head_bytes": max_head_bytes, "stall_seconds": stall_seconds}
+    limits = {
+        "whole_seconds": whole_seconds,
+        "max_head_bytes": max_head_bytes,
+        "stall_seconds": stall_seconds,
+        "count_refusal": staticmethod(count_refusal),
+    }
     return type("LimitedHttp", (LimitedHttp,), limits)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import aiohttp
 import httpx2
 import pytest
+from support.control_plane import metric
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
 from support.waiting import wait_until
 
@@ -132,7 +133,9 @@ def test_a_request_that_never_completes_is_closed(limited, sent):
 
 
 def test_data_that_is_not_http_gets_a_400(limited):
+    before = metric(limited.proxy, "turnwise_refused_total", code="invalid_http")
     assert b'"code":"invalid_http"' in talk(limited.proxy, [b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n"])
+    assert metric(limited.proxy, "turnwise_refused_total", code="invalid_http") == before + 1
 
 
 def test_a_reply_may_take_longer_than_a_request(limited):
