@@ -132,6 +132,14 @@ def test_a_malformed_request_has_an_id_too(proxy: RunningProxy):
         assert b"x-request-id: " in client.recv(4096)
 
 
+def test_without_cors_origins_no_reply_permits_a_page(proxy: RunningProxy):
+    asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    preflight = httpx2.options(f"{proxy.v1}/chat/completions", headers=asked)
+    assert preflight.status_code >= 400
+    replies = [preflight, chat(proxy, origin="https://app.example"), chat(proxy)]
+    assert not [name for reply in replies for name in reply.headers if name.startswith("access-control-")]
+
+
 def test_only_pages_of_a_permitted_origin_may_call_the_proxy(fake_engine, start_proxy):
     proxy = start_proxy(fake_engine.url, "--cors-origins", "https://app.example")
     asked = {"origin": "https://app.example", "access-control-request-headers": "authorization"}

@@ -76,6 +76,17 @@ def test_a_deleted_session_leaves_its_group(database: Database) -> None:
         assert (group.num_sessions, group.num_finished, group.status) == (1, 0, "open")
 
 
+def test_the_deletion_of_a_tenant_names_the_versions_that_were_trained_on_it(database: Database) -> None:
+    for tenant in ("acme", "zeta"):
+        add_session(database, "s", tenant=tenant, turns=2)
+        finish(database, "s", tenant=tenant)
+    train_all(database)
+    add_session(database, "untrained", tenant="zeta")
+    with database.write() as connection:
+        assert retention.delete_session(connection, "zeta", "untrained").policy_versions == ()
+        assert retention.delete_tenant(connection, "acme").policy_versions == (4,)
+
+
 def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(database: Database) -> None:
     for tenant in ("acme", "zeta"):
         for number in range(3):
