@@ -86,7 +86,7 @@ async def test_a_body_of_four_megabytes_of_empty_arrays_is_refused_without_block
     The longest pause of the loop is compared with the time that decoding takes on this machine. Another process can
     pause this one, so the shortest of several tries counts.
     """
-    decoding = min(seconds_to_decode() for _ in range(NUM_TRIES))
+    decoding = seconds_to_decode()
     assert min([await longest_pause() for _ in range(NUM_TRIES)]) < decoding / 2
 
 

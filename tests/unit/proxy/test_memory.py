@@ -91,8 +91,15 @@ def traced() -> Iterator[Callable[[], int]]:
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("messages_of", SHAPES)
-@pytest.mark.parametrize("num_turns", [1, 5, 20, 60])
+@pytest.mark.parametrize(
+    ("messages_of", "num_turns"),
+    [
+        (text_messages, 1),
+        (tool_messages, 20),
+        (unicode_messages, 60),
+        *(pytest.param(shape, number, marks=pytest.mark.slow) for shape in SHAPES for number in (1, 5, 20, 60)),
+    ],
+)
 def test_the_counted_memory_of_sessions_is_what_they_take(
     messages_of: Callable[[int], list[Json]], num_turns: int, traced: Callable[[], int]
 ):
@@ -103,8 +110,15 @@ def test_the_counted_memory_of_sessions_is_what_they_take(
     assert sum(live.num_bytes for live in sessions) == pytest.approx(traced() - before, rel=0.3)
 
 
-@pytest.mark.parametrize("messages_of", SHAPES)
-@pytest.mark.parametrize("num_messages", [40, 400])
+@pytest.mark.parametrize(
+    ("messages_of", "num_messages"),
+    [
+        (text_messages, 40),
+        (tool_messages, 400),
+        (unicode_messages, 40),
+        *(pytest.param(shape, number, marks=pytest.mark.slow) for shape in SHAPES for number in (40, 400)),
+    ],
+)
 def test_the_counted_memory_of_requests_is_what_they_take(
     messages_of: Callable[[int], list[Json]], num_messages: int, traced: Callable[[], int]
 ):
