@@ -16,10 +16,8 @@ import json
 import re
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ import numpy as np
 import torch
 import transformers
 from grade import share_right_of
+from json_server import serving
 from recipes import NUM_CLASSES
 from tiny import ENOUGH, EVALUATE_EVERY, GROUP_SIZE, MAX_UPDATES, NUM_TURNS, TinyRun, rewards_of
 
@@ -120,46 +119,17 @@ def conversation_of(name: str, index: int, prompt_class: int, replies: np.ndarra
     return document({"session_id": name, "group_id": f"group-{index // GROUP_SIZE}", "group_size": GROUP_SIZE}, turns)
 
 
-class _Judge(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        """Name the model."""
-        self._answer({"data": [{"id": "judge"}]})
-
-    def do_POST(self) -> None:
-        """Score each conversation of the prompt from 0 to 10."""
-        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
-        lines = []
-        for number, text in re.findall(r'<conversation number="(\d+)">\n(.*?)\n</conversation>', prompt, re.DOTALL):
-            said = [line.split(": ", 1) for line in text.splitlines()]
-            messages = [{"role": role, "content": content} for role, content in said]
-            lines.append(json.dumps({"number": int(number), "score": round(10 * share_right_of(messages))}))
-        self._answer({"choices": [{"message": {"role": "assistant", "content": "\n".join(lines)}}]})
-
-    def _answer(self, body: Json) -> None:
-        raw = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
-@contextlib.contextmanager
-def serving_judge() -> Iterator[str]:
-    """Serve the scripted judge on loopback; yield its address, with `/v1`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Judge)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def judge(request: Json) -> Json:
+    """Name the model, or score each conversation of the prompt from 0 to 10."""
+    if not request:
+        return {"data": [{"id": "judge"}]}
+    prompt = request["messages"][0]["content"]
+    lines = []
+    for number, text in re.findall(r'<conversation number="(\d+)">\n(.*?)\n</conversation>', prompt, re.DOTALL):
+        said = [line.split(": ", 1) for line in text.splitlines()]
+        messages = [{"role": role, "content": content} for role, content in said]
+        lines.append(json.dumps({"number": int(number), "score": round(10 * share_right_of(messages))}))
+    return {"choices": [{"message": {"role": "assistant", "content": "\n".join(lines)}}]}
 
 
 def learn_rated(
@@ -169,7 +139,7 @@ def learn_rated(
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         if settings["source"] == "judge":
-            settings = settings | {"judge_url": stack.enter_context(serving_judge())}
+            settings = settings | {"judge_url": stack.enter_context(serving(judge))}
         run = RatedRun(RewardSettings(state=directory / "rewards.jsonl", **settings), seed, directory)
         stack.callback(run.close)
         run.play_groups()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from math import log
 
+from json_server import serving
 from recipes import NUM_CLASSES, VOCABULARY
+
+from turnwise.types import Json
 
 RIGHT = 0.98
 """Probability that a teacher gives all right tokens together."""
@@ -25,39 +24,12 @@ def logprob(known: str, prompt_class: int, token: int) -> float:
     return log((1 - RIGHT) / (VOCABULARY - num_right))
 
 
-class _Server(ThreadingHTTPServer):
-    known = ""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: _Server
-
-    def do_POST(self) -> None:
-        """Answer a request for `prompt_logprobs`; the class is the first token."""
-        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
-        known = self.server.known
-        shown = [None, *({str(token): {"logprob": logprob(known, prompt[0], token)}} for token in prompt[1:])]
-        raw = json.dumps({"choices": [{"prompt_logprobs": shown}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
-@contextlib.contextmanager
-def serving_teacher(known: str) -> Iterator[str]:
+def serving_teacher(known: str) -> AbstractContextManager[str]:
     """Serve a teacher that knows the classes whose digits are in `known`; yield its address, with `/v1`."""
-    server = _Server(("127.0.0.1", 0), _Handler)
-    server.known = known
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+
+    def reply(request: Json) -> Json:
+        prompt_class, *replied = request["prompt"]
+        shown = [{str(token): {"logprob": logprob(known, prompt_class, token)}} for token in replied]
+        return {"choices": [{"prompt_logprobs": [None, *shown]}]}
+
+    return serving(reply)

@@ -6,10 +6,10 @@ import asyncio
 from types import TracebackType
 from typing import Protocol, Self
 
+from proxy.http.asgi import joined
+
 BUFFERED_BYTES = 1 << 20
 """Bytes of an answer that are buffered for a slow reader before reading from the engine pauses."""
-JOINED_HERE_BYTES = 2**20
-"""A longer answer is joined in a thread, without the interpreter's lock."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Longest answer of a control route."""
 
@@ -83,7 +83,7 @@ class Answer:
             if num_bytes > max_bytes:
                 raise AnswerTooLong(max_bytes)
             parts += self._take()
-        return await asyncio.to_thread(b"".join, parts) if num_bytes > JOINED_HERE_BYTES else b"".join(parts)
+        return await joined(parts, num_bytes)
 
     async def next_part(self) -> bytes:
         """Return the data that has arrived since the last part, at least one byte; nothing once the body is complete.

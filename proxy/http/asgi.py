@@ -47,7 +47,12 @@ async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
             break
         parts.append(part)
     _checked_size(b"", max_bytes, size)
-    return await asyncio.to_thread(_join, parts) if size > JOINED_HERE_BYTES else b"".join(parts)
+    return await joined(parts, size)
+
+
+async def joined(parts: list[bytes], num_bytes: int) -> bytes:
+    """Return the joined parts of a body, which have so many bytes together."""
+    return await asyncio.to_thread(_join, parts) if num_bytes > JOINED_HERE_BYTES else b"".join(parts)
 
 
 def _join(parts: list[bytes]) -> bytes:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from support.experts import write_experts
 from support.gloo_worlds import sessions
 from torch.nn import functional
 
@@ -22,25 +23,15 @@ LAYERS, EXPERTS, CHOSEN = 2, 6, 2
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
+    return write_experts(
+        tmp_path_factory.mktemp("moe"),
         num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         num_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
         decoder_sparse_step=1,
         norm_topk_prob=True,
         initializer_range=0.3,
     )
-    path = tmp_path_factory.mktemp("moe")
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(path)
-    return path
 
 
 def loaded(directory: Path, **spec: object) -> Policy:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers
+from support.experts import write_experts
 from support.gloo_worlds import WorldFailed, run_world, sessions
 from support.trainer_ledger import Rollouts, load_model, settings_for
 from support.world_tasks import refuse_routing, train_ledger
@@ -20,21 +19,7 @@ from turnwise.store import queries
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
     """A small mixture of experts with two layers and random weights."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
-    return tmp_path / "experts"
+    return write_experts(tmp_path / "experts", num_experts=4)
 
 
 def test_a_loss_that_refuses_a_row_in_one_process_drops_the_batch_in_all_and_training_continues(
