@@ -1,5 +1,7 @@
 """Measure the memory of open sessions: `python bench/memory.py [--sessions 1000] [--soak-seconds 300]`.
 
+`--soak-rate 10` starts at most ten sessions a second in the soak, so that a long soak leaves the machine to other work.
+
 Creates sessions, plays turns in each through a proxy in front of a fake engine, and measures the growth of the resident
 memory of the proxy and of its writing process: at most 300 MB together for 10,000 sessions of 20 turns. The limit and
 the caches are proportional to the number of sessions. A soak then plays sessions that end, which must not use memory:
@@ -93,8 +95,13 @@ async def play(http: aiohttp.ClientSession, url: str, session_id: str, num_turns
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
 
 
-async def play_all(served: Served, name: str, numbers: Iterable[int], num_turns: int, *, end: bool = False) -> None:
-    """Play many sessions, some concurrently; with `end`, end each session after its turns."""
+async def play_all(
+    served: Served, name: str, numbers: Iterable[int], num_turns: int, *, end: bool = False, interval_s: float = 0.0
+) -> None:
+    """Play many sessions, some concurrently; with `end`, end each session after its turns.
+
+    Sessions start at least `interval_s` after each other.
+    """
     places = asyncio.Semaphore(CONCURRENCY)
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -107,7 +114,10 @@ async def play_all(served: Served, name: str, numbers: Iterable[int], num_turns:
                 if number % FORGET_EVERY == 0:  # the fake engine lists all its calls; this memory is not measured
                     (await http.delete(f"{served.engine_url}/fake/calls")).release()
 
-        await asyncio.gather(*(one(number) for number in numbers))
+        async with asyncio.TaskGroup() as tasks:
+            for number in numbers:
+                tasks.create_task(one(number))
+                await asyncio.sleep(interval_s)
 
 
 def fill(served: Served, watched: Watched, num_sessions: int, num_turns: int) -> Grown:
@@ -121,13 +131,18 @@ def fill(served: Served, watched: Watched, num_sessions: int, num_turns: int) ->
     return watched.grown()
 
 
-def soak(served: Served, watched: Watched, num_turns: int, seconds: float) -> Grown:
-    """Play sessions that end, for some seconds; print the growth as it goes, and return that of the second half."""
+def soak(served: Served, watched: Watched, num_turns: int, seconds: float, rate: float) -> Grown:
+    """Play sessions that end, at most `rate` a second, or as many as possible for 0.
+
+    Prints the growth as it goes, and returns that of the second half.
+    """
+    interval_s = 1 / rate if rate else 0.0
     watched.start()
     middle, rounds, started = Grown(0, 0), 0, time.monotonic()
     printed = passed = 0.0
     while passed < seconds:
-        asyncio.run(play_all(served, f"soak-{rounds}", range(SOAKED_SESSIONS), num_turns, end=True))
+        sessions = range(SOAKED_SESSIONS)
+        asyncio.run(play_all(served, f"soak-{rounds}", sessions, num_turns, end=True, interval_s=interval_s))
         rounds, passed = rounds + 1, time.monotonic() - started
         if passed < seconds / 2:
             middle = watched.grown()
@@ -148,6 +163,8 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=1_000)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--soak-seconds", type=float, default=0.0)
+    parser.add_argument("--soak-turns", type=int, default=20, help="in each session of the soak")
+    parser.add_argument("--soak-rate", type=float, default=0.0, help="sessions a second; 0 is as many as possible")
     given = parser.parse_args()
     share = given.sessions / FULL_SESSIONS
     limit = int(LIMIT_BYTES * share)
@@ -156,8 +173,9 @@ def main() -> int:
         watched = Watched(served.pid)
         grown = fill(served, watched, given.sessions, given.turns)
         print(f"{sum(grown) / given.sessions / 1e3:.1f} KB a session; the limit is {limit / 1e6:.0f} MB")
-        soaked = soak(served, watched, given.turns, given.soak_seconds) if given.soak_seconds else Grown(0, 0)
+        soaked = Grown(0, 0)
         if given.soak_seconds:
+            soaked = soak(served, watched, given.soak_turns, given.soak_seconds, given.soak_rate)
             print(f"in the second half of the soak: {soaked}; the limit is {SOAK_BYTES / 1e6:.0f} MB")
     return 1 if sum(grown) > limit or sum(soaked) > SOAK_BYTES else 0
 
