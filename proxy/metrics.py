@@ -157,7 +157,7 @@ class Metrics:
         )
         self.groups = Gauge(
             "turnwise_groups",
-            "Groups that are open, ready or claimed, by state; read from the store",
+            "Groups that are open, ready or claimed, by state, at most 10,000 of each; read from the store",
             ["status"],
             registry=r,
             multiprocess_mode=NEWEST,

@@ -34,6 +34,7 @@ from proxy.fault import FaultPoints
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
+from proxy.limits.counts import RecentCounts
 from proxy.metrics import Metrics
 from proxy.reload.canary import DRAIN_SECONDS
 from proxy.reload.reloader import Reloader
@@ -81,6 +82,7 @@ class Services:
     authenticator: Authenticator
     limits: Limits
     budgets: Budgets
+    counts: RecentCounts
     replays: Replays
     known_requests: KnownRequests
     decoder: DecodingProcess
@@ -208,6 +210,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         authenticator=Authenticator(database, secret),
         limits=Limits(settings, metrics),
         budgets=Budgets(settings, database, writer, metrics),
+        counts=RecentCounts(database),
         replays=Replays(settings.replay_bytes),
         known_requests=KnownRequests(
             long_request_bytes(settings), decoder, max_part_strings=settings.max_json_part_strings

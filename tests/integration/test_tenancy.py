@@ -96,7 +96,9 @@ def test_a_second_tenant_cannot_read_anything_of_the_first(keyed):
     for line in ({"turn_id": turn_id}, {"session_id": "mine"}, {"session_id": "mine", "step": 0}):
         assert other.post("/v1/rewards", json={**line, "value": 1.0}).status_code == 404
     assert other.get("/v1/sessions").json()["data"] == []
-    assert other.get("/v1/counts").json() == NOTHING
+    counts = other.get("/v1/counts").json()
+    del counts["counted_at"]
+    assert counts == NOTHING
     assert other.get("/v1/sessions", params={"after": "mine"}).status_code == 404
     for query in ({"session_id": "mine"}, {"task_id": "t"}, {"group_id": "g"}, {}):
         assert other.get("/v1/experiences", params=query).content == b""

@@ -23,6 +23,9 @@ from turnwise.store.statements import fetch_at_once, is_among, members
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
 from turnwise.types import Credit, GroupStatus, Session, Turn, UpdateRecord
 
+MOST_UNFINISHED = 10_000
+"""Of the unfinished groups that are counted in each state."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
@@ -233,14 +236,16 @@ def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRec
     return None if row is None else rows.UPDATES.record(row)
 
 
-def unfinished_groups(conn: sa.Connection) -> dict[str, int]:
-    """Count the open, ready and claimed groups of all tenants; their number does not grow with history."""
-    table = tables.groups
+def unfinished_groups(conn: sa.Connection, *, limit: int = MOST_UNFINISHED) -> dict[str, int]:
+    """Count the open, ready and claimed groups of all tenants, at most `limit` of each.
+
+    Groups that agents gave up stay open until they are pruned, so there may be any number of them.
+    """
+    status = tables.groups.c.status
     unfinished = [GroupStatus.OPEN.value, GroupStatus.READY.value, GroupStatus.CLAIMED.value]
-    found = conn.execute(
-        sa.select(table.c.status, sa.func.count()).where(table.c.status.in_(unfinished)).group_by(table.c.status)
-    )
-    return dict.fromkeys(unfinished, 0) | {status: count for status, count in found}  # noqa: C416  mypy knows no Row
+    some = [sa.select(status).where(status == value).limit(limit).subquery() for value in unfinished]
+    counted = [sa.select(sa.func.count()).select_from(each).scalar_subquery() for each in some]
+    return dict(zip(unfinished, conn.execute(sa.select(*counted)).one(), strict=True))
 
 
 def counts(conn: sa.Connection, tenant: str | None = None) -> Counts:

@@ -18,6 +18,10 @@ export async function readiness() {
   return ready;
 }
 
+// Counts of a large tenant are not read for every view: then the page says when they were.
+const STALE_MS = 5000;
+export const countedAt = (counts) => Date.now() - new Date(counts.counted_at) > STALE_MS ? make("p", {className: "quiet"}, `Counted ${time(counts.counted_at)}`) : "";
+
 export const chip = (label, note) => make("a", {className: "chip", href: `#sessions/${new URLSearchParams({label})}`, title: note ?? ""}, label);
 
 export function serving(ready, pinned) {
@@ -60,7 +64,7 @@ export async function overview() {
   const pinned = data.versions.find((each) => each.isPinned)?.version;
   return {
     content: [make("div", {className: "cards"}, serving(ready, pinned), card("Calls of this proxy, by outcome", outcomes(samples(exposition))),
-        card("Sessions", make("b", {}, number(counts.num_turns)), " turns", tally(counts.sessions)), learning(counts)),
+        card("Sessions", make("b", {}, number(counts.num_turns)), " turns", tally(counts.sessions), countedAt(counts)), learning(counts)),
       make("h2", {}, "Learning"), learningCharts(data, {isWhole: false}),
       make("h2", {}, "Policy versions"), versionTable(data.versions.slice(0, 8)), make("h2", {}, "Sessions, newest first"), sessionTable(sessions.data),
       sessions.has_more ? link(`sessions/after=${path(sessions.data.at(-1).session_id)}`, "Older sessions") : null],

@@ -223,6 +223,15 @@ def test_counts_equal_the_content_of_the_store(forest: Database) -> None:
         assert queries.counts(connection, "nobody") == queries.Counts({}, {}, 0, 0, 0, [])
 
 
+def test_unfinished_groups_are_counted_up_to_a_limit_in_each_state(database: Database) -> None:
+    for session_id in ("a", "b", "c"):
+        add_session(database, session_id)
+    finish(database, "c")
+    with database.read() as connection:
+        assert queries.unfinished_groups(connection) == {"open": 2, "ready": 1, "claimed": 0}
+        assert queries.unfinished_groups(connection, limit=1) == {"open": 1, "ready": 1, "claimed": 0}
+
+
 def test_a_conversation_is_found_by_the_longest_part_of_it(database: Database) -> None:
     """All sessions that contain it are returned, the oldest first, up to a limit."""
     for session_id, digests in {"a": (b"1", b"2"), "b": (b"1",), "c": (b"1", b"3")}.items():

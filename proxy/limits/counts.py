@@ -1,0 +1,76 @@
+"""The counts of a tenant's rows, at a bounded rate.
+
+Counting reads every session of the tenant, and each open page asks for the counts every few seconds. The counts of a
+tenant with few sessions are always read. Those of a large tenant are kept for a time that grows with its size, so that
+counting takes a bounded share of a processor. Counters that every write keeps up to date would cost every turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import datetime
+import time
+from collections.abc import Callable
+
+from turnwise.store import queries, trainer_status
+from turnwise.store.database import Database
+from turnwise.types import utc_now
+
+ROWS_PER_SECOND = 10_000
+"""Sessions and groups of one tenant that are counted in a second, on average; tenants with fewer are always counted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counted:
+    """Counts, and when they were read."""
+
+    counts: queries.Counts
+    counted_at: datetime.datetime
+    valid_until: float
+    """On the cache's clock."""
+
+
+class RecentCounts:
+    """Reads the counts of tenants, and keeps those of large ones."""
+
+    def __init__(
+        self, database: Database, *, rows_per_second: int = ROWS_PER_SECOND, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._database = database
+        self._rows_per_second = rows_per_second
+        self._clock = clock
+        self._kept: dict[str, Counted] = {}
+        """Only of large tenants."""
+        self._locks: collections.defaultdict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
+
+    async def read(self, tenant: str) -> Counted:
+        """Return the counts of a tenant; the reports of trainers in them are always new."""
+        if tenant not in self._kept:
+            return await self._count(tenant)
+        async with self._locks[tenant]:
+            kept = self._kept.get(tenant)
+            if kept is None or self._clock() >= kept.valid_until:
+                return await self._count(tenant)
+        trainers = await asyncio.to_thread(self._trainers)
+        return dataclasses.replace(kept, counts=dataclasses.replace(kept.counts, trainers=trainers))
+
+    async def _count(self, tenant: str) -> Counted:
+        counted_at = utc_now()
+        counts = await asyncio.to_thread(self._counts, tenant)
+        num_rows = sum(counts.sessions.values()) + sum(counts.groups.values())
+        counted = Counted(counts, counted_at, self._clock() + num_rows / self._rows_per_second)
+        if num_rows > self._rows_per_second:
+            self._kept[tenant] = counted
+        else:
+            self._kept.pop(tenant, None)
+        return counted
+
+    def _counts(self, tenant: str) -> queries.Counts:
+        with self._database.read() as connection:
+            return queries.counts(connection, tenant)
+
+    def _trainers(self) -> list[trainer_status.TrainerStatus]:
+        with self._database.read() as connection:
+            return trainer_status.trainer_statuses(connection)
