@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from proxy.app import create_app
 from proxy.http.connections import limited_http
@@ -75,8 +76,10 @@ def _serve(
 ) -> int:
     """Serve until a signal; `sockets` are bound to the address, None binds it here."""
     _hide_torch()
-    configure_logging(settings.log_level, settings.log_format)
+    log_handler = configure_logging(settings.log_level, settings.log_format)
     app = create_app(settings, peers, metrics_directory)
+    if log_handler is not None:
+        log_handler.count_lost = lambda: _count_lost_line(app)
     edge = Edge(DataPlane(app), app, settings)
     server = _Server(
         uvicorn.Config(
@@ -118,6 +121,12 @@ def _serve(
     finally:
         edge.close()
     return 0 if server.started else 1
+
+
+def _count_lost_line(app: FastAPI) -> None:
+    """Count a line of this process's log that is lost; there are no metrics before the services have started."""
+    if hasattr(app.state, "services"):
+        app.state.services.metrics.lost_log_lines.inc()
 
 
 def _hide_torch() -> None:

@@ -229,6 +229,11 @@ class Metrics:
             "Lines of the access log that could not be written, or that its reader was too slow for",
             registry=r,
         )
+        self.lost_log_lines = Counter(
+            "turnwise_lost_log_lines",
+            "Lines of the log on stderr that could not be written, or that its reader was too slow for",
+            registry=r,
+        )
         self.background_errors = Counter(
             "turnwise_background_errors", "Failures of background tasks, which clients do not see", ["task"], registry=r
         )

@@ -23,6 +23,7 @@ from trainer.policy.agent import NO_SHARDED_CRITIC
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
 from turnwise.errors import SettingsError
+from turnwise.telemetry import configure_logging
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def run(settings: TrainerSettings) -> int:
     Raises:
         TurnwiseError: the trainer cannot start or go on.
     """
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(settings.log_level, "text")
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     try:

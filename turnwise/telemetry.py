@@ -1,5 +1,7 @@
 """Logs and traces of a process: log lines as text or JSON, the access log, and W3C trace context.
 
+No caller of a log waits for its reader: a thread writes to pipes, terminals and sockets.
+
 The context of the running request is a context variable: log lines and the request to the engine take its ids from
 there, so that no function has to pass them on.
 """
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 LogFormat = Literal["text", "json"]
 SAMPLED = "01"
 MAX_QUEUED_BYTES = 2**20
-"""Lines of the access log that wait for its reader, some 4,000."""
+"""Lines of a log that wait for its reader, some 4,000."""
 CLOSE_SECONDS = 2.0
 """How long the end of the process waits until these lines are written."""
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -82,11 +84,14 @@ def random_hex(num_digits: int) -> str:
     return f"{random.getrandbits(4 * num_digits):0{num_digits}x}"
 
 
-def configure_logging(level: str, log_format: LogFormat) -> None:
-    """Send the log lines of this process to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+def configure_logging(level: str, log_format: LogFormat) -> LogHandler | None:
+    """Send the log lines of this process to stderr; return the handler, None where logging is configured already."""
+    if logging.root.handlers or sys.__stderr__ is None:
+        return None
+    handler = LogHandler(sys.__stderr__.fileno())
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    return handler
 
 
 class JsonFormatter(logging.Formatter):
@@ -107,6 +112,58 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+class LogHandler(logging.Handler):
+    """Writes log records to a file descriptor; no caller waits for the reader of a pipe, a terminal or a socket.
+
+    A line that cannot be written is lost and counted. The next line that can be written follows a line with the number
+    of those that were lost.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.num_lost = 0
+        """Lines that could not be written."""
+        self.count_lost: Callable[[], None] = lambda: None
+        """Is called for each line that is lost, in any thread."""
+        self._lines = _LineFile(descriptor, self._lose)
+        self._num_unreported = 0
+        """Lost lines that no line has reported."""
+        self._count_lock = threading.Lock()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or pass it to the writing thread."""
+        num_lost = self._num_unreported
+        lines = self._encode(record)
+        if num_lost:
+            text = "%d lines of this log before this one are lost: its reader was too slow, or the disk was full"
+            lines = self._encode(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (num_lost,), None)) + lines
+        if self._lines.write(lines):
+            with self._count_lock:
+                self._num_unreported -= num_lost
+
+    def flush(self) -> None:
+        """Wait until all lines are written, `CLOSE_SECONDS` at most."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Write the lines that wait, if that takes no longer than `CLOSE_SECONDS`."""
+        self._lines.close()
+        super().close()
+
+    def _encode(self, record: logging.LogRecord) -> bytes:
+        try:
+            text = self.format(record)
+        except Exception as error:  # noqa: BLE001  the outermost edge of logging: a wrong call fails no caller
+            text = f"{record.pathname}:{record.lineno}: the log line cannot be formatted: {error!r}"
+        return text.encode(errors="backslashreplace") + b"\n"
+
+    def _lose(self, reason: str | None) -> None:  # noqa: ARG002  the next line reports it
+        with self._count_lock:
+            self._num_unreported += 1
+            self.num_lost += 1
+            self.count_lost()
 
 
 class AccessLog:
@@ -132,61 +189,89 @@ class AccessLog:
             raise SettingsError(f"cannot write the access log {str(path)!r}: {error.strerror}") from error
         self._is_own = str(path) != "-"
         self._count_lost = count_lost
-        self._is_failing = False
-        self._is_torn = False
-        """Whether the last line was written in part."""
-        self._queue = None if stat.S_ISREG(os.fstat(self._file).st_mode) else _LineQueue(self._append)
-        self._is_overflowing = False
+        self._lines = _LineFile(self._file, self._lose)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, or pass it to the other thread."""
-        encoded = json.dumps(line, ensure_ascii=False).encode() + b"\n"
-        if self._queue is None:
-            self._append(encoded)
-            return
-        self._is_overflowing = self._is_overflowing and not self._queue.is_empty
-        if self._queue.put(encoded):
-            return
-        self._count_lost()
-        if not self._is_overflowing:
-            # In a thread, because standard error may be the same pipe.
-            message = "lines of the access log are lost: its reader does not read them; restart it or leave it out"
-            threading.Thread(target=log.warning, args=(message,), name="access log warning", daemon=True).start()
-        self._is_overflowing = True
+        """Append a line, or pass it to the writing thread."""
+        self._lines.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
-    def _append(self, line: bytes) -> None:
-        """Append a line; one system call, so that lines of several processes do not mix."""
-        rest = b"\n" + line if self._is_torn else line
-        try:
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-                self._is_torn = bool(rest)
-        except OSError as error:
-            self._count_lost()
-            if not self._is_failing:
-                log.warning("lines of the access log are lost: %s; free the disk or leave it out", error.strerror)
-            self._is_failing = True
-        else:
-            self._is_failing = False
+    def _lose(self, reason: str | None) -> None:
+        self._count_lost()
+        if reason is not None:
+            log.warning("lines of the access log are lost: %s", reason)
 
     def close(self) -> None:
         """Close the file, after the lines that wait if they are written within `CLOSE_SECONDS`."""
-        is_written = self._queue is None or self._queue.close()
+        is_written = self._lines.close()
         if self._is_own and is_written:
             os.close(self._file)
+
+
+class _LineFile:
+    """Appends lines to an open file; a thread of its own writes to a pipe, a terminal or a socket."""
+
+    def __init__(self, descriptor: int, lose: Callable[[str | None], None]) -> None:
+        """Start the thread where one is needed.
+
+        Args:
+            descriptor: of the file.
+            lose: is called for each write that is lost, in any thread: with the reason for the first of several in a
+                row, with None for the others.
+        """
+        self._descriptor = descriptor
+        self._lose = lose
+        self._is_failing = False
+        self._is_torn = False
+        """Whether the last line was written in part."""
+        self._is_overflowing = False
+        self._queue = None if stat.S_ISREG(os.fstat(descriptor).st_mode) else _LineQueue(self._append)
+
+    def write(self, lines: bytes) -> bool:
+        """Append lines, or pass them to the thread; return whether they were not lost here."""
+        if self._queue is None:
+            return self._append(lines)
+        self._is_overflowing = self._is_overflowing and not self._queue.is_empty
+        if self._queue.put(lines):
+            return True
+        self._lose(None if self._is_overflowing else "its reader does not read them; restart it or leave it out")
+        self._is_overflowing = True
+        return False
+
+    def flush(self) -> None:
+        """Wait until the thread has written all lines, `CLOSE_SECONDS` at most."""
+        if self._queue is not None:
+            self._queue.flush()
+
+    def close(self) -> bool:
+        """End the thread after the last line; return whether it has ended."""
+        return self._queue is None or self._queue.close()
+
+    def _append(self, lines: bytes) -> bool:
+        """Append lines; one system call, so that lines of several processes do not mix."""
+        rest = b"\n" + lines if self._is_torn else lines
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+                self._is_torn = bool(rest)
+        except OSError as error:
+            is_first, self._is_failing = not self._is_failing, True
+            self._lose(f"{error.strerror}; free the disk or leave it out" if is_first else None)
+            return False
+        self._is_failing = False
+        return True
 
 
 class _LineQueue:
     """Lines that a thread of its own writes; at most `MAX_QUEUED_BYTES` wait."""
 
-    def __init__(self, append: Callable[[bytes], None]) -> None:
+    def __init__(self, append: Callable[[bytes], object]) -> None:
         self._append = append
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self._num_put = 0
         """Bytes that were put into the queue; only `put` changes it."""
         self._num_done = 0
         """Bytes that left the queue; only the thread changes it."""
-        self._thread = threading.Thread(target=self._run, name="access log", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="log lines", daemon=True)
         self._thread.start()
 
     @property
@@ -202,6 +287,13 @@ class _LineQueue:
         self._lines.put(line)
         return True
 
+    def flush(self) -> None:
+        """Wait until the lines before now are written, `CLOSE_SECONDS` at most."""
+        if self._thread.is_alive():
+            written = threading.Event()
+            self._lines.put(written)
+            written.wait(CLOSE_SECONDS)
+
     def close(self) -> bool:
         """End the thread after the last line; return whether it has ended."""
         self._lines.put(None)
@@ -210,6 +302,9 @@ class _LineQueue:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
             self._append(line)
             self._num_done += len(line)
 

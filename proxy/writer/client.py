@@ -229,6 +229,8 @@ class Writer:
             metrics.retries.labels("commit").inc(report.num_retries)
         if report.num_errors:
             metrics.background_errors.labels("writer").inc(report.num_errors)
+        if report.num_lost_log_lines:
+            metrics.lost_log_lines.inc(report.num_lost_log_lines)
         num_committed = 0
         for number, result in report.results.items():
             waiting = self._waiting.pop(number, None)

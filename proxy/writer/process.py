@@ -129,6 +129,8 @@ class Report(NamedTuple):
     num_retries: int
     num_errors: int
     """Unexpected failures; the log has the tracebacks."""
+    num_lost_log_lines: int = 0
+    """Lines of this process's log that were lost since the last report."""
 
 
 class _Pieces(list[bytes]):
@@ -349,13 +351,18 @@ def serve(link: socket.socket) -> None:
     if first is None:
         return
     setup, *early = first
-    configure_logging("warning", setup.log_format)
+    log_handler = configure_logging("warning", setup.log_format)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
     committer = Committer(database, FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid)), setup.proxy_pid)
     link.sendall(b"".join(frame(Report({}, 0, 0))))
+    num_lost = 0
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
-            link.sendall(b"".join(frame(committer.write(jobs[start : start + MAX_BATCH]))))
+            report = committer.write(jobs[start : start + MAX_BATCH])
+            if log_handler is not None:
+                report = report._replace(num_lost_log_lines=log_handler.num_lost - num_lost)
+                num_lost += report.num_lost_log_lines
+            link.sendall(b"".join(frame(report)))
     database.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from proxy.services import engine_access
 from proxy.settings import ProxySettings
 from turnwise.errors import EngineUnavailable
 from turnwise.fake_engine import RunningFakeEngine
+from turnwise.processes.ports import free_port
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -125,11 +127,35 @@ def test_calls_are_answered_while_nobody_reads_the_access_log(fake_engine, start
     assert proxy.log.read_text().count("lines of the access log are lost") == 1
 
 
-def test_a_malformed_request_has_an_id_too(proxy: RunningProxy):
+def test_calls_are_answered_while_nobody_reads_the_log(fake_engine, start_proxy, tmp_path: Path):
+    """Each malformed request is a line of the log; 200 of them exceed what the pipe holds."""
+    port = free_port()
+    pipe = tmp_path / f"proxy-{port}.log"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "rb") as reader:  # it reads nothing
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+        proxy = start_proxy(fake_engine.url, port=port)
+        for _ in range(200):
+            send_nonsense(proxy)
+        assert chat(proxy).status_code == 200
+    send_nonsense(proxy)
 
-    with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2]))) as client:
+    def num_lost() -> float:
+        metrics = httpx2.get(f"{proxy.url}/metrics", timeout=60).text
+        found = re.search(r"^turnwise_lost_log_lines_total (\S+)", metrics, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    wait_until(lambda: num_lost() >= 1, "lines that cannot be written are counted")
+
+
+def send_nonsense(proxy: RunningProxy) -> bytes:
+    with socket.create_connection(("127.0.0.1", int(proxy.url.rpartition(":")[2])), timeout=60) as client:
         client.sendall(b"nonsense\r\n\r\n")
-        assert b"x-request-id: " in client.recv(4096)
+        return client.recv(4096)
+
+
+def test_a_malformed_request_has_an_id_too(proxy: RunningProxy):
+    assert b"x-request-id: " in send_nonsense(proxy)
 
 
 def test_without_cors_origins_no_reply_permits_a_page(proxy: RunningProxy):

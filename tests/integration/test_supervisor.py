@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import ports
-from turnwise.processes.log_follower import lines_of
+from turnwise.processes.log_follower import LogFollower, lines_of
 from turnwise.processes.supervisor import Child, State, Supervisor, describe_exit
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +96,44 @@ def test_a_child_that_dies_is_reported_and_restarted(tmp_path):
         wait_until(lambda: stack.state("sleeper") is State.READY, "it is ready again")
         stack.check()
     assert any(text.startswith("died with signal SIGKILL") for _, text in output)
+
+
+def test_a_child_is_restarted_and_stopped_while_nobody_reads_the_output(tmp_path):
+    """The output may be a pipe: then printing waits for its reader."""
+    path, is_read = tmp_path / "pids", threading.Event()
+    with Supervisor(
+        [_sleeper(path)], log_directory=tmp_path, say=lambda *_: bool(is_read.wait()), first_delay_seconds=0.05
+    ):
+        os.kill(_pids(path)[0], signal.SIGKILL)
+        wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
+    assert not any(map(_alive, _pids(path)))
+    is_read.set()
+
+
+def test_a_log_that_cannot_be_written_ends_the_stack_with_the_reason(tmp_path):
+    """Otherwise no child would run, and the command would wait for ever."""
+    child = _sleeper(tmp_path / "pids")
+    supervisor = Supervisor([child], log_directory=tmp_path / "logs", first_delay_seconds=0.02)
+    with supervisor:
+        log = tmp_path / "logs" / "sleeper.log"
+        log.unlink()
+        log.mkdir()
+        os.kill(_pids(tmp_path / "pids")[0], signal.SIGKILL)
+        with pytest.raises(ChildFailed, match=r"cannot be supervised: IsADirectoryError"):
+            supervisor.wait(threading.Event())
+    assert not any(map(_alive, _pids(tmp_path / "pids")))
+
+
+def test_a_followed_log_may_be_deleted_or_emptied(tmp_path):
+    line, log = "2026-01-01 12:00:00,000 WARNING a: {}\n", tmp_path / "log"
+    follower = LogFollower(log, lines_of())
+    assert follower.new_lines() == []
+    log.write_text(line.format("the first of two") + line.format("second"))
+    assert follower.new_lines() == ["the first of two", "second"]
+    log.write_text(line.format("third"))  # as logrotate's copytruncate leaves it
+    assert follower.new_lines() == ["third"]
+    log.unlink()
+    assert follower.new_lines() == []
 
 
 def test_a_child_that_keeps_dying_is_not_restarted_and_the_end_of_its_log_is_shown(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +16,9 @@ _COLOURS = {"engine": "magenta", "proxy": "cyan", "trainer": "green", "model": "
 
 
 def print_error(text: str) -> None:
-    """Print one sentence on stderr."""
+    """Print one sentence on stderr, after the lines of the log."""
+    for handler in logging.root.handlers:
+        handler.flush()
     click.echo(f"turnwise: {text}", err=True)
 
 

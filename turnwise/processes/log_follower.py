@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -23,10 +24,19 @@ class LogFollower:
         self._position = path.stat().st_size if path.exists() else 0
 
     def new_lines(self) -> list[str]:
-        """Return the texts of matching lines that were written since the last call."""
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            read = file.read()
+        """Return the texts of matching lines that were written since the last call.
+
+        A file that has become shorter was emptied, for example by logrotate, and is read from its start; one that was
+        deleted has no lines.
+        """
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._position:
+                    self._position = 0
+                file.seek(self._position)
+                read = file.read()
+        except FileNotFoundError:
+            return []
         complete = read[: read.rfind(b"\n") + 1]
         self._position += len(complete)
         found = (self._pattern.match(line) for line in complete.decode(errors="replace").splitlines())

@@ -2,14 +2,17 @@
 
 One thread owns all children and loops over their states, so starting, dying, backing off and stopping cannot race. Each
 child runs under a guard that ends its whole process group, also when this process is killed. The output of each child
-goes to a file of its own; the supervisor prints one line for each event.
+goes to a file of its own; the supervisor prints one line for each event. Another thread prints, because the reader of
+the terminal or pipe may stop, and the children must be restarted and stopped all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import http.client
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -38,6 +41,10 @@ _PROBE_SECONDS = 1.0
 """Time limit of one request to a readiness URL."""
 PORT_RELEASE_SECONDS = 10.0
 """How long a restart waits for the port of the process that died."""
+MAX_UNPRINTED = 1000
+"""Lines that wait for the reader of the output; further ones are dropped, the children's logs have them."""
+PRINT_SECONDS = 2.0
+"""How long a stop waits until these lines are printed."""
 PERMANENT_STATUS = 2
 """Exit status of a child that a restart does not help: wrong settings, a taken port, an incomplete model."""
 
@@ -119,7 +126,8 @@ class Supervisor:
         """
         self._runs = [_Run(child, log_directory / f"{child.name}.log") for child in children]
         self._log_directory = log_directory
-        self._say = say or _say_nothing
+        self._printer = _Printer(say or _say_nothing)
+        self._say = self._printer.print
         self._max_quick_deaths = max_quick_deaths
         self._quick_seconds = quick_seconds
         self._first_delay_seconds = first_delay_seconds
@@ -176,6 +184,7 @@ class Supervisor:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._printer.close()
 
     def pid(self, name: str) -> int | None:
         """Return the process id of a child's guard; None while it does not run."""
@@ -199,6 +208,8 @@ class Supervisor:
             while not self._stopping.is_set() and self.failure is None:
                 self._tick()
                 self._stopping.wait(_TICK_SECONDS)
+        except Exception as error:  # noqa: BLE001  the thread's outermost edge: otherwise the main thread would wait for ever
+            self.failure = f"the processes were stopped, because they cannot be supervised: {error!r}"
         finally:
             for run in reversed(self._runs):
                 self._stop(run)
@@ -317,6 +328,31 @@ class Supervisor:
             self._say(run.child.name, "stopped")
         if run.state not in {State.FAILED, State.FINISHED}:
             run.state = State.STOPPED
+
+
+class _Printer:
+    """Prints lines in a thread of its own."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="supervisor output", daemon=True)
+        self._thread.start()
+
+    def print(self, name: str, text: str) -> None:
+        """Print a line later, unless too many wait."""
+        if self._lines.qsize() < MAX_UNPRINTED:
+            self._lines.put((name, text))
+
+    def close(self) -> None:
+        """Wait until all lines are printed, `PRINT_SECONDS` at most."""
+        self._lines.put(None)
+        self._thread.join(PRINT_SECONDS)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # nobody reads any more; the children's logs have the lines
+            while (line := self._lines.get()) is not None:
+                self._say(*line)
 
 
 def is_ready(ready: str | Callable[[], bool] | None) -> bool:
