@@ -82,6 +82,8 @@ class Sample:
         headers = self._dialect.normalise_headers(dict(scope["headers"]), query)
         principal = await services.authenticator.authenticate(headers)
         principal.require("call")
+        if named := scope.get("path_params", {}).get("session_id"):
+            principal.require_session(named)
         settings = services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         call, digest = await self._read_call(raw, scope, headers, query, principal)

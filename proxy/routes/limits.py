@@ -1,7 +1,8 @@
 """Limits of control-plane requests, the same as for model calls: size, nesting, JSON without NaN and lone surrogates.
 
-The data plane's functions read and decode the body before FastAPI does, so both planes reject the same bodies with the
-same messages. Unknown query parameters are rejected like unknown fields.
+The caller is authenticated before anything of the request is read. The body is read and decoded by the data plane's
+functions before FastAPI sees it, so both planes reject the same bodies with the same messages. Unknown query parameters
+are rejected like unknown fields.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fastapi.routing import APIRoute
 from pydantic import Field
 
 from proxy.http.asgi import check_limits, read_body
+from proxy.routes.serialise import caller
 from proxy.services import services_of
 from proxy.settings import ProxySettings
 
@@ -77,17 +79,27 @@ class LimitedRoute(APIRoute):
             "max_strings": min(limits["max_strings"], MAX_STRINGS)
         }
 
+    async def authorise(self, request: Request) -> None:
+        """Check that the caller may use the route.
+
+        Raises:
+            Unauthorized: no key, or one that is unknown, expired or revoked.
+            Forbidden: the key's role or session does not allow it.
+        """
+        await caller(request)
+
     async def decode(self, raw: bytes) -> Any:  # noqa: ARG002
         """Return a body that the route decodes itself; None leaves it to FastAPI."""
         return None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, preceded by the checks of the limits."""
+        """Return FastAPI's handler, preceded by the checks of the caller and of the limits."""
         handle = super().get_route_handler()
         declared = itertools.chain(self.dependant.query_params, *(d.query_params for d in self.dependant.dependencies))
         known = sorted(parameter.alias for parameter in declared)
 
         async def limited(request: Request) -> Response:
+            await self.authorise(request)
             _check_parameters(request, known)
             settings = services_of(request).settings
             checked = LimitedRequest(request.scope, request.receive)

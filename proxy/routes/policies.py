@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.auth import Principal
@@ -18,11 +18,27 @@ from turnwise.errors import BadCheckpoint, Forbidden
 from turnwise.store import keys, policies
 from turnwise.types import Json, PolicyKind, PolicyStatus
 
-router = APIRouter(prefix="/v1/policies", route_class=LimitedRoute, tags=["policies"])
-
 Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
+
+
+class PolicyRoute(LimitedRoute):
+    """A route of policies: only the tenant that owns the model may change which version is served."""
+
+    async def authorise(self, request: Request) -> None:
+        """Check the caller, and for changes its tenant.
+
+        Raises:
+            Unauthorized: no key, or one that is unknown, expired or revoked.
+            Forbidden: the key's role does not allow it, or the model belongs to another tenant.
+        """
+        principal = await caller(request)
+        if request.method == "POST":
+            await _check_owner(services_of(request), principal)
+
+
+router = APIRouter(prefix="/v1/policies", route_class=PolicyRoute, tags=["policies"])
 
 
 class NewPolicy(BaseModel):
@@ -65,13 +81,12 @@ async def list_policies(
 
 
 @router.post("", responses=describe_answer(PolicyAnswer))
-async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -> Response:
+async def publish_policy(wanted: NewPolicy, services: Here, _: Caller) -> Response:
     """Publish a directory of weights as the next version; engines load it as soon as it has been checked.
 
     All tenants share the model, so only keys of its owner may publish: the tenant `policy_tenant`, or the only tenant
     with keys.
     """
-    await _check_owner(services, principal)
     model_path = next((engine.model_path for engine in services.pool.serving), None)
     try:
         await asyncio.to_thread(check_policy, wanted.path, wanted.kind, model_path)
@@ -85,15 +100,12 @@ async def publish_policy(wanted: NewPolicy, services: Here, principal: Caller) -
 
 
 @router.post("/{version}/activate", responses=describe_answer(ActivationAnswer))
-async def activate_policy(
-    version: Version, services: Here, principal: Caller, how: Activation | None = None
-) -> Response:
+async def activate_policy(version: Version, services: Here, _: Caller, how: Activation | None = None) -> Response:
     """Serve and pin this version, also if it failed before; a version whose files no longer exist gets 409.
 
     With `{"pin": false}` it is served until a newer version is published. For the newest version this means: follow
     the newest again. While an older version is pinned, that version samples all turns that the trainer trains on.
     """
-    await _check_owner(services, principal)
     pin = (how or Activation()).pin
     chosen = await services.writer.do(policies.choose_policy, version, pin=pin)
     return answer(

@@ -16,16 +16,25 @@ from turnwise.store.lineage import TurnView
 from turnwise.store.trained import UpdateView
 from turnwise.types import Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
 
+PRINCIPAL = "turnwise.principal"
+"""Key of the caller's principal in the scope of a request."""
+
 
 async def caller(request: Request) -> Principal:
-    """Return the caller's principal, if the caller may use the route.
+    """Return the caller's principal, if the caller may use the route; it is determined once for each request.
 
     Raises:
         Unauthorized: no key, or one that is unknown, expired or revoked.
-        Forbidden: the key's role does not allow the route's action.
+        Forbidden: the key's role does not allow the route's action, or the key is for another session than the path's.
     """
+    known: Principal | None = request.scope.get(PRINCIPAL)
+    if known is not None:
+        return known
     principal = await services_of(request).authenticator.authenticate(dict(request.scope["headers"]))
     principal.require(ACTION_OF_ROUTE[f"{request.method} {request.scope['route'].path}"])
+    if session_id := request.path_params.get("session_id"):
+        principal.require_session(session_id)
+    request.scope[PRINCIPAL] = principal
     return principal
 
 

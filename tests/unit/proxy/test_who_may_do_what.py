@@ -118,6 +118,57 @@ def test_model_calls_are_open_to_the_roles_that_may_call(world: World, role: str
     assert theirs["num_turns"] == 1  # no call of this tenant is in it
 
 
+BAD_BODIES = (
+    b"{",
+    b'{"value": NaN}',
+    b"[[[[",
+    b'{"unknown": 1}',
+    b'[{"value": "x"}]',
+    b"[" * 5_000,
+    b" " * (2**20 + 1),
+)
+
+
+@pytest.mark.parametrize("route", ACTION_OF_ROUTE)
+def test_a_caller_without_a_key_learns_nothing_about_the_request(world: World, route: str) -> None:
+    """The answer is 401 whatever the body, the query and the path hold."""
+    method, path = route.split(" ")
+    path = re.sub(r"{\w+}", "x" * 300, path)
+    for body in BAD_BODIES if method in ("POST", "PUT") else (None,):
+        for query in ("", "?unknown=1&limit=x"):
+            reply = world.http.request(method, path + query, content=body, headers={"content-type": "application/json"})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), (path, body)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages", "embeddings"])
+def test_a_call_without_a_key_or_in_a_foreign_session_is_refused_before_its_body_is_read(world: World, path) -> None:
+    for body in BAD_BODIES:
+        sent = {"content": body, "headers": {"content-type": "application/json"}}
+        assert world.http.post(f"/v1/{path}", **sent).status_code == 401
+        sent["headers"]["authorization"] = f"Bearer {world.keys['mine', 'session']}"
+        if path != "embeddings":
+            assert world.http.post(f"/sessions/mine-other/v1/{path}", **sent).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("role", "route"),
+    [
+        ("session", "POST /v1/rewards"),
+        ("agent", "POST /v1/policies"),
+        ("trainer", "POST /v1/keys"),
+        ("session_reward", "POST /v1/sessions/mine-other/end"),
+        ("admin", "POST /v1/policies"),
+        ("admin", "POST /v1/policies/0/activate"),
+    ],
+)
+def test_a_key_that_may_not_use_a_route_learns_nothing_about_the_request(world: World, role: str, route: str) -> None:
+    method, path = route.split(" ")
+    tenant = "theirs" if "policies" in route else "mine"
+    headers = {"content-type": "application/json", "authorization": f"Bearer {world.keys[tenant, role]}"}
+    for body in BAD_BODIES:
+        assert world.http.request(method, path, content=body, headers=headers).status_code == 403, body
+
+
 def test_only_the_tenant_that_owns_the_model_may_change_it(world: World) -> None:
     for tenant, status in (("theirs", 403), ("mine", 422)):
         reply = world.ask("POST", "/v1/policies", world.keys[tenant, "admin"], {"path": "/nowhere"})
