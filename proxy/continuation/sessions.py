@@ -14,7 +14,6 @@ import itertools
 import logging
 import uuid
 from hashlib import blake2b
-from typing import NamedTuple
 
 import orjson
 
@@ -26,6 +25,7 @@ from proxy.continuation.digests import NO_FIELDS
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.identities import check_id
+from proxy.continuation.inferred_sessions import Caller, InferredSessions
 from proxy.continuation.lasting_ids import next_id
 from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.live_sessions import LiveSessions
@@ -41,18 +41,11 @@ from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound
 from turnwise.store import history, queries
 from turnwise.store.database import Database
-from turnwise.types import Session, SessionStatus
+from turnwise.types import Session, SessionKey, SessionStatus
 
 log = logging.getLogger(__name__)
 MAX_CANDIDATES = 16
 """Sessions with the same conversation that are compared, the newest ones."""
-
-
-class Caller(NamedTuple):
-    """Whose conversations a call may continue. Key ids are unique only within a tenant."""
-
-    tenant: str
-    key_id: str
 
 
 class Sessions:
@@ -73,10 +66,9 @@ class Sessions:
         self._writer = writer
         self._settings = settings
         self._metrics = metrics
-        self._inferred: collections.OrderedDict[tuple[Caller, bytes], dict[str, None]] = collections.OrderedDict()
-        """Ids of the sessions that contain a conversation, the oldest first."""
-        self._generations: dict[tuple[str, str], int] = {}
-        """Number of the newest session that continues one of this tenant and id."""
+        self._inferred = InferredSessions(settings.cache_sessions)
+        self._generations: collections.OrderedDict[SessionKey, int] = collections.OrderedDict()
+        """Number of the newest session that continues one which is over; of as many sessions as are in memory."""
         self._reserved: collections.Counter[str] = collections.Counter()
         """Ids of the turns that running calls extend."""
         self._is_shared = settings.workers > 1
@@ -122,6 +114,9 @@ class Sessions:
             live = await self.open(_opened_by_call(session_id, over.tenant, continues=before))
             if live.session.status is SessionStatus.OPEN:
                 self._generations[name] = number
+                self._generations.move_to_end(name)
+                while len(self._generations) > self._settings.cache_sessions:
+                    self._generations.popitem(last=False)
                 return live
             before = session_id
         raise AssertionError("an endless count has ended")
@@ -313,8 +308,7 @@ class Sessions:
         if not digests:
             return None
         call_ids = conversation.call_ids()
-        cached = list(self._inferred.get((caller, digests[0]), ()))
-        candidates = await self._candidates(cached, digests[0], caller)
+        candidates = await self._candidates(self._inferred.find(caller, digests[0]), digests[0], caller)
         chosen = choose_candidate(candidates, call_ids, self._reserved, is_complete=False)
         # Another worker may have extended it, and another proxy may have completed a reply that was cut off here.
         if chosen is not None and not self._is_shared and not chosen.turn.is_aborted:
@@ -366,9 +360,7 @@ class Sessions:
         if inferred_for is not None:
             caller = Caller(live.session.tenant, inferred_for)
             for turn in turns:
-                self._inferred.setdefault((caller, turn.history_digest), {})[live.session.session_id] = None
-        while len(self._inferred) > self._settings.cache_sessions:
-            self._inferred.popitem(last=False)
+                self._inferred.add(caller, turn.history_digest, live.session.session_id)
 
 
 def _opened_by_call(session_id: str, tenant: str, *, continues: str | None = None) -> Session:

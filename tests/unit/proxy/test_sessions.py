@@ -14,6 +14,7 @@ from proxy.auth import Principal
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
+from proxy.continuation.inferred_sessions import Caller, InferredSessions
 from proxy.continuation.live import LiveSession, Placement
 from proxy.continuation.sessions import Sessions
 from proxy.dialects.base import Call
@@ -226,6 +227,36 @@ async def test_an_ended_session_that_an_application_named_continues_in_a_linked_
         seen.append((session.session_id, session.continues))
         end(sessions, database, session.session_id)
     assert seen == [("named", None), ("named~2", "named"), ("named~3", "named~2")]
+
+
+async def test_what_is_remembered_of_sessions_that_are_over_is_bounded_and_found_again(
+    writer: Writer, database: CountedReads
+):
+    sessions = Sessions(database, writer, ProxySettings(cache_sessions=2), Metrics())
+    names = ["first", "second", "third"]
+    for name in names:
+        call = call_of(HELLO, session_id=name, session_source="x-session-id")
+        await found(sessions, call)
+        end(sessions, database, name)
+        assert (await found(sessions, call)).live.session.session_id == f"{name}~2"
+    assert len(sessions._generations) == 2
+    again = [await found(sessions, call_of(HELLO, session_id=name, session_source="x-session-id")) for name in names]
+    assert [placement.live.session.session_id for placement in again] == ["first~2", "second~2", "third~2"]
+
+
+def test_the_sessions_of_a_conversation_are_bounded_too():
+    """Otherwise an evaluation that repeats one greedy conversation would fill the memory with its sessions."""
+    inferred, caller = InferredSessions(3), Caller("default", "key")
+    for number in range(3):
+        inferred.add(caller, b"often", f"s{number}")
+    inferred.add(caller, b"often", "s2")
+    assert (len(inferred), inferred.find(caller, b"often")) == (3, ["s0", "s1", "s2"])
+    inferred.add(caller, b"once", "s9")
+    assert (len(inferred), inferred.find(caller, b"often"), inferred.find(caller, b"once")) == (3, ["s1", "s2"], ["s9"])
+    for number in (3, 4, 5):
+        inferred.add(caller, b"once", f"s{number}")
+    assert (len(inferred), inferred.find(caller, b"often")) == (3, [])
+    assert inferred.find(Caller("other", "key"), b"once") == []
 
 
 async def test_calls_with_one_idempotency_key_share_a_session_until_it_ends(sessions: Sessions, database: CountedReads):
