@@ -13,6 +13,7 @@ from support.private_postgres import PrivatePostgres, binary
 from turnwise.store.database import Database
 
 pytest_plugins = [
+    "support.collection",
     "support.engines",
     "support.node_projects",
     "support.proxies",
