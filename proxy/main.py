@@ -7,19 +7,19 @@ import logging
 import signal
 import socket
 import sys
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from proxy.app import create_app
-from proxy.http.connections import limited_http
+from proxy.http.connections import LimitedHttp, limited_http
 from proxy.routes.data_plane import DataPlane
 from proxy.routes.edge import Edge
 from proxy.settings import ProxySettings
+from proxy.workers.affinity import SessionAffinity
 from proxy.workers.parent import listening_sockets
-from proxy.workers.peers import Peers, receive_setup
+from proxy.workers.peers import Peers, WorkerSetup, receive_setup
 from proxy.writer.process import GC_ALLOCATIONS
 from turnwise.errors import TurnwiseError
 from turnwise.telemetry import configure_logging
@@ -36,7 +36,7 @@ def run(settings: ProxySettings) -> int:
     Raises:
         TurnwiseError: the proxy cannot start.
     """
-    return _serve(settings, Peers(), None, None)
+    return _serve(settings, Peers())
 
 
 def run_worker() -> None:
@@ -46,24 +46,40 @@ def run_worker() -> None:
     peers = Peers(link)
     try:
         sockets = listening_sockets(setup.settings.host, setup.settings.port)
-        sys.exit(_serve(setup.settings, peers, setup.metrics_directory, sockets))
+        sys.exit(_serve(setup.settings, peers, setup, sockets))
     except TurnwiseError as error:
         peers.report_failure(error)
         sys.exit(1)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server of a worker: it reports when it serves."""
+    """uvicorn's server of a worker: it reports when it serves, and takes connections of other workers."""
 
-    def __init__(self, config: uvicorn.Config, peers: Peers, *, is_worker: bool) -> None:
+    def __init__(
+        self, config: uvicorn.Config, peers: Peers, affinity: SessionAffinity | None, *, is_worker: bool
+    ) -> None:
         super().__init__(config)
         self._peers = peers
+        self._affinity = affinity
         self._is_worker = is_worker
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen, and report it."""
         await super().startup(sockets)
+        if self._affinity is not None:
+            self._affinity.start(self._make_protocol)
         self._peers.report_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, and finish the calls."""
+        if self._affinity is not None:
+            self._affinity.close()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> LimitedHttp:
+        """Return the protocol of a connection that another worker has accepted."""
+        make: type[LimitedHttp] = self.config.http_protocol_class  # type: ignore[assignment]
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; a terminal's ctrl-C reaches all processes, and then the parent stops the workers."""
@@ -72,14 +88,18 @@ class _Server(uvicorn.Server):
 
 
 def _serve(
-    settings: ProxySettings, peers: Peers, metrics_directory: Path | None, sockets: list[socket.socket] | None
+    settings: ProxySettings,
+    peers: Peers,
+    worker: WorkerSetup | None = None,
+    sockets: list[socket.socket] | None = None,
 ) -> int:
     """Serve until a signal; `sockets` are bound to the address, None binds it here."""
     _hide_torch()
     log_handler = configure_logging(settings.log_level, settings.log_format)
-    app = create_app(settings, peers, metrics_directory)
+    app = create_app(settings, peers, None if worker is None else worker.metrics_directory)
     if log_handler is not None:
         log_handler.count_lost = lambda: _count_lost_line(app)
+    affinity = _make_affinity(app, worker)
     edge = Edge(DataPlane(app), app, settings)
     server = _Server(
         uvicorn.Config(
@@ -92,6 +112,7 @@ def _serve(
                 max_head_bytes=settings.max_header_bytes,
                 stall_seconds=settings.client_stall_seconds,
                 count_refusal=lambda code: app.state.services.metrics.refused.labels(code).inc(),
+                hand_over=None if affinity is None else affinity.hand_over,
             ),
             ws="none",
             proxy_headers=False,  # the client's address is not used
@@ -106,7 +127,8 @@ def _serve(
             lifespan="on",
         ),
         peers,
-        is_worker=sockets is not None,
+        affinity,
+        is_worker=worker is not None,
     )
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(GC_ALLOCATIONS, 20, 100)
@@ -127,6 +149,17 @@ def _count_lost_line(app: FastAPI) -> None:
     """Count a line of this process's log that is lost; there are no metrics before the services have started."""
     if hasattr(app.state, "services"):
         app.state.services.metrics.lost_log_lines.inc()
+
+
+def _make_affinity(app: FastAPI, worker: WorkerSetup | None) -> SessionAffinity | None:
+    """Return what hands connections to the other workers; None if there is none, or if that is turned off."""
+    if worker is None or not worker.settings.session_affinity:
+        return None
+
+    def count() -> None:
+        app.state.services.metrics.handed_over.inc()
+
+    return SessionAffinity(worker.metrics_directory, worker.index, worker.settings.workers, count=count)
 
 
 def _hide_torch() -> None:

@@ -106,6 +106,9 @@ class Metrics:
         self.refused = Counter(
             "turnwise_refused", "Requests that the proxy answered with its own error", ["code"], registry=r
         )
+        self.handed_over = Counter(
+            "turnwise_handed_over", "Connections handed to the worker of the session that they name", registry=r
+        )
         self.retries = Counter("turnwise_retries", "Retried operations", ["what"], registry=r)
         self.coalesced = Counter("turnwise_coalesced", "Retried calls answered without the engine", registry=r)
         self.dropped_tools = Counter(

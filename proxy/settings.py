@@ -41,6 +41,9 @@ class ProxySettings(Settings):
     workers: int = Field(default=1, ge=1, le=256)
     """Serving processes behind the port, each with a writing process. Limits of calls and rates, and the bytes and
     sessions kept in memory, are divided by it."""
+    session_affinity: bool = True
+    """With several workers, hand a connection to the worker of the session that its next request names, so that one
+    worker has the conversation in memory. Off, and over HTTPS, connections stay where the kernel puts them."""
     tls_certificate: Path | None = None
     """PEM file with the certificate chain; with it and `tls_key` the proxy serves HTTPS."""
     tls_key: Path | None = None

@@ -84,6 +84,11 @@ class LimitedHttp(HttpToolsProtocol):
     """Maximum time in which a client reads nothing of its reply."""
     count_refusal: Callable[[str], None]
     """Counts a connection that is refused or closed, by the code of the reason."""
+    hand_over: Callable[[asyncio.Transport, bytes], bool] | None
+    """Hands the connection to another process between two requests, with the first bytes of the next one; returns
+    whether that took it. None serves all requests here."""
+    first_data: bytes = b""
+    """What another process has read from the connection before it handed it over."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,6 +107,9 @@ class LimitedHttp(HttpToolsProtocol):
         """Set up a new connection."""
         super().connection_made(transport)
         self._arm()
+        if self.first_data:
+            data, self.first_data = self.first_data, b""
+            self._parse(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers, and signal the call that runs on the connection."""
@@ -144,6 +152,22 @@ class LimitedHttp(HttpToolsProtocol):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Parse received data, unless another process takes the connection."""
+        if self.hand_over is not None and self._is_between_requests() and self.hand_over(self.transport, data):
+            self._unset_keepalive_if_required()
+            self.transport.abort()  # closes this process's descriptor: the connection itself stays open
+        else:
+            self._parse(data)
+
+    def _is_between_requests(self) -> bool:
+        """Return whether no request has begun, or the last one is answered and its answer is sent."""
+        if self.cycle is None:
+            is_between = not self._in_head
+        else:
+            is_between = self._is_whole and self.cycle.response_complete and not self.pipeline
+        return is_between and self.scheme == "http" and not self.transport.get_write_buffer_size()
+
+    def _parse(self, data: bytes) -> None:
         """Parse received data; close the connection if its head is too long."""
         began_before = self._in_head
         super().data_received(data)
@@ -223,7 +247,12 @@ class LimitedHttp(HttpToolsProtocol):
 
 
 def limited_http(
-    *, whole_seconds: float, max_head_bytes: int, stall_seconds: float, count_refusal: Callable[[str], None]
+    *,
+    whole_seconds: float,
+    max_head_bytes: int,
+    stall_seconds: float,
+    count_refusal: Callable[[str], None],
+    hand_over: Callable[[asyncio.Transport, bytes], bool] | None = None,
 ) -> type[LimitedHttp]:
     """Return the protocol class with these limits; uvicorn makes the instances."""
     limits = {
@@ -231,5 +260,6 @@ def limited_http(
         "max_head_bytes": max_head_bytes,
         "stall_seconds": stall_seconds,
         "count_refusal": staticmethod(count_refusal),
+        "hand_over": None if hand_over is None else staticmethod(hand_over),
     }
     return type("LimitedHttp", (LimitedHttp,), limits)
