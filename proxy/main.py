@@ -159,7 +159,7 @@ def _make_affinity(app: FastAPI, worker: WorkerSetup | None) -> SessionAffinity 
     def count() -> None:
         app.state.services.metrics.handed_over.inc()
 
-    return SessionAffinity(worker.metrics_directory, worker.index, worker.settings.workers, count=count)
+    return SessionAffinity(worker.metrics_directory, worker.number, worker.settings.workers, count=count)
 
 
 def _hide_torch() -> None:

@@ -135,7 +135,7 @@ class _Workers:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         stopping = loop.create_task(self._stop.wait())
-        keeping = [loop.create_task(self._keep(index)) for index in range(self._num_workers)]
+        keeping = [loop.create_task(self._keep(number)) for number in range(self._num_workers)]
         try:
             done, _ = await asyncio.wait({stopping, *keeping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -146,11 +146,11 @@ class _Workers:
             task.result()
         return 0
 
-    async def _keep(self, index: int) -> None:
+    async def _keep(self, number: int) -> None:
         """Run one worker, and another one whenever it has died."""
         num_quick_deaths, has_served = 0, False
         while not self._is_stopping:
-            worker = await self._start(index)
+            worker = await self._start(number)
             code = await worker.process.wait()
             self._forget(worker)
             if self._is_stopping:
@@ -173,7 +173,7 @@ class _Workers:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), delay)
 
-    async def _start(self, index: int) -> _Worker:
+    async def _start(self, number: int) -> _Worker:
         """Start a worker and send it its setup."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -191,7 +191,7 @@ class _Workers:
         worker.transport, _ = await loop.create_unix_connection(
             lambda: _WorkerLink(lambda message: self._take(worker, message)), sock=ours
         )
-        worker.transport.writelines(frame(self._setup._replace(index=index)))
+        worker.transport.writelines(frame(self._setup._replace(number=number)))
         return worker
 
     def _take(self, worker: _Worker, message: Any) -> None:

@@ -25,7 +25,7 @@ class WorkerSetup(NamedTuple):
     """With the worker's share of all limits, and the port that all workers listen on."""
     metrics_directory: Path
     """Directory of the metrics of all workers, and of the sockets by which they hand over connections."""
-    index: int = 0
+    number: int = 0
     """The number of this worker; one that replaces it gets the same."""
 
 
