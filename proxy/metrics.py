@@ -237,6 +237,16 @@ class Metrics:
             "Lines of the log on stderr that could not be written, or that its reader was too slow for",
             registry=r,
         )
+        self.lost_spans = Counter(
+            "turnwise_lost_spans",
+            "OpenTelemetry spans that the collector did not take, or was too slow for",
+            registry=r,
+        )
+        self.lost_activity = Counter(
+            "turnwise_lost_engine_activity_minutes",
+            "Minutes of engines that are missing in the curve of their idle share, because the store did not answer",
+            registry=r,
+        )
         self.background_errors = Counter(
             "turnwise_background_errors", "Failures of background tasks, which clients do not see", ["task"], registry=r
         )

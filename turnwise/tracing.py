@@ -7,7 +7,7 @@ process without one neither imports it nor spends time on spans. A thread export
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import turnwise
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
 
-EXPORT_SECONDS = 1.0
-"""Time between two exports."""
 COLLECTOR_SECONDS = 5
-"""How long one export may take, also the last one when the process ends."""
+"""How long one export may take, and all exports when the process ends."""
 
 
 class Tracer:
     """Starts the spans of requests, and exports them to a collector."""
 
-    def __init__(self, endpoint: str, service: str) -> None:
+    def __init__(self, endpoint: str, service: str, count_lost: Callable[[int], None]) -> None:
         """Start the exporting thread.
+
+        Args:
+            endpoint: of the collector.
+            service: the name of this process.
+            count_lost: is called with each number of spans that are lost, in any thread.
 
         Raises:
             SettingsError: OpenTelemetry is not installed.
@@ -38,13 +41,14 @@ class Tracer:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            from turnwise.span_export import CountingSpanProcessor
         except ImportError as error:
             raise SettingsError(f"traces need OpenTelemetry ({error}); run `pip install 'turnwise[otel]'`") from error
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=COLLECTOR_SECONDS)
         attributes = {"service.name": service, "service.version": turnwise.__version__}
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_SECONDS * 1000))
+        self._provider.add_span_processor(CountingSpanProcessor(exporter, count_lost, COLLECTOR_SECONDS))
         self._tracer = self._provider.get_tracer("turnwise", turnwise.__version__)
         self._trace = trace
 

@@ -1,7 +1,7 @@
 """Records in which seconds each engine serves and runs calls, for the curve of the engines' idle share.
 
-Each process samples its own calls once a second and stores the seconds every `WRITE_SECONDS`. What a process has not
-stored when it ends is lost.
+Each process samples its own calls once a second and stores the seconds every `WRITE_SECONDS`. Minutes that are dropped
+are counted. What a process has not stored when it ends is lost.
 """
 
 from __future__ import annotations
@@ -71,3 +71,4 @@ class ActivityRecorder:
             self._metrics.background_errors.labels("engine_activity").inc()
             log.warning("the engines' activity could not be stored, will retry: %s", error)
             self._waiting = dict(sorted(stored.items())[-MAX_WAITING:])
+            self._metrics.lost_activity.inc(len(stored) - len(self._waiting))

@@ -41,7 +41,11 @@ class Edge:
         self._origins = frozenset(settings.cors_origins)
         self._hosts = known_hosts(settings)
         self._access_log = AccessLog(settings.access_log, self._count_lost_line) if settings.access_log else None
-        self._tracer = Tracer(settings.otlp_endpoint, "turnwise-proxy") if settings.otlp_endpoint is not None else None
+        self._tracer = (
+            None
+            if settings.otlp_endpoint is None
+            else Tracer(settings.otlp_endpoint, "turnwise-proxy", self._count_lost_spans)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -72,6 +76,9 @@ class Edge:
 
     def _count_lost_line(self) -> None:
         self._server.state.services.metrics.lost_access_log_lines.inc()
+
+    def _count_lost_spans(self, num_spans: int) -> None:
+        self._server.state.services.metrics.lost_spans.inc(num_spans)
 
     @staticmethod
     def _exporting(tracer: Tracer, send: Send) -> Send:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from support.control_plane import metric
 from support.proxies import StartProxy
 from support.waiting import wait_until
 
@@ -127,6 +128,8 @@ def test_calls_succeed_while_the_collector_is_unreachable(
 ) -> None:
     proxy = start_proxy(fake_engine.url, "--otlp-endpoint", "http://127.0.0.1:9")
     assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=sent(TRACE)).status_code == 200
+    # The call's three spans, besides those of the requests that waited until the proxy was ready.
+    wait_until(lambda: metric(proxy, "turnwise_lost_spans_total") >= 3, "the lost spans are counted")
 
 
 def test_without_the_setting_opentelemetry_is_not_imported() -> None:

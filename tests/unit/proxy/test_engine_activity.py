@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from proxy.engines.activity import ActivityRecorder
+from proxy.engines.activity import MAX_WAITING, ActivityRecorder
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
@@ -28,6 +28,25 @@ class FailingOnce:
         if self.num_writes == 1:
             raise StoreError("the store does not answer")
         self.stored |= seen
+
+
+def test_minutes_that_wait_too_long_for_the_store_are_dropped_and_counted():
+    """Of 1,003 minutes the three oldest are dropped."""
+
+    async def run() -> None:
+        writer, metrics = FailingOnce(), Metrics()
+        pool = EnginePool(["http://a"], metrics, timeout_seconds=1, max_concurrent_calls=9)
+        recorder = ActivityRecorder(pool, writer, metrics)  # type: ignore[arg-type]
+        pool.engines[0].status.change(EngineState.READY)
+        for minute in range(MAX_WAITING + 3):
+            recorder.sample(60 * (MINUTE + minute))
+        await recorder.store()
+        assert b"\nturnwise_lost_engine_activity_minutes_total 3.0\n" in metrics.render()
+        await recorder.store()
+        assert sorted(writer.stored) == [(MINUTE + minute, "http://a") for minute in range(3, MAX_WAITING + 3)]
+        pool.close()
+
+    asyncio.run(run())
 
 
 def test_a_second_is_busy_if_a_call_ran_in_it_however_short():

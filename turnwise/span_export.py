@@ -1,0 +1,91 @@
+"""Exports ended OpenTelemetry spans in batches from a thread of its own, and counts the spans that are lost.
+
+The SDK's own processor drops spans without a count. Only a process that exports spans imports this module.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+log = logging.getLogger(__name__)
+EXPORT_SECONDS = 1.0
+"""Time between two exports."""
+BATCH_SPANS = 512
+"""Spans in one export."""
+MAX_WAITING = 2048
+"""Ended spans that wait for their export; further ones are lost."""
+
+
+class CountingSpanProcessor(SpanProcessor):
+    """Passes ended spans to an exporter."""
+
+    def __init__(self, exporter: SpanExporter, count_lost: Callable[[int], None], close_seconds: float) -> None:
+        """Start the exporting thread.
+
+        Args:
+            exporter: of one batch.
+            count_lost: is called with each number of spans that are lost, in any thread.
+            close_seconds: how long the end of the process waits for the last exports.
+        """
+        self._exporter = exporter
+        self._count_lost = count_lost
+        self._close_seconds = close_seconds
+        self._waiting: collections.deque[ReadableSpan] = collections.deque()
+        self._is_closing = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="span export", daemon=True)
+        self._thread.start()
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Do nothing."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Let a sampled span wait for its export, if there is room."""
+        context = span.get_span_context()
+        if context is None or not context.trace_flags.sampled:
+            return
+        if self._is_closing or len(self._waiting) >= MAX_WAITING:
+            self._count_lost(1)
+            return
+        self._waiting.append(span)
+        if len(self._waiting) >= BATCH_SPANS:
+            self._wake.set()
+
+    def shutdown(self) -> None:
+        """Export what waits, within `close_seconds`; count the rest as lost."""
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(self._close_seconds)
+        self._exporter.shutdown()
+        if num_left := len(self._waiting):
+            self._waiting.clear()
+            self._count_lost(num_left)
+            log.warning("%d spans were not exported before the end of the process", num_left)
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Wait until no span waits; return whether that was in time."""
+        deadline = time.monotonic() + timeout_millis / 1000
+        while self._waiting and time.monotonic() < deadline:
+            self._wake.set()
+            time.sleep(0.01)
+        return not self._waiting
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(EXPORT_SECONDS)
+            self._wake.clear()
+            self._export_waiting()
+        self._export_waiting()
+
+    def _export_waiting(self) -> None:
+        while batch := [self._waiting.popleft() for _ in range(min(BATCH_SPANS, len(self._waiting)))]:
+            if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
+                self._count_lost(len(batch))
