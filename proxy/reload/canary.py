@@ -4,6 +4,9 @@ The transaction that creates a session assigns it to the trial or not, so all pr
 changes arms during a trial; sessions from before the trial stay on the served version. An adapter is loaded beside the
 served version on every engine; whole weights take an engine of their own. The store names the version before an engine
 loads it, so that no process sends other calls to that engine. Later versions wait until the trial has ended.
+
+A trial of whole weights that has lost an engine takes no sessions and waits for it. If the engine does not come back,
+the trial ends, and the version is served as with a single engine: to all sessions, without a trial.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ NUM_STANDARD_ERRORS = 2.0
 """Confidence of a verdict: about 2.5 % of normal draws lie beyond."""
 JUDGE_SECONDS = 1.0
 """How often the arms are compared."""
+NUM_ENGINES = 2
+"""Serving engines that a trial of whole weights needs."""
+ENGINE_SECONDS = 600.0
+"""How long a trial of whole weights waits for an engine that it has lost; a large model takes minutes to start."""
 DRAIN_SECONDS = 10.0
 """How long an engine waits for its running calls before a trial's whole weights are loaded; longer calls span both."""
 
@@ -134,6 +141,10 @@ class Canary:
         self._judged_at = 0.0
         self._recorded: Json | None = None
         """The arms that this process has stored last."""
+        self._lacks_engine_since: float | None = None
+        """When a trial of whole weights was found without its engines, on the monotonic clock."""
+        self.problem: str | None = None
+        """What a trial waits for; None if nothing is missing."""
 
     @property
     def is_due(self) -> bool:
@@ -144,7 +155,39 @@ class Canary:
         """Return whether a version needs a trial: it is newer than the active one, and there is an engine for it."""
         if not self._settings.canary_share or target.version <= active.version:
             return False
-        return target.kind is PolicyKind.LORA or len(self._pool.serving) > 1
+        return not self._lacks_engine(target)
+
+    def _lacks_engine(self, policy: PolicyVersion) -> bool:
+        return policy.kind is PolicyKind.FULL and len(self._pool.serving) < NUM_ENGINES
+
+    def note_engines(self, policy: PolicyVersion | None) -> None:
+        """Note that no trial, or one with all its engines, waits for none; another process may have driven it."""
+        if policy is None or not self._lacks_engine(policy):
+            self._lacks_engine_since = self.problem = None
+
+    async def wait_for_engine(self, policy: PolicyVersion, active: PolicyVersion) -> bool:
+        """Keep a trial without its engines from taking sessions, and end it if it waits too long.
+
+        Returns:
+            Whether an engine is missing.
+        """
+        if not self._lacks_engine(policy):
+            return False
+        now = self._judged_at = time.monotonic()
+        if self._lacks_engine_since is None:
+            self._lacks_engine_since = now
+            self.problem = (
+                f"the trial of version {policy.version} waits for an engine: it needs {NUM_ENGINES}, and "
+                f"{len(self._pool.serving)} serves; after {ENGINE_SECONDS:g} s the version is served without a trial"
+            )
+            log.warning("%s", self.problem)
+        if now - self._lacks_engine_since >= ENGINE_SECONDS:
+            log.error("the trial of version %d ends: no engine came back", policy.version)
+            await self.call_off(policy, active)
+        elif policy.activated_at is not None:
+            await self._lease.write(policies.prepare_trial, policy.version)
+            await self._served.refresh()
+        return True
 
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
         """Load a version and start its trial.
@@ -165,7 +208,7 @@ class Canary:
         if reason is not None:
             await self._withdraw(policy, active, reason)
             return
-        if self._is_missing(policy):  # another engine than the only one has to be there for whole weights
+        if self._is_missing(policy):  # the engine was lost meanwhile
             return
         await self._lease.write(policies.try_policy, policy.version, self._settings.canary_share)
         self._pool.stop_draining()

@@ -82,8 +82,12 @@ class Reloader:
         )
         self._probe_lock = asyncio.Lock()
         self._attempts = LoadAttempts(-1)
-        self.last_error: str | None = None
-        """Why the last reload failed; None after one that worked."""
+        self._last_error: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """What a trial waits for, or why the last reload failed; None if neither."""
+        return self._canary.problem or self._last_error
 
     async def start(self) -> None:
         """Check the engines once before the first request; `run` waits for those that are absent.
@@ -115,6 +119,7 @@ class Reloader:
     async def _follow(self) -> None:
         """Bring every serving engine to the wanted version, or advance the canary."""
         wanted = await self._served.wanted()
+        self._canary.note_engines(wanted.canary)
         if wanted.canary is None or wanted.canary.activated_at is not None:
             self._pool.stop_draining(before=wanted.read_at)
         if self._settings.engine_sleep and await self._sleeper.follow(wanted.active):
@@ -150,6 +155,8 @@ class Reloader:
         if canary is not None and (wanted.is_pinned or not self._settings.canary_share):
             await self._canary.call_off(canary, active)
         elif canary is not None and active is not None:
+            if await self._canary.wait_for_engine(canary, active):
+                return
             # The process that prepared the trial has not started it, or an older release did: it stores no share.
             if canary.activated_at is None or canary.canary_share is None:
                 await self._canary.begin(canary, active)
@@ -233,7 +240,7 @@ class Reloader:
         return True
 
     async def _fail(self, target: PolicyVersion, error: TurnwiseError) -> None:
-        self.last_error = reason = f"version {target.version} was not loaded: {error}"
+        self._last_error = reason = f"version {target.version} was not loaded: {error}"
         self._metrics.reloads.labels("failed").inc()
         log.error("%s; the last good version is served", reason)
         self._attempts = LoadAttempts(-1)
@@ -241,7 +248,7 @@ class Reloader:
 
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
         self._pool.stop_draining()
-        self.last_error = None
+        self._last_error = None
         self._metrics.reloads.labels("done").inc()
         self._metrics.policy_version.set(target.version)
         self._metrics.reload_seconds.observe(seconds)
@@ -258,7 +265,7 @@ class Reloader:
             elif isinstance(outcome, EngineError) and engine.is_serving:
                 self._loader.take_out(engine, outcome)
             elif isinstance(outcome, BadCheckpoint):
-                self.last_error = f"the engine at {engine.url} cannot be brought up to date: {outcome}"
+                self._last_error = f"the engine at {engine.url} cannot be brought up to date: {outcome}"
         for outcome in outcomes:
             if isinstance(outcome, EngineUnsuitable) or not isinstance(outcome, EngineError | BadCheckpoint | None):
                 raise outcome

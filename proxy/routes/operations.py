@@ -138,7 +138,7 @@ async def readyz(request: Request, services: Annotated[Services, Depends(service
         "store": store_error or "ok",
         "policy_version": max((engine.version for engine in services.pool.serving), default=None),
         "exact_continuation": services.sessions.template is not None and services.settings.continuation,
-        "reload_error": services.reloader.last_error if is_known else services.reloader.last_error and HIDDEN_ERROR,
+        "reload_error": services.reloader.problem if is_known else services.reloader.problem and HIDDEN_ERROR,
     }
     return JSONResponse(report, status_code=200 if ready else 503)
 

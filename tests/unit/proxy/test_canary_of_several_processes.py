@@ -125,6 +125,49 @@ async def test_a_trial_that_an_older_release_began_begins_again(stage: Stage, ki
         assert await versions_of(driver, control) == {1}
 
 
+@pytest.mark.parametrize("lost", [0, 1], ids=["the control's engine", "the trial's engine"])
+async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage, monkeypatch, lost: int):
+    """Otherwise all later versions would wait for an engine that may never come back."""
+    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
+    async with stage.process(canary_share=0.5) as driver:
+        stage.publish(1)
+        await driver.follow()
+        stage.publish(2)
+        await driver.follow()
+        assert driver.versions == [1, 2]
+        driver.pool.engines[lost].status.change(EngineState.ABSENT)
+        for _ in range(3):
+            await driver.follow()
+        assert stage.statuses() == ["active", "canary"]
+        assert "version 2 waits for an engine" in (driver.reloader.problem or "")
+        taken, _ = await open_sessions(driver, "waiting")
+        assert taken == []
+        monkeypatch.setattr("proxy.reload.canary.ENGINE_SECONDS", 0.0)
+        await driver.follow()
+        assert stage.statuses() == ["active", "published"]
+        assert driver.versions[1 - lost] == 1
+        await driver.follow()
+        assert stage.statuses() == ["retired", "active"]
+        assert (driver.versions[1 - lost], driver.reloader.problem) == (2, None)
+
+
+async def test_a_trial_continues_with_the_engine_that_came_back(stage: Stage, monkeypatch):
+    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
+    async with stage.process(canary_share=0.5) as driver:
+        stage.publish(1)
+        await driver.follow()
+        stage.publish(2)
+        await driver.follow()
+        driver.pool.engines[1].status.change(EngineState.ABSENT)
+        await driver.follow()
+        await driver.look()
+        await driver.follow()
+        assert (stage.statuses(), driver.versions, driver.reloader.problem) == (["active", "canary"], [1, 2], None)
+        taken, control = await open_sessions(driver, "again")
+        assert await versions_of(driver, taken) == {2}
+        assert await versions_of(driver, control) == {1}
+
+
 async def test_weights_on_trial_leave_their_engine_before_other_sessions_are_sent_to_it(stage: Stage, monkeypatch):
     """While the roll-back loads the served version, the store still names the trial, so no process ends it."""
     async with two_workers(stage, PolicyKind.FULL) as (driver, _):

@@ -71,12 +71,12 @@ async def test_a_version_that_cannot_be_served_fails_and_the_active_one_stays(st
         for _ in range(2):
             await process.follow()
             assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
-        assert "version 2 was not loaded" in (process.reloader.last_error or "")
+        assert "version 2 was not loaded" in (process.reloader.problem or "")
         assert stage.loads == [["v1"], ["v1"]]
         stage.pin(None)
         stage.publish(3)
         await process.follow()
-        assert (process.versions, process.reloader.last_error) == ([3, 3], None)
+        assert (process.versions, process.reloader.problem) == ([3, 3], None)
 
 
 @pytest.mark.parametrize(("num_failures", "status"), [(1, "active"), (2, "active"), (3, "failed")])

@@ -220,7 +220,7 @@ async def test_without_a_trainer_and_without_a_directory_the_last_good_version_s
         await process.follow()
         assert (process.versions, stage.statuses()) == ([1, 1], ["active", "failed"])
         assert_received(stage, 1)
-        assert "is not a directory" in (process.reloader.last_error or "")
+        assert "is not a directory" in (process.reloader.problem or "")
 
 
 @pytest.mark.parametrize(
