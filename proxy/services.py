@@ -305,7 +305,7 @@ async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySetti
         return
     engine.has_lora = await has_lora(engine)
     try:
-        await check_capture(engine)
+        await check_capture(engine, send_all_messages=settings.send_all_messages)
         engine.sampling_defaults = await find_sampling_defaults(engine)
     except EngineUnsuitable as unsuitable:
         if settings.engine_check == "strict":

@@ -81,6 +81,10 @@ class ProxySettings(Settings):
     """Directory or id of the served model's tokenizer; by default the engine's own model path."""
     continuation: bool = True
     """Extend stored tokens from the second turn on. If off, every turn is tokenised again: for measuring the drift."""
+    send_all_messages: bool = False
+    """Send the engine the whole conversation also where it gets the token ids of the prompt. By default a long one is
+    sent without the messages that were sent before, which vLLM does not read then. Turn it on if a router before the
+    engines chooses one by the messages (prefix-aware routing), or if a tool parser of your own reads them."""
     thinking: Literal["template", "keep"] = "template"
     """Thinking that a chat template drops later: follow the template into a new chain, or keep it and stay on one."""
 

@@ -17,6 +17,8 @@ from turnwise.types import Json
 MINIMUM_VLLM = "0.32"
 """The oldest vLLM release that meets all requirements."""
 CHAT_ROUTE = "/v1/chat/completions"
+CONTINUATION = "continuation"
+"""Name of the requirement that a prompt given as ids is used as sent, whatever the messages are."""
 FORCED_LOGPROB = -0.01
 """A token with a bias of 100 has a processed logprob above this for any model; its raw logprob is far below."""
 BIAS = 100.0
@@ -147,12 +149,12 @@ def forced_call(model: str, prompt: list[int] | None, *, token: int) -> Json:
 
 def _continuation(is_echoed: bool) -> Requirement:
     if is_echoed:
-        return Requirement("continuation", is_met=True, text="prompt token ids are used as sent")
+        return Requirement(CONTINUATION, is_met=True, text="prompt token ids are used as sent")
     text = (
         "kv_transfer_params.prompt_token_ids is ignored, so every turn would be tokenised again; "
         f"use vLLM {MINIMUM_VLLM} or newer"
     )
-    return Requirement("continuation", is_met=False, text=text)
+    return Requirement(CONTINUATION, is_met=False, text=text)
 
 
 def _logprobs(choices: list[Json]) -> Requirement:

@@ -7,6 +7,7 @@ events that tell the client that it is complete, from the finishing chunk on, ar
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -17,18 +18,18 @@ import orjson
 from proxy.auth import Principal
 from proxy.calls import capture
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
+from proxy.calls.engine_request import post_call
 from proxy.calls.failures import broken_stream, not_a_completion, stored_reason, too_long
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
-from proxy.calls.running import Running
+from proxy.calls.running import Running, WrongPrompt
 from proxy.continuation.forest import Forest
 from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
-from proxy.dialects.base import Call, encode_request
+from proxy.dialects.base import Call
 from proxy.dialects.engine_reply import LONG_ECHO_BYTES
 from proxy.engines.answers import Answer, AnswerTooLong, Disconnected
 from proxy.engines.engine import Lane
-from proxy.engines.http_client import Body
 from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -128,7 +129,7 @@ class Relay:
             EngineError, StoreError, Overloaded, ProxyUnavailable: no reply, or a reply that could not be stored.
         """
         call = running.call
-        reply = await self._recorded(running, self._sample_whole(running, left))
+        reply = await self._recorded(running, functools.partial(self._sample_whole, running, left))
         if reply is None:
             stored = await self.stored_turns(running)
             running.version_first = stored[0].policy_version_first
@@ -138,7 +139,7 @@ class Relay:
     async def _sample_whole(self, running: Running, left: asyncio.Future[None]) -> bytes | None:
         """Return the reply once its turns are stored; None if another process has stored its reply under the key."""
         with cancelled_when_client_leaves(left):
-            lane = await self._admit(running)
+            lane = running.lane or await self._admit(running)
             running.version_first = lane.version
             raw = await self._read_whole(running, lane)
         running.version_last = lane.version
@@ -146,6 +147,7 @@ class Relay:
             (raw,) = _as_requested(await running.cut_long_echo([raw]), running, lane)
             running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
             running.restore_long_echo()
+            running.check_prompt()
             lane.engine.returns_routing |= running.captured.has_routing
         except NOT_A_COMPLETION as error:
             raise not_a_completion(lane, error) from error
@@ -170,7 +172,8 @@ class Relay:
             Conflict: another process has stored its reply under the same `Idempotency-Key`.
             EngineError, StoreError, Overloaded, ProxyUnavailable: as `whole`; events may have been sent by then.
         """
-        held, is_stored, has_sent = await self._recorded(running, self._sample_stream(running, send, left))
+        sample = functools.partial(self._sample_stream, running, send, left)
+        held, is_stored, has_sent = await self._recorded(running, sample)
         if not is_stored:
             return await self._stored_stream(running, has_sent=has_sent)
         return held
@@ -185,7 +188,7 @@ class Relay:
         """
         held, has_sent, num_bytes, buffer = b"", False, 0, sse.EventBuffer()
         with cancelled_when_client_leaves(left):
-            lane = await self._admit(running)
+            lane = running.lane or await self._admit(running)
             running.version_first = lane.version
             with await self._post(running, lane) as answer:
                 while data := await self._next_part(answer, lane):
@@ -197,6 +200,7 @@ class Relay:
                     if num_bytes >= LONG_ECHO_BYTES:
                         events = await running.cut_long_echo(events)
                     encoded = self._take_events(events, running, lane)
+                    running.check_prompt()
                     if running.captured.is_finished(running.call.num_choices):
                         held += encoded
                     elif encoded:
@@ -243,19 +247,7 @@ class Relay:
         encoded = call.encoder.chunks(shown) + b"".join(map(call.encoder.error, failures))
         return encoded + call.encoder.done() if is_over else encoded
 
-    def _request(self, running: Running, lane: Lane) -> tuple[Body, dict[str, str]]:
-        """Return the body, in pieces, and the headers of the request to the engine."""
-        self._faults.point("before_engine")
-        call = running.call
-        prompt = running.plan.prompt
-        running.sent_ids = None if prompt is None else prompt.json_pieces()
-        body = call.dialect.engine_body(call, running.sent_ids, running.session.sampling)
-        body["model"] = lane.adapter or lane.engine.model
-        body |= capture.routing_request(running.plan) if lane.engine.returns_routing else {}
-        lane.engine.reject_prompt_logprobs(body)
-        return encode_request(body), {"content-type": "application/json", "x-request-id": running.call_id}
-
-    async def _recorded(self, running: Running, sampling: Coroutine[Any, Any, T]) -> T:
+    async def _recorded(self, running: Running, sample: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Sample a reply and return its result. Record a failed or aborted call exactly once.
 
         Raises:
@@ -264,7 +256,11 @@ class Relay:
         self._num_running += 1
         self._idle.clear()
         try:
-            return await sampling
+            try:
+                return await sample()
+            except WrongPrompt:
+                running.send_all_messages()
+                return await sample()
         except ClientLeft:
             await self._commit(running, aborted="client_left")
             raise
@@ -299,8 +295,8 @@ class Relay:
         return lane
 
     async def _post(self, running: Running, lane: Lane) -> Answer:
-        body, headers = self._request(running, lane)
-        return await lane.engine.post(running.call.dialect.engine_route, body, headers)
+        self._faults.point("before_engine")
+        return await post_call(running, lane)
 
     async def wait_idle(self) -> None:
         """Wait until no call runs."""

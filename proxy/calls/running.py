@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import logging
 import time
 
 from proxy.calls.capture import Timing
@@ -15,6 +16,12 @@ from proxy.dialects.base import Call, Captured
 from proxy.dialects.engine_reply import LONG_ECHO_BYTES, LongEcho, cut_echo, cut_long_echo
 from proxy.engines.engine import Lane
 from turnwise.types import Session, utc_now
+
+log = logging.getLogger(__name__)
+
+
+class WrongPrompt(Exception):
+    """An engine that did not get all messages sampled after another prompt than the ids that it got."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,6 +35,12 @@ class Running:
     call_id: str
     sent_ids: list[bytes] | None = None
     """The pieces of the JSON array of the prompt's ids that was sent; None where the engine renders the messages."""
+    num_omitted: int = 0
+    """How many of the first messages were not sent."""
+    needs_all_messages: bool = False
+    """Whether all messages must be sent, because a request without the first ones has failed."""
+    is_prompt_checked: bool = False
+    """Whether the engine was found to sample after the ids that it got instead of messages."""
     has_waited: bool = False
     """Whether the call has waited in vain for the proxy's first engine."""
     lane: Lane | None = None
@@ -95,6 +108,31 @@ class Running:
         """Put the prompt ids that were cut out into what was captured."""
         if self.long_echo is not None:
             self.captured.prompt_ids, self.captured.num_prompt_ids = self.long_echo.ids, self.long_echo.num_ids
+
+    def check_prompt(self) -> None:
+        """Check, once the engine has answered, that it sampled after the ids that it got instead of messages.
+
+        Raises:
+            WrongPrompt: it did not.
+        """
+        prompt = self.plan.prompt
+        if not self.num_omitted or self.is_prompt_checked or prompt is None or not self.captured.choices:
+            return
+        if not self.echoes_prompt and self.captured.prompt_ids != prompt.json()[1:-1]:
+            raise WrongPrompt
+        self.is_prompt_checked = True
+
+    def send_all_messages(self) -> None:
+        """Begin again after `WrongPrompt`: this call, and all later ones on its engine, send all messages."""
+        self.needs_all_messages, self.has_cut_echo = True, False
+        self.captured, self.first_token_at = Captured(), None
+        if self.lane is not None:
+            self.lane.engine.needs_all_messages = True
+            log.error(
+                "the engine at %s did not sample after the token ids that it got, and the call is repeated with all "
+                "messages; check that all engines behind this address run vLLM 0.32 or newer",
+                self.lane.engine.url,
+            )
 
     def timing(self) -> Timing:
         """Return the times and policy versions of the call so far."""

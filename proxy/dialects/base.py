@@ -120,10 +120,12 @@ class Call:
     @property
     def continues_final_message(self) -> bool:
         """Whether the prompt ends inside the last message, which the client wrote (a prefill)."""
-        body = self.body
-        return bool(
-            body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False
-        )
+        return continues_final_message(self.body)
+
+
+def continues_final_message(body: Json) -> bool:
+    """Return whether a prompt under these request fields ends inside the last message."""
+    return bool(body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False)
 
 
 def template_arguments(body: Json) -> Json:
@@ -287,10 +289,16 @@ class Dialect(abc.ABC):
         call.body["messages"] = call.messages
 
     @abc.abstractmethod
-    def engine_body(self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json) -> Json:
-        """Return the engine request, with the options that capture needs.
+    def engine_body(
+        self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json, *, num_omitted: int = 0
+    ) -> Json:
+        """Return the engine request, with the options that capture needs. The values of some fields are `RawJson`.
 
-        The values of some fields are `RawJson`. `prompt_token_ids` are the pieces of a JSON array.
+        Args:
+            call: the call.
+            prompt_token_ids: the pieces of a JSON array; None where the engine renders the messages.
+            pinned: the session's sampling parameters.
+            num_omitted: how many of the first messages are left out, because the prompt's ids are sent.
         """
 
     @abc.abstractmethod

@@ -30,6 +30,8 @@ from turnwise.types import Json
 
 FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
 """Request fields that capture always sets."""
+OMITTED_CALL: Json = {"id": "", "type": "function", "function": {"name": "", "arguments": "{}"}}
+"""Stands for a tool call that the engine only counts."""
 JSON_NAME: Mapping[type, str] = {list: "array", dict: "object", str: "string"}
 
 
@@ -88,10 +90,14 @@ class ChatCompletions(Dialect):
             dropped_fields=dropped_fields,
         )
 
-    def engine_body(self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json) -> Json:
+    def engine_body(
+        self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json, *, num_omitted: int = 0
+    ) -> Json:
         """Return the engine request, with the options that capture needs."""
         body, _ = remove_engine_fields({**call.body, **pinned})
-        if call.messages:
+        if num_omitted:
+            body["messages"] = messages_after(call.messages, num_omitted)
+        elif call.messages:
             body["messages"] = readable_messages(call)
         if not _is_refused(body):
             body |= FORCED
@@ -161,6 +167,23 @@ def readable_messages(call: Call) -> Any:
         return with_readable_arguments(call.messages)
     known.num_readable = len(call.messages)
     return RawJson([call.messages_json, b"]"])
+
+
+def messages_after(messages: list[Json], num_omitted: int) -> list[Json]:
+    """Return the messages for an engine that gets the prompt's ids: the first `num_omitted` are left out.
+
+    vLLM validates the messages of such a request, and it counts their tool calls: the ids of Kimi K2's calls go on from
+    that number. So a message with as many tool calls stands for those that are left out.
+    """
+    num_calls = _count_calls(messages[:num_omitted])
+    omitted = [{"role": "assistant", "content": "", "tool_calls": [OMITTED_CALL] * num_calls}] if num_calls else []
+    return [*omitted, *with_readable_arguments(messages[num_omitted:])]
+
+
+def _count_calls(messages: list[Json]) -> int:
+    """Return the number of tool calls in replies."""
+    calls = [each["tool_calls"] for each in messages if each.get("tool_calls") and each.get("role") == "assistant"]
+    return sum([len(each) for each in calls if isinstance(each, list)])
 
 
 def with_readable_arguments(messages: list[Json]) -> list[Json]:

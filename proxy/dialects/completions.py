@@ -62,7 +62,14 @@ class TextCompletions(Dialect):
             dropped_fields=dropped_fields,
         )
 
-    def engine_body(self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json) -> Json:  # noqa: ARG002  never extended
+    def engine_body(
+        self,
+        call: Call,
+        prompt_token_ids: list[bytes] | None,  # noqa: ARG002  never extended
+        pinned: Json,
+        *,
+        num_omitted: int = 0,  # noqa: ARG002  without messages
+    ) -> Json:
         """Return the engine request, with the options that capture needs."""
         logprobs = call.body.get("logprobs")
         body, _ = remove_engine_fields({**call.body, **pinned})

@@ -80,6 +80,8 @@ class Engine:
         """Calls of this process that it was given since the process began."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+        self.needs_all_messages = True
+        """Whether it needs all messages of a conversation, also where it gets the prompt's ids."""
         self.returns_routing = False
         """Whether one of its replies had the experts of its tokens."""
         self.transfers = WeightTransfers(self.url, self.ask)

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import dataclasses
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import unquote, urlsplit
 
 import httptools
@@ -139,6 +139,23 @@ class HttpClient:
             connection.fail(Disconnected(reason))
 
 
+def in_steps(pieces: Pieces) -> Iterator[list[memoryview]]:
+    """Yield the pieces of a request in lists of at most `SENT_BYTES`; pieces are cut where a list is full."""
+    part: list[memoryview] = []
+    num_bytes = 0
+    for piece in pieces:
+        start = 0
+        while start < len(piece):
+            cut = memoryview(piece)[start : start + SENT_BYTES - num_bytes]
+            part.append(cut)
+            start, num_bytes = start + len(cut), num_bytes + len(cut)
+            if num_bytes == SENT_BYTES:
+                yield part
+                part, num_bytes = [], 0
+    if part:
+        yield part
+
+
 class _Stale(Disconnected):
     """A reused connection was closed before it sent anything."""
 
@@ -204,14 +221,13 @@ class _Connection(asyncio.Protocol):
             self._transport.writelines(request)
             return
         self._is_sending = True
-        for piece in request:
-            for start in range(0, len(piece), SENT_BYTES):
-                self._transport.write(memoryview(piece)[start : start + SENT_BYTES])
-                await asyncio.sleep(0)
-                while self._is_full and self._answer is answer and not answer.status:
-                    await answer.wait()
-                if self._answer is not answer or answer.status:
-                    return
+        for part in in_steps(request):
+            self._transport.writelines(part)
+            await asyncio.sleep(0)
+            while self._is_full and self._answer is answer and not answer.status:
+                await answer.wait()
+            if self._answer is not answer or answer.status:
+                return
         self._is_sending = False
 
     def pause_writing(self) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy.continuation.chat_template import ChatTemplate, Unsafe, load_chat_template
 from proxy.engines.engine import Engine, Lane
 from turnwise import logprob_request
-from turnwise.engine_requirements import CHAT_ROUTE, check_sampling_defaults, read_sampling_defaults
+from turnwise.engine_requirements import CHAT_ROUTE, CONTINUATION, check_sampling_defaults, read_sampling_defaults
 from turnwise.engine_requirements import check_capture as requirements_check
 from turnwise.errors import EngineRefused, EngineUnsuitable
 from turnwise.types import Json
@@ -56,8 +56,11 @@ CONVERSATIONS: list[tuple[list[Json], list[Json] | None]] = [
 """Conversations whose renderings are compared with the engine's."""
 
 
-async def check_capture(engine: Engine) -> None:
+async def check_capture(engine: Engine, *, send_all_messages: bool = False) -> None:
     """Check that the engine meets the requirements of exact capture.
+
+    An engine that samples after the ids which it gets, whatever the messages are, needs no messages beside them, unless
+    `send_all_messages` is set.
 
     Raises:
         EngineUnsuitable: naming what is missing and how to get it.
@@ -70,6 +73,8 @@ async def check_capture(engine: Engine) -> None:
             body = check.send(await engine.ask("POST", CHAT_ROUTE, body, seconds=60.0))
     except StopIteration as done:
         missing = [found.text for found in done.value if not found.is_met]
+        takes_ids = any(found.name == CONTINUATION and found.is_met for found in done.value)
+        engine.needs_all_messages = send_all_messages or not takes_ids
     except EngineRefused as refused:
         raise EngineUnsuitable(f"the engine at {engine.url} refuses a plain chat call: {refused}") from refused
     if missing:

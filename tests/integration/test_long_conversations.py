@@ -8,7 +8,7 @@ import httpx
 import pytest
 from support.proxies import RunningProxy, StartProxy, assert_served_is_stored
 
-from turnwise.fake_engine import Script, running_fake_engine
+from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine, Script, running_fake_engine
 from turnwise.types import Outcome
 
 TEXT = 'Some text of a long conversation, 誰 — with what JSON escapes: "quoted", \\ and \n. ' * 40
@@ -55,3 +55,80 @@ def play(proxy: RunningProxy, *, stream: bool) -> None:
         ask()
         messages.append({"role": "user", "content": "Go on."})
         ask()
+
+
+LONG: list[dict[str, Any]] = [
+    {"role": "user", "content": TEXT},
+    *(each for number in range(40) for each in said(number)),
+]
+QUESTION = {"role": "user", "content": "And then?"}
+
+
+def ask(proxy: RunningProxy, messages: list[dict[str, Any]], *, stream: bool = False) -> httpx.Response:
+    """Send a conversation; append the reply that was stored."""
+    body = {"model": "fake", "messages": messages, "stream": stream, "max_tokens": 20, "return_token_ids": stream}
+    answer = httpx.post(f"{proxy.session_v1('long')}/chat/completions", json=body, timeout=60)
+    if answer.status_code == 200:
+        messages.append({"role": "assistant", "content": proxy.turns("long")[-1].turn.response["content"]})
+    return answer
+
+
+def sent_messages(engine: RunningFakeEngine) -> list[list[dict[str, Any]]]:
+    """Return the messages of each call."""
+    return [call.body["messages"] for call in engine.calls]
+
+
+@pytest.mark.parametrize(("flags", "are_all_sent"), [((), False), (("--send-all-messages",), True)])
+def test_the_engine_gets_only_new_messages_of_a_long_conversation_whose_ids_it_gets(
+    start_proxy: StartProxy, flags: tuple[str, ...], are_all_sent: bool
+) -> None:
+    """A message stands for the 40 tool calls of those left out; stored are all messages."""
+    with running_fake_engine(Script(max_model_len=1_000_000)) as engine:
+        proxy, messages = start_proxy(engine.url, *flags), [*LONG, QUESTION]
+        engine.calls.clear()
+        for _ in range(2):
+            assert ask(proxy, messages).is_success
+            messages.append(QUESTION)
+        first, second = sent_messages(engine)
+        assert_served_is_stored(proxy, engine)
+        view = proxy.turns("long")[-1]
+    assert first == messages[:82]
+    assert (second == messages[:84]) is are_all_sent
+    if not are_all_sent:
+        assert (len(second[0]["tool_calls"]), second[1:]) == (40, [QUESTION])
+    assert (view.turn.outcome, view.messages) == (Outcome.EXACT, messages[:84])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_engine_that_ignores_the_ids_gets_the_call_again_with_all_messages(
+    start_proxy: StartProxy, stream: bool
+) -> None:
+    """As one of another release behind the same address would; a later call is sent once.
+
+    What this engine renders happens to be the ids that it was sent, so the turns are exact.
+    """
+    with running_fake_engine(Script(max_model_len=1_000_000)) as engine:
+        proxy, messages = start_proxy(engine.url), [*LONG, QUESTION]
+        engine.calls.clear()
+        assert ask(proxy, messages, stream=stream).is_success
+        engine.state.script.honours_prompt_token_ids = False
+        for _ in range(2):
+            messages.append(QUESTION)
+            assert ask(proxy, messages, stream=stream).is_success
+        assert list(map(len, sent_messages(engine))) == [82, 2, 84, 86]
+        assert [view.turn.outcome for view in proxy.turns("long")] == [Outcome.EXACT] * 3
+
+
+def test_the_error_of_a_refused_request_is_that_of_all_messages(start_proxy: StartProxy) -> None:
+    """The first refusal is of a request with two messages; the client gets the second, the turn is stored once."""
+    with running_fake_engine(Script(max_model_len=1_000_000)) as engine:
+        proxy, messages = start_proxy(engine.url), [*LONG, QUESTION]
+        engine.calls.clear()
+        assert ask(proxy, messages).is_success
+        messages.append(QUESTION)
+        engine.fail_next(Fault(kind=FaultKind.STATUS, status=400, count=2))
+        assert ask(proxy, messages).status_code == 400
+        assert ask(proxy, messages).is_success
+        assert list(map(len, sent_messages(engine))) == [82, 2, 84, 2]
+        outcomes = [view.turn.outcome for view in proxy.turns("long")]
+    assert outcomes == [Outcome.EXACT, Outcome.ERROR, Outcome.EXACT]

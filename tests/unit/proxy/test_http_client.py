@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import ssl
 
 import pytest
 
 from proxy.engines.answers import BUFFERED_BYTES, AnswerTooLong, Disconnected
-from proxy.engines.http_client import SENT_BYTES, HttpClient
+from proxy.engines.http_client import SENT_BYTES, HttpClient, in_steps
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 ONE_READ = 1 << 18
@@ -419,6 +420,14 @@ async def test_a_long_request_is_written_in_steps_as_the_server_takes_it():
         with await asked as answer:
             assert await answer.read() == b"ok"
     assert server.requests[0].endswith(b"".join(LONG_BODY))
+
+
+def test_a_long_request_in_many_pieces_is_written_in_few_steps():
+    """10,000 pieces of 256 bytes, one of 0 bytes and one of 2 MiB: 2.44 + 2 MiB are five steps of at most 1 MiB."""
+    pieces = [b"x" * 256] * 10_000 + [b"", b"y" * 2**21]
+    steps = list(in_steps(pieces))
+    assert [sum(map(len, step)) for step in steps] == [SENT_BYTES] * 4 + [2_560_000 + 2**21 - 4 * SENT_BYTES]
+    assert b"".join(itertools.chain.from_iterable(steps)) == b"".join(pieces)
 
 
 async def test_a_connection_whose_long_request_was_refused_in_the_middle_is_not_used_again():
