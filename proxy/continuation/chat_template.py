@@ -24,6 +24,7 @@ from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.long_probes import LongProbe, long_probes
 from proxy.continuation.outline import Outline, Outliner, marks_of
 from proxy.continuation.reply import Reply
+from proxy.continuation.text_encoder import text_encoder
 from turnwise.template_messages import ContentFormat, load_tokenizer, shape_conversation
 from turnwise.types import Json, TokenIds
 
@@ -67,6 +68,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: ChatTokenizer, end_tokens: Sequence[int], content_format: ContentFormat) -> None:
         self._tokenizer = tokenizer
+        self._encode = text_encoder(tokenizer)
         self._format = content_format
         self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
         self._renders_developer = "developer" in str(tokenizer.chat_template)
@@ -120,7 +122,7 @@ class ChatTemplate:
 
     def tokenise(self, text: str) -> list[int]:
         """Return the ids of a rendered prompt."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encode(text)
 
     def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each of these tokens on its own; a part of a character becomes U+FFFD."""

@@ -211,9 +211,10 @@ def kept_positions(kinds: Sequence[Hashable]) -> list[int]:
 
 def _longest_block(kinds: Sequence[Hashable], start: int, end: int) -> tuple[int, int]:
     """Return the longest block between `start` and `end` that can be left out; an empty one at the end if none can."""
+    last = min(end, len(kinds) - 1)
     for begin in range(start + 1, min(start + 4, end)):
-        for resume in range(min(end, len(kinds) - 1), begin + 1, -1):
-            is_alike = kinds[begin - 1 : begin + 1] == kinds[resume - 1 : resume + 1]
-            if is_alike and not (resume - begin) % 2:
+        before, after = kinds[begin - 1], kinds[begin]
+        for resume in range(last - (last - begin) % 2, begin + 1, -2):
+            if kinds[resume] == after and kinds[resume - 1] == before:
                 return begin, resume
     return end, end
