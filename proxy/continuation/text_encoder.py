@@ -27,7 +27,7 @@ def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
         ids: list[int] = found.ids
         return ids
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "encode_batch_fast") or not _encodes_in_the_usual_way(type(tokenizer)):
         return encode
     sample = SAMPLE.join(["", *tokenizer.all_special_tokens, ""])
