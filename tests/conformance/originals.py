@@ -6,6 +6,7 @@ This runs in the environment of `setup.sh`, never in the project's: `originals.p
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -14,6 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+gc.disable()  # almost nothing that is imported becomes garbage
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from support.stand_in_proxy import StandIn, serving  # noqa: E402  the path is set above

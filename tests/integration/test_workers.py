@@ -16,13 +16,14 @@ from support.dialects import QUICK_ON_SQLITE
 from support.proxies import (
     ProxyAndEngine,
     RunningProxy,
-    command_line,
+    is_process,
     running_proxy,
     wait_until_gone,
 )
 from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
 from support.tiny_checkpoints import write_weights
 from support.waiting import wait_until
+from support.warm_start import WORKER_NAME
 
 from turnwise.fake_engine import Reply, Script, running_fake_engine
 from turnwise.fake_engine.ledger import EngineState
@@ -36,7 +37,7 @@ def workers(proxy: RunningProxy) -> list[int]:
     """Return the process ids of the proxy's workers."""
     threads = Path(f"/proc/{proxy.process.pid}/task").iterdir()
     children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
-    return [pid for pid in children if WORKER in command_line(pid)]
+    return [pid for pid in children if is_process(pid, WORKER_NAME, WORKER)]
 
 
 def wait_for_workers(proxy: RunningProxy, num_started: int) -> None:

@@ -103,11 +103,16 @@ def command_line(pid: int) -> bytes:
 
 def is_writing_process(pid: int) -> bool:
     """Return whether a process is a proxy's writing process: one that the proxy started, or one forked for it."""
+    return is_process(pid, WRITER_NAME, WRITER)
+
+
+def is_process(pid: int, forked_name: str, part_of_command: bytes) -> bool:
+    """Return whether a process was forked with a name, or started by a command that has this part."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().rstrip()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return name == WRITER_NAME or WRITER in command_line(pid)
+    return name == forked_name or part_of_command in command_line(pid)
 
 
 def wait_until_gone(pid: int) -> None:

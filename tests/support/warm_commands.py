@@ -181,8 +181,8 @@ def become(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.argv = ["turnwise", *order["arguments"]]
-    if order["arguments"][0] == "proxy" and "--workers" not in order["arguments"]:
-        warm_start.fork_writing_process()
+    if order["arguments"][0] == "proxy":
+        warm_start.fork_children(order["arguments"])
     import_module(order["module"]).main()
 
 

@@ -1,23 +1,27 @@
-"""What a proxy that `warm_commands.py` forks gets from its parent: a writing process, and a checked chat template.
+"""What a proxy that `warm_commands.py` forks gets from its parent: its first child processes, and a chat template.
 
-Both are the real ones, only made earlier. The writing process is forked before the proxy has threads and connections,
-and becomes the proxy's first one; a later one is started as always. The stand-in engine's template is loaded and
-checked once, before the forks. A proxy with `cold=True` has neither.
+They are the real ones, only made earlier. The writing process, or the workers, are forked before the proxy has threads
+and connections; those that replace them are started as always. The stand-in engine's template is loaded and checked
+once, before the forks. A proxy with `cold=True` has none of this.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import traceback
+from asyncio import unix_events
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 WRITER_NAME = "writing-process"
-"""The name of a forked writing process in `/proc/PID/comm`; its command line is its parent's."""
+WORKER_NAME = "proxy-worker"
+"""The names of forked processes in `/proc/PID/comm`; their command line is their parent's."""
 
 
 def share_template() -> None:
@@ -44,28 +48,27 @@ def _holds(directory: Path, files: dict[str, bytes]) -> bool:
     return all((directory / name).read_bytes() == content for name, content in files.items())
 
 
-def fork_writing_process() -> None:
-    """Fork the process that becomes the first writing process of this one, a proxy without threads."""
+def fork_children(arguments: Sequence[str]) -> None:
+    """Fork the processes that become the first children of this one, a proxy without threads."""
+    given = iter(arguments)
+    num_workers = next((int(next(given)) for flag in given if flag == "--workers"), 1)
+    if num_workers > 1:
+        unix_events.subprocess = _with_forked([_fork(_serve) for _ in range(num_workers)])  # type: ignore[attr-defined]
+    else:
+        _fork_writing_process()
+
+
+def _fork_writing_process() -> None:
     from proxy.writer import client
 
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        _become_writing_process(theirs)
-    theirs.close()
+    client.subprocess = _with_forked([_fork(_write)])
 
-    class FirstForked(subprocess.Popen[bytes]):
-        """Gives the forked process its link instead of starting another one."""
 
-        def _execute_child(self, *given: Any) -> None:
-            (descriptor,) = given[4]  # pass_fds
-            socket.send_fds(ours, [b"-"], [descriptor])
-            ours.close()
-            self.pid, self._child_created = pid, True
-            client.subprocess.Popen = subprocess.Popen
+class _Forked(NamedTuple):
+    """A process that waits for its descriptor and its variables."""
 
-    client.subprocess = _Namespace(subprocess, Popen=FirstForked)
+    pid: int
+    link: socket.socket
 
 
 class _Namespace:
@@ -75,22 +78,83 @@ class _Namespace:
         self.__dict__.update(vars(module) | values)
 
 
-def _become_writing_process(link: socket.socket) -> None:
-    """Wait for the link to the proxy, then run as `proxy.writer.process` until the end."""
-    status = 1
-    try:
-        received, descriptors, _, _ = socket.recv_fds(link, 1, 1)
-        link.close()
-        if received:
-            from proxy.writer.process import main
+def _fork(run: Callable[[socket.socket], None]) -> _Forked:
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _become(theirs, run)
+    theirs.close()
+    return _Forked(pid, ours)
 
-            Path("/proc/self/comm").write_text(WRITER_NAME)
-            sys.argv = ["-c", str(descriptors[0])]
-            main()
+
+def _with_forked(forked: list[_Forked]) -> Any:
+    """Return `subprocess` with a `Popen` that hands over the forked processes before it starts others."""
+
+    class ForkedFirst(subprocess.Popen[bytes]):
+        """A process that was forked, as long as there is one."""
+
+        def _execute_child(self, *given: Any) -> None:
+            if not forked:
+                return super()._execute_child(*given)  # type: ignore[misc]
+            pid, link = forked.pop(0)
+            (descriptor,), environment = given[4], given[6]  # pass_fds, env
+            with link:
+                socket.send_fds(link, [json.dumps(environment).encode()], [descriptor])
+                link.shutdown(socket.SHUT_WR)  # a process that was forked later has this end too
+            self.pid, self._child_created = pid, True
+            return None
+
+    return _Namespace(subprocess, Popen=ForkedFirst)
+
+
+def _become(link: socket.socket, run: Callable[[socket.socket], None]) -> None:
+    """Run in this process, a fork, and end."""
+    status: Any = 1
+    try:
+        run(link)
         status = 0
+    except SystemExit as ended:
+        status = ended.code
     except BaseException:  # noqa: BLE001  the outermost edge of a process
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(status if isinstance(status, int) else 1)
+
+
+def _is_started(link: socket.socket, name: str) -> bool:
+    """Wait until this process is started, and name it; False if it never is."""
+    received, descriptors, _, _ = socket.recv_fds(link, 1 << 20, 1)
+    if not received:
+        return False
+    with link:
+        while part := link.recv(1 << 20):
+            received += part
+    if variables := json.loads(received):
+        os.environ.clear()
+        os.environ.update(variables)
+    Path("/proc/self/comm").write_text(name)
+    sys.argv = ["-c", str(descriptors[0])]
+    return True
+
+
+def _write(link: socket.socket) -> None:
+    """Run as `proxy.writer.process`."""
+    from proxy.writer.process import main
+
+    if _is_started(link, WRITER_NAME):
+        main()
+
+
+def _serve(link: socket.socket) -> None:
+    """Run as a worker, whose metrics are in files."""
+    from prometheus_client import values
+
+    from proxy.main import run_worker
+
+    _fork_writing_process()
+    if _is_started(link, WORKER_NAME):
+        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
+        run_worker()
