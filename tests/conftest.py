@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from support.migrated import migrated, migrated_file
 from support.private_postgres import PrivatePostgres, binary
@@ -23,6 +25,10 @@ pytest_plugins = [
 
 # Two test processes and their children share the cores, and idle threads of torch occupy a core while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where a test names no time limit, a busy machine gets more than the client's five seconds.
+for _part in ("connect", "read", "write", "pool"):
+    setattr(inspect.signature(httpx2.get).parameters["timeout"].default, _part, 60.0)
 
 DIALECTS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 
@@ -84,6 +90,6 @@ def database_url(dialect: str, request: pytest.FixtureRequest, tmp_path: Path) -
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
     """An open database with this release's tables, without rows."""
-    database = Database(database_url, lock_timeout_seconds=10)
+    database = Database(database_url, lock_timeout_seconds=60)
     yield database
     database.close()

@@ -24,6 +24,8 @@ SENT_BYTES = 2**20
 """Bytes of a long request that are written in one step of the event loop."""
 STALE_SECONDS = 1.0
 """A reused connection that closes without data so soon after a request was closed before the request arrived."""
+OVERDUE_SECONDS = 0.05
+"""How long a server that was silent for too long is still listened to, because this process may have been stopped."""
 IDLE_SECONDS = 15.0
 """How long an idle connection may be reused; a network device in between may have dropped an older one."""
 
@@ -171,6 +173,8 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
+        self._is_overdue = False
+        """Whether the last check found that the server has been silent for too long."""
         self._patience = 0.0
         """How long the server may be silent, seconds."""
         self._heard_at = 0.0
@@ -331,7 +335,10 @@ class _Connection(asyncio.Protocol):
         if self._answer is None:
             return
         silent = 0.0 if self._is_paused else self._loop.time() - self._heard_at  # while paused, the silence is ours
-        if silent >= self._patience:
+        was_overdue, self._is_overdue = self._is_overdue, silent >= self._patience
+        if self._is_overdue and not was_overdue:
+            self._timer = self._loop.call_later(OVERDUE_SECONDS, self._check)
+        elif self._is_overdue:
             self.fail(Disconnected(f"it sent nothing for {self._patience:g} s"))
         else:
             self._timer = self._loop.call_later(self._patience - silent, self._check)

@@ -20,7 +20,7 @@ from turnwise.processes.stack import free_port
 from turnwise.processes.supervisor import is_ready
 from turnwise.types import Outcome
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
 

@@ -24,7 +24,7 @@ from turnwise.store.database import Database
 from turnwise.types import Reward, Session, Turn
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 IMPATIENT = ("--commit-timeout-seconds", "1")
 
 

@@ -17,7 +17,7 @@ from turnwise.fake_engine.script import Reply, Rule, ToolCall
 from turnwise.store import keys
 from turnwise.store.database import Database
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 Message = dict[str, Any]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 

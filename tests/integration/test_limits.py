@@ -9,6 +9,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import aiohttp
 import httpx2
@@ -29,16 +30,24 @@ FLAGS = {
     "--max-messages": "50",
     "--max-choices": "4",
     "--max-concurrent-calls": "4",
-    "--header-timeout-seconds": str(WHOLE_SECONDS),
 }
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory) -> Iterator[ProxyAndEngine]:
     """A proxy with small limits in front of a slow engine."""
-    directory = tmp_path_factory.mktemp("limited")
-    flags = [word for flag in FLAGS.items() for word in flag]
+    yield from serving(tmp_path_factory.mktemp("limited"), FLAGS)
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory) -> Iterator[ProxyAndEngine]:
+    """A proxy that waits a second for whole requests, in front of a slow engine."""
+    yield from serving(tmp_path_factory.mktemp("impatient"), {"--header-timeout-seconds": str(WHOLE_SECONDS)})
+
+
+def serving(directory: Path, given: dict[str, str]) -> Iterator[ProxyAndEngine]:
+    flags = [word for flag in given.items() for word in flag]
     with (
         running_fake_engine(Script(rules=[Rule(contains="slowly", reply=Reply(text="a" * 60, pace_seconds=0.1))])) as e,
         running_proxy(e.url, f"sqlite:///{directory}/turnwise.db", directory, *flags) as proxy,
@@ -122,12 +131,12 @@ HALF_SENT = {
 
 
 @pytest.mark.parametrize("sent", HALF_SENT)
-def test_a_request_that_never_completes_is_closed(limited, sent):
+def test_a_request_that_never_completes_is_closed(impatient, sent):
     """After `header_timeout_seconds`, also when single bytes keep arriving."""
     started = time.monotonic()
-    answer = talk(limited.proxy, HALF_SENT[sent], pause=0.2)
+    answer = talk(impatient.proxy, HALF_SENT[sent], pause=0.2)
     took = time.monotonic() - started
-    assert WHOLE_SECONDS * 0.9 < took < WHOLE_SECONDS + 30
+    assert took > WHOLE_SECONDS * 0.9
     assert b"408 Request Timeout" in answer
     assert b'"code":"request_timeout"' in answer
 
@@ -138,10 +147,10 @@ def test_data_that_is_not_http_gets_a_400(limited):
     assert metric(limited.proxy, "turnwise_refused_total", code="invalid_http") == before + 1
 
 
-def test_a_reply_may_take_longer_than_a_request(limited):
+def test_a_reply_may_take_longer_than_a_request(impatient):
     """The time limit is for what the client sends."""
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 20}
-    with httpx2.Client(base_url=limited.proxy.url, timeout=30) as http:
+    with httpx2.Client(base_url=impatient.proxy.url) as http:
         reply = http.post("/v1/chat/completions", json=asked)
     assert reply.status_code == 200
     assert reply.elapsed.total_seconds() > 1.5 * WHOLE_SECONDS  # 20 tokens, 0.1 s each

@@ -53,7 +53,7 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path, nccl: FakeNccl) -> Ite
 
 @pytest.fixture
 def trainer(stage: Stage) -> Iterator[WeightServer]:
-    server = WeightServer(WeightRule(weight_seconds=5), torch.device("cpu"))
+    server = WeightServer(WeightRule(weight_seconds=60), torch.device("cpu"))
     with stage.database.write() as connection:
         weight_servers.announce_weights(connection, "trainer", server.url, datetime.now(UTC))
     yield server

@@ -241,7 +241,8 @@ def test_a_child_that_is_not_ready_in_time_is_stopped(tmp_path):
     child = Child(name="deaf", argv=_python(SLEEPER.format(path=str(path))), ready=lambda: False, start_seconds=0.5)
     with pytest.raises(ChildFailed, match="is not ready after"):
         Supervisor([child], log_directory=tmp_path).__enter__()
-    assert not any(_alive(pid) for pid in _pids(path))
+    # On a slow machine it was stopped before it could write its process id.
+    assert not path.exists() or not any(map(_alive, _pids(path)))
 
 
 def test_a_program_that_does_not_exist_is_named_in_its_log(tmp_path):
@@ -253,10 +254,9 @@ def test_a_program_that_does_not_exist_is_named_in_its_log(tmp_path):
 def test_a_child_that_ignores_the_term_signal_is_killed_after_its_grace(tmp_path):
     path = tmp_path / "pids"
     code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER.format(path=str(path))
-    child = Child(name="stubborn", argv=_python(code), ready=path.exists, grace_seconds=0.3)
-    started = time.monotonic()
+    child = Child(name="stubborn", argv=_python(code), ready=path.exists, grace_seconds=0.1)
     with Supervisor([child], log_directory=tmp_path):
-        pass
+        started = time.monotonic()
     assert not _alive(_pids(path)[0])
     assert time.monotonic() - started < Child.grace_seconds, "it waited for the default grace"
 

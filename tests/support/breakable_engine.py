@@ -18,7 +18,7 @@ from turnwise.processes.supervisor import is_ready
 if TYPE_CHECKING:
     from support.warm_commands import WarmProcess
 
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 DEATH = 9
 LOADING = "loading"
 """File that an engine which dies late makes when it starts to load the directory."""

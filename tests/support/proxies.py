@@ -30,9 +30,9 @@ from turnwise.store import experiences, queries
 from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
 
-START_SECONDS = 60.0
-STOP_SECONDS = 15.0
-GONE_SECONDS = 10.0
+START_SECONDS = 120.0
+STOP_SECONDS = 60.0
+GONE_SECONDS = 60.0
 """Time limit for the end of a proxy's child processes after the proxy has ended."""
 WRITER = b"proxy.writer.process"
 """Part of the command line that identifies the writing process."""

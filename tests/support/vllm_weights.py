@@ -65,7 +65,7 @@ class FakeNccl:
         wire.joined.wait(10)
 
         def broadcast(tensor: Tensor, src: int, stream: object = None) -> None:
-            payload = wire.sent.get(timeout=10)
+            payload = wire.sent.get(timeout=60)
             assert (src, payload.shape, payload.dtype) == (0, tensor.shape, tensor.dtype)
             tensor.copy_(payload)
 

@@ -184,7 +184,7 @@ def test_the_error_for_an_unreachable_proxy_names_its_address_and_the_remedy(mon
 
 
 def test_there_is_no_wait_for_a_ready_proxy(client):
-    client.wait_until_ready(timeout_seconds=5.0)
+    client.wait_until_ready(timeout_seconds=60.0)
 
 
 def test_pauses_double_up_to_a_limit_and_are_jittered():

@@ -30,7 +30,7 @@ ALL = {"return_token_ids": True, "logprobs": True, "top_logprobs": 2}
 
 @pytest.fixture
 def http(fake_engine: RunningFakeEngine) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=fake_engine.url, timeout=10.0, trust_env=False) as client:
+    with httpx2.Client(base_url=fake_engine.url, timeout=60.0, trust_env=False) as client:
         yield client
 
 

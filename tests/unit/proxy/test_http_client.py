@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import socket
 import ssl
+import threading
 
 import pytest
 
@@ -221,6 +222,36 @@ async def test_a_read_from_a_silent_server_times_out():
         with pytest.raises(Disconnected, match=r"sent nothing for 0\.2 s"):
             await get(client)
         await asyncio.wait_for(server.has_lost.wait(), 10)
+
+
+async def test_an_answer_that_arrived_while_this_process_was_stopped_is_read():
+    """After SIGSTOP and SIGCONT the time limit has passed before the answer can be read."""
+    received, stopped, sent = threading.Event(), threading.Event(), threading.Event()
+
+    def serve() -> None:
+        peer, _ = listening.accept()
+        with peer:
+            peer.recv(65536)
+            received.set()
+            stopped.wait()
+            peer.sendall(OK)
+            sent.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}", connect_seconds=60, silence_seconds=600)
+        server = threading.Thread(target=serve)
+        server.start()
+        asked = asyncio.create_task(get(client))
+        while not received.is_set():  # noqa: ASYNC110  the server runs in another thread
+            await asyncio.sleep(0.01)
+        stopped.set()
+        assert sent.wait(60)  # the event loop does not run meanwhile
+        (connection,) = client._open
+        connection._heard_at -= 600
+        connection._check()
+        assert await asked == (200, b"ok")
+        server.join()
+        client.close()
 
 
 async def test_a_read_from_a_server_that_keeps_sending_does_not_time_out():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from support.migrated import migrated
 from support.reload_stage import Process, Stage
+from support.waiting import wait_until
 
 from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
@@ -19,8 +21,8 @@ from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
 from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.processes.stack import free_port
-from turnwise.store import leases, policies
-from turnwise.store.database import Connection, Database
+from turnwise.store import leases, policies, tables
+from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, Session
 
 
@@ -154,24 +156,27 @@ async def test_a_result_is_refused_in_the_transaction_when_the_lease_was_lost_be
         assert stage.statuses() == ["published"]
 
 
-async def test_the_lease_is_renewed_while_the_writer_is_busy(stage: Stage, monkeypatch):
+async def test_the_lease_is_renewed_while_the_writing_process_is_stopped(stage: Stage, monkeypatch):
     """A renewal that waits in the queue of commits would come after the lease has expired."""
-    lease_seconds = 2.0
-    for name, seconds in (("LEASE", lease_seconds), ("RENEW", 0.3), ("MARGIN", 0.1)):
-        monkeypatch.setattr(f"proxy.reload.driver_lease.{name}_SECONDS", seconds)
-    async with stage.process() as process, asyncio.timeout(30):
+    monkeypatch.setattr("proxy.reload.driver_lease.RENEW_SECONDS", 0.02)
+    monkeypatch.setattr("proxy.reload.driver_lease.LEASE_SECONDS", 600.0)
+    async with stage.process() as process:
         await process.writer.do(policies.newest_policy)
+        assert process.writer._process is not None
         async with process.reloader.lease.held():
-            busy = asyncio.ensure_future(process.writer.do(sleep, 1.5 * lease_seconds))
-            await asyncio.sleep(1.2 * lease_seconds)
-            assert process.reloader.lease.token is not None
-        busy.cancel()
+            process.writer._process.send_signal(signal.SIGSTOP)
+            waiting = asyncio.ensure_future(process.writer.do(policies.newest_policy))
+            for _ in range(3):
+                before = expiry(stage)
+                await asyncio.to_thread(wait_until, lambda: expiry(stage) > before, "the lease is renewed")  # noqa: B023
+            assert not waiting.done()
+            process.writer._process.send_signal(signal.SIGCONT)
+        await waiting
 
 
-def sleep(connection: Connection, seconds: float) -> None:
-    """Keep the writing process busy, without holding the database's lock."""
-    connection.rollback()
-    time.sleep(seconds)
+def expiry(stage: Stage) -> int:
+    with stage.database.read() as connection:
+        return connection.execute(sa.select(tables.leases.c.expires_at)).scalar_one()
 
 
 async def test_an_engine_that_returned_with_other_weights_gets_no_call_before_it_has_the_active_version(stage: Stage):

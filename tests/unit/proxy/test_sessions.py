@@ -53,7 +53,7 @@ def database(database_url: str) -> Iterator[CountedReads]:
 
 @pytest.fixture
 async def writer(database_url: str):
-    started = Writer(database_url, Metrics(), timeout_seconds=5)
+    started = Writer(database_url, Metrics(), timeout_seconds=60)
     await started.start()
     yield started
     await started.close()

@@ -45,7 +45,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 @pytest.fixture
 def trainer(stage: Stage) -> Iterator[WeightServer]:
     """A trainer's weights, announced in the ledger; deltas are sent."""
-    server = WeightServer(WeightRule(weight_deltas=True, weight_seconds=10))
+    server = WeightServer(WeightRule(weight_deltas=True, weight_seconds=60))
     announce(stage, server.url)
     yield server
     server.close()

@@ -159,7 +159,7 @@ def test_the_commit_metrics_count_the_wait_of_committed_turns_and_nothing_else(l
 
 
 def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(locked):
-    """Twenty callers with half a second each wait concurrently. None of their jobs is stored later."""
+    """Two hundred callers with half a second each wait concurrently. None of their jobs is stored later."""
     database, url, holder = locked
 
     async def run() -> tuple[list[object], float]:
@@ -167,12 +167,12 @@ def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(loc
             with pytest.raises(StoreUnavailable):  # the process has started by then; this is slow on a busy machine
                 await writer.do(pid_of_writer)
             started = time.monotonic()
-            calls = [writer.append([turn(f"t{number}")]) for number in range(20)]
+            calls = [writer.append([turn(f"t{number}")]) for number in range(200)]
             return await asyncio.gather(*calls, return_exceptions=True), time.monotonic() - started
 
     answers, seconds = asyncio.run(run())
     assert {type(answer) for answer in answers} == {StoreUnavailable}
-    assert seconds < 20 * 0.5, "each waited for the one before it"
+    assert seconds < 200 * 0.5, "each waited for the one before it"
     holder.rollback()
     assert stored(database) == []
 

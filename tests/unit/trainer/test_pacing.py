@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.ledger_samples import add_session, finish
+from support.waiting import wait_until
 
 from trainer.pacing import Look, PacingRule, Position, Rewind, describe_wait, why_held
 from trainer.source import LedgerSource, SourceRule
@@ -98,10 +100,14 @@ def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database,
     add_session(database, "s", group_id="g", group_size=1)
     finish(database, "s")
     pin(database, 0)
-    at = Position(recent_versions=tuple(range(8)), min_policy_version=5)
-    assert next_batch_within(source_for(database), at) is None
+    at, source = Position(recent_versions=tuple(range(8)), min_policy_version=5), source_for(database)
+    with ThreadPoolExecutor(1) as trainer:
+        batch = trainer.submit(source.next_batch, at)
+        waits = "version 0 is pinned and the trainer is at version 7: training waits"
+        wait_until(lambda: waits in caplog.text, "the wait is logged")
+        source.stop()
+        assert batch.result(60) is None
     assert statuses(database) == {"ready": 1}
-    assert "version 0 is pinned and the trainer is at version 7: training waits" in caplog.text
 
 
 def test_the_wait_for_the_first_batch_is_shorter(database):
@@ -109,7 +115,7 @@ def test_the_wait_for_the_first_batch_is_shorter(database):
     finish(database, "s")
     patient = {"wait_seconds": 3600.0, "first_wait_seconds": 0.0}
     assert next_batch_within(source_for(database, **patient), Position()) is None
-    assert next_batch_within(source_for(database, **patient), Position(is_first_batch=True), 10.0) is not None
+    assert next_batch_within(source_for(database, **patient), Position(is_first_batch=True), 60.0) is not None
 
 
 def test_dropped_groups_are_named_in_the_log_when_nothing_else_is_ready(database, caplog):

@@ -22,7 +22,7 @@ from turnwise.store.database import Database
 from turnwise.store.trainer_status import TrainerStatus
 from turnwise.types import Reward, Role, UpdateRecord
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 STALLED_SECONDS = 0.3
 
 

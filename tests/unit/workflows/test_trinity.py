@@ -456,7 +456,7 @@ def test_the_runner_numbers_runs_and_fills_in_the_rest(proxy, model, kind, mode)
 
 def test_a_synchronous_run_does_not_block_an_asynchronous_runner(model):
     """Two runs meet at a barrier inside their synchronous `run`: one that blocked the event loop would wait alone."""
-    meeting = threading.Barrier(2, timeout=10)
+    meeting = threading.Barrier(2, timeout=60)
 
     class Meeting(Stepped):
         def run(self):
