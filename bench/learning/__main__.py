@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from learner import GOOD, POOR, Outcome, learn, warmed_model
+from learner import GOOD, POOR, Outcome, learn, serving_teachers, warmed_model
 from recipes import CPU_SECONDS, OTHER_CPU_SECONDS, RECIPES, ROOT, TINY_ALONE, TINY_CPU_SECONDS
-from tiny import learn_tiny
+from tiny import MAX_UPDATES, learn_tiny
 
 from turnwise.types import Json
 
 SEEDS = (0, 1, 2)
-TINY_RULE = {name for name, recipe in RECIPES.items() if recipe.teachers or recipe.num_imported}
-"""Recipes with teachers or imported sessions that know the tiny task's rule."""
+TINY_RULE = {name for name, recipe in RECIPES.items() if recipe.num_imported}
+"""Recipes with imported sessions that know the tiny task's rule."""
 HEADER = ("algorithm", "seed", "held-out", "updates", "sessions", "sampled tokens", "staleness", "CPU s", "")
 
 
@@ -66,7 +66,7 @@ def _options() -> argparse.Namespace:
     if not options.all and not options.algorithm:
         parser.error("say which --algorithm, or --all")
     if not options.tiny and any(name in TINY_RULE for name in options.algorithm or ()):
-        parser.error("teachers and imported sessions know the rule of the tiny task alone: add --tiny")
+        parser.error("imported sessions know the rule of the tiny task alone: add --tiny")
     return options
 
 
@@ -83,16 +83,32 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _run(name: str, seed: int, options: argparse.Namespace) -> Outcome:
+    """Run a recipe, and keep the policy that it trained; first train its teachers, unless earlier runs kept them."""
     recipe = dataclasses.replace(
         RECIPES[name],
         settings=RECIPES[name].settings | dict(options.set),
         max_updates=options.max_updates or RECIPES[name].max_updates,
     )
+    taught_by = {} if options.tiny else {each: options.models / f"{each}-{seed}" for each in recipe.taught_by}
+    for teacher, kept in taught_by.items():
+        if not kept.exists() and not _run(teacher, seed, options).passed:
+            raise SystemExit(f"{name} seed {seed} has no teacher: {teacher} seed {seed} has not learnt the task")
     with tempfile.TemporaryDirectory(prefix="turnwise-learning-") as directory:
         if options.tiny:
-            outcome = learn_tiny(name, recipe, seed, Path(directory), _say)
+            max_updates = options.max_updates or MAX_UPDATES
+            outcome = learn_tiny(name, recipe, seed, Path(directory), _say, max_updates=max_updates)
         else:
-            outcome = learn(name, recipe, seed, warmed_model(options.models, seed), Path(directory), _say)
+            with serving_teachers(list(taught_by.values())) as teachers:
+                outcome = learn(
+                    name,
+                    recipe,
+                    seed,
+                    warmed_model(options.models, seed),
+                    Path(directory),
+                    _say,
+                    teachers=teachers,
+                    kept=options.models / f"{name}-{seed}",
+                )
     wanted = f"at least {GOOD}" if recipe.learns else f"at most {POOR}"
     verdict = "which is" if outcome.passed else "which should be"
     print(f"{name} seed {seed}: {outcome.before:.2f} → {outcome.after:.2f}, {verdict} {wanted}", flush=True)

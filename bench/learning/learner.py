@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
 import random
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from in_process import Chain, InProcessProxy
 from recipes import DEMO_SETTINGS, ROOT, Recipe
+from teacher import serving_policy
 from transformers import AutoTokenizer
 
 from proxy.continuation.chat_template import load_chat_template
@@ -23,7 +26,7 @@ from trainer.settings import TrainerSettings
 from turnwise.demo import trail
 from turnwise.demo.rollouts import load_agent
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
-from turnwise.store import ledger
+from turnwise.store import ledger, policies
 from turnwise.store.database import Database
 from turnwise.types import Json, Reward, Session, Split
 
@@ -73,13 +76,13 @@ class Outcome:
 class Run:
     """A ledger, the agents that fill it and the trainer that learns from it."""
 
-    def __init__(self, recipe: Recipe, seed: int, model: Path, directory: Path) -> None:
+    def __init__(self, recipe: Recipe, seed: int, model: Path, directory: Path, teachers: Sequence[Json] = ()) -> None:
         self._recipe, self._seed = recipe, seed
         url = f"sqlite:///{directory / 'ledger.db'}"
         self.db = Database(url)
         self.db.upgrade()
         values = {"database": url, "model": str(model), "policies_dir": directory / "policies", "progress": False}
-        settings = TrainerSettings(**(DEMO_SETTINGS | recipe.settings | values))
+        settings = TrainerSettings(**(DEMO_SETTINGS | recipe.settings | values | {"teachers": list(teachers)}))
         workflow = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
         self.workflow = workflow.build_from_config(settings, enable_jit=False)
         self.state = self.workflow.setup(seed)
@@ -110,6 +113,14 @@ class Run:
         self._play_tasks(Split.EVAL, count, 1)
         metrics, self.state = self.workflow.evaluate(self.state)
         return float(metrics["reward_mean"])
+
+    def keep_policy(self, directory: Path) -> None:
+        """Copy the newest version to a directory, for runs that it teaches."""
+        with self.db.read() as conn:
+            newest = policies.newest_policy(conn)
+        assert newest is not None, "the trainer publishes version 0 at its start"
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(newest.path, directory)
 
     def close(self) -> None:
         """Close the ledger."""
@@ -150,6 +161,8 @@ class Run:
     def _rewards(self, chain: Chain, task: trail.TrailTask, answer: str) -> list[Reward]:
         """Return the session's rewards; those of held-out sessions are always the true ones."""
         session_id = chain.session.session_id
+        if chain.session.split is Split.TRAIN and self._recipe.taught_by:
+            return [Reward(session_id=session_id, value=0.0)]
         if chain.session.split is Split.EVAL or not self._recipe.coin:
             return [Reward(session_id=session_id, value=trail.reward(task, answer), source="trail")]
         steps = step_rewards(task, [turn.response for turn in chain.turns])
@@ -179,7 +192,31 @@ def step_rewards(task: trail.TrailTask, replies: Sequence[Json]) -> list[float]:
     return values
 
 
-def learn(name: str, recipe: Recipe, seed: int, model: Path, directory: Path, say: Say) -> Outcome:
+@contextlib.contextmanager
+def serving_teachers(directories: Sequence[Path]) -> Iterator[list[Json]]:
+    """Serve each policy as the teacher of the tasks with its share of the last digits; yield the setting `teachers`."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            {
+                "url": stack.enter_context(serving_policy(directory)),
+                "model": directory.name,
+                "tasks": f"*[{''.join(str(digit) for digit in range(number, 10, len(directories)))}]",
+            }
+            for number, directory in enumerate(directories)
+        ]
+
+
+def learn(
+    name: str,
+    recipe: Recipe,
+    seed: int,
+    model: Path,
+    directory: Path,
+    say: Say,
+    *,
+    teachers: Sequence[Json] = (),
+    kept: Path | None = None,
+) -> Outcome:
     """Train until two consecutive evaluations are good enough, or until the maximum number of updates.
 
     Args:
@@ -189,10 +226,12 @@ def learn(name: str, recipe: Recipe, seed: int, model: Path, directory: Path, sa
         model: Directory of the model after its warm-up.
         directory: An empty directory for the ledger and the versions.
         say: Called with each evaluation.
+        teachers: The teachers, as in the trainer's settings.
+        kept: Directory to which the last version is copied if it passed.
     """
     torch.set_num_threads(1)
     started = time.process_time()
-    run = Run(recipe, seed, model, directory)
+    run = Run(recipe, seed, model, directory, teachers)
     gc.freeze()  # imported objects never become garbage; scanning them repeatedly takes a quarter of a run
     try:
         outcome = Outcome(name=name, seed=seed, before=run.evaluate(NUM_EVAL_TASKS))
@@ -209,11 +248,13 @@ def learn(name: str, recipe: Recipe, seed: int, model: Path, directory: Path, sa
                 if recipe.learns and [held_out >= ENOUGH for _, held_out in outcome.curve[-2:]] == [True, True]:
                     break
         outcome.after = run.evaluate(2 * NUM_EVAL_TASKS)
+        outcome.passed = outcome.after >= GOOD if recipe.learns else outcome.after <= POOR
+        if kept is not None and outcome.passed:
+            run.keep_policy(kept)
         outcome.num_sessions, outcome.num_tokens = run.num_sessions, run.num_tokens
         outcome.staleness = sum(staleness) / len(staleness)
     finally:
         run.close()
         gc.unfreeze()
     outcome.cpu_seconds = time.process_time() - started
-    outcome.passed = outcome.after >= GOOD if recipe.learns else outcome.after <= POOR
     return outcome

@@ -39,7 +39,9 @@ class Recipe:
     tiny: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of the tiny task that override the recipe's."""
     teachers: tuple[str, ...] = ()
-    """The classes that each teacher knows, as digits; with teachers all rewards are 0. For the tiny task alone."""
+    """The classes that each teacher of the tiny task knows, as digits; with teachers all training rewards are 0."""
+    taught_by: tuple[str, ...] = ()
+    """The recipes whose trained policies are the teachers on the demo's task; each teaches a share of the tasks."""
     num_imported: int = 0
     """Imported groups in the ledger: a session of right tokens, and for DPO one of random tokens. For the tiny task
     alone."""
@@ -75,8 +77,8 @@ RECIPES = {
     "kl_reward": Recipe(settings={"kl_coef": 0.003, "kl_in": "reward"}),
     "overlong": Recipe(settings={"overlong_tokens": 80, "overlong_buffer": 40, "overlong_mask": True}),
     "sft": Recipe(settings={"algorithm": "sft"}, tiny={"sft_min_reward": 0.5}),
-    "teacher": Recipe(settings={"estimator": "teacher"}, teachers=("1234",)),
-    "two_teachers": Recipe(settings={"estimator": "teacher"}, teachers=("12", "34")),
+    "teacher": Recipe(settings={"estimator": "teacher"}, teachers=("1234",), taught_by=("grpo",)),
+    "two_teachers": Recipe(settings={"estimator": "teacher"}, teachers=("12", "34"), taught_by=("grpo", "rloo")),
     "chord": Recipe(
         settings={"mix_imported": "sft", "mix_mu": 0.5, "mix_mu_end": 0.05, "mix_decay_batches": 20},
         num_imported=64,
@@ -139,4 +141,4 @@ TINY_ALONE = {
     "chord_phi",
     "mixed_dpo",
 }
-"""Recipes that were measured on the tiny task alone; without `--tiny`, `--all` leaves them out."""
+"""Recipes that `--all` leaves out without `--tiny`: all but two of them were measured on the tiny task alone."""

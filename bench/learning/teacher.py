@@ -1,12 +1,21 @@
-"""Teachers for the tiny task that speak vLLM's wire format; each knows the rule for some classes of prompts."""
+"""Teachers that answer in vLLM's wire format: of the tiny task, which know its rule, and of the demo's task, trained.
+
+A teacher of the tiny task knows the rule for some classes of prompts. A teacher of the demo's task is a policy that an
+earlier run has trained.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from math import log
+from pathlib import Path
 
+import torch
 from json_server import serving
 from recipes import NUM_CLASSES, VOCABULARY
+from transformers import AutoModelForCausalLM
 
 from turnwise.types import Json
 
@@ -29,7 +38,28 @@ def serving_teacher(known: str) -> AbstractContextManager[str]:
 
     def reply(request: Json) -> Json:
         prompt_class, *replied = request["prompt"]
-        shown = [{str(token): {"logprob": logprob(known, prompt_class, token)}} for token in replied]
-        return {"choices": [{"prompt_logprobs": [None, *shown]}]}
+        return prompt_logprobs(replied, [logprob(known, prompt_class, token) for token in replied])
 
     return serving(reply)
+
+
+def serving_policy(directory: Path) -> AbstractContextManager[str]:
+    """Serve the logprobs of a trained policy; yield its address, with `/v1`."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    lock = threading.Lock()
+
+    def reply(request: Json) -> Json:
+        with lock, torch.inference_mode():
+            torch.set_num_threads(1)  # a setting of each thread
+            ids = torch.tensor([request["prompt"]])
+            log_p_TV = torch.log_softmax(model(ids).logits[0, :-1], -1)
+            logprobs = log_p_TV.gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return prompt_logprobs(request["prompt"][1:], logprobs)
+
+    return serving(reply)
+
+
+def prompt_logprobs(tokens: Sequence[int], logprobs: Sequence[float]) -> Json:
+    """Return vLLM's answer to a request with `prompt_logprobs`; the first token of a prompt has no logprob."""
+    shown = [{str(token): {"logprob": value}} for token, value in zip(tokens, logprobs, strict=True)]
+    return {"choices": [{"prompt_logprobs": [None, *shown]}]}

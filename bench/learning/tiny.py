@@ -177,15 +177,15 @@ class TinyRun:
         return np.stack(replies, 1), np.stack(logprobs, 1)
 
     @torch.inference_mode()
-    def sample(self, prompts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a reply to each prompt and its logprobs under the newest version, [B, reply tokens] each."""
+    def sample(self, prompts: np.ndarray, num_tokens: int = REPLY_TOKENS) -> tuple[np.ndarray, np.ndarray]:
+        """Return a reply to each prompt and its logprobs under the newest version, [B, num_tokens] each."""
         tokens, logprobs = torch.from_numpy(prompts), []
-        for _ in range(REPLY_TOKENS):
+        for _ in range(num_tokens):
             log_p = torch.log_softmax(self._model(tokens).logits[:, -1], -1)
             sampled = torch.multinomial(log_p.exp(), 1, generator=self._torch)
             logprobs.append(log_p.gather(1, sampled))
             tokens = torch.cat([tokens, sampled], 1)
-        return tokens[:, -REPLY_TOKENS:].numpy(), torch.cat(logprobs, 1).numpy()
+        return tokens[:, -num_tokens:].numpy(), torch.cat(logprobs, 1).numpy()
 
     def turns_of(self, session_id: str, prompt: list[int], replies: np.ndarray, logprobs: np.ndarray) -> list[Turn]:
         """Return the turns of a session that the newest version sampled."""

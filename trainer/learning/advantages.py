@@ -102,13 +102,13 @@ def estimate(values: Floats, buckets: Sequence[Hashable], rule: AdvantageRule) -
         buckets: Which values are compared with each other. [N]
         rule: Estimator and conventions.
     """
+    if rule.custom_advantage is not None:
+        custom = import_function(rule.custom_advantage, "custom_advantage")
+        return _by_bucket(values, buckets, lambda members: np.asarray(custom(members), np.float64), rule.singleton)
     if rule.estimator == "reinforce":
         return reinforce(values)
     if rule.estimator == "reinforce_plus_plus":
         return whiten(values, ddof=rule.ddof)
-    if rule.custom_advantage is not None:
-        custom = import_function(rule.custom_advantage, "custom_advantage")
-        return _by_bucket(values, buckets, lambda members: np.asarray(custom(members), np.float64), rule.singleton)
     centre: dict[str, Callable[[Floats], Floats]] = {
         "rloo": rloo,
         "grpo": lambda members: grpo(members, ddof=rule.ddof),

@@ -24,6 +24,7 @@ from trainer.learning.values import turn_advantages
 from trainer.loop.base import RLWorkflow
 from trainer.loop.claimed import claim_gauges, group_keys, num_minibatches
 from trainer.loop.evaluator import LedgerEvaluator
+from trainer.loop.restore_point import RestorePoint
 from trainer.loop.resume import saved_settings
 from trainer.loop.state import MOST_RECENT_VERSIONS, State
 from trainer.pacing import Position, Rewind
@@ -161,6 +162,7 @@ class OnPolicyWorkflow(RLWorkflow):
         labels = [*rule.gate_good_labels, *rule.gate_bad_labels]
         found: Sequence[Experience]
         found, labels_of = world.share(self.env.regression_set(rule.gate_sessions, labels) if world.is_first else None)
+        found = self._comparable(found)
         credit = [np.zeros(len(experience.turn_ids)) for experience in found]
         batch = build(found, credit, policy_version=state.progress.policy_version)
         try:
@@ -176,6 +178,17 @@ class OnPolicyWorkflow(RLWorkflow):
             log.error("the version is kept and not served: %s", result.reason)
         return result
 
+    def _comparable(self, found: Sequence[Experience]) -> list[Experience]:
+        """Return the sessions of the regression set that this model can compute."""
+        kept = [experience for experience in found if self.agent.policy.replay.refusal(experience) is None]
+        if len(kept) < len(found):
+            log.warning(
+                "the publishing gate leaves out %d of %d chains, whose turns were routed in another model",
+                len(found) - len(kept),
+                len(found),
+            )
+        return kept
+
     def _select(self, claimed: ClaimedBatch) -> Selection:
         return select(
             claimed.experiences,
@@ -190,7 +203,22 @@ class OnPolicyWorkflow(RLWorkflow):
         """Take so many optimizer steps in each of `reuse_epochs` passes; return how many, and the gauges.
 
         Groups that do not fit into memory are left out from there on, and added to `too_large` with the reason.
+
+        Raises:
+            BatchRefused: The batch must not be trained. The state is as it was.
         """
+        may_refuse_late = self.config.custom_loss is not None and num_minibatches * self.config.reuse_epochs > 1
+        before = RestorePoint(state) if may_refuse_late else None
+        try:
+            return self._take_steps(state, batch, num_minibatches, too_large)
+        except BatchRefused:
+            if before is not None:
+                before.restore(state)
+            raise
+
+    def _take_steps(
+        self, state: State, batch: Batch, num_minibatches: int, too_large: dict[GroupKey, str]
+    ) -> tuple[int, Json]:
         rng = state.rng()
         sampled = range(batch.num_sampled)
         proximal = self._fitting(batch, sampled, too_large, lambda fit: self.agent.proximal_logprobs(batch, fit))

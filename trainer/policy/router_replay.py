@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.learning.batch import Batch
 from turnwise.errors import BatchRefused
+from turnwise.experience import Experience
 
 ROUTERS = ("Qwen3MoeTopKRouter",)
 """Classes of transformers whose forward pass returns logits, weights and numbers of the chosen experts."""
@@ -51,15 +52,23 @@ class RouterReplay:
         Raises:
             BatchRefused: A turn was routed in another model.
         """
-        shapes = {one.routed_experts.shape[1:] for one in batch.experiences if one.routed_experts is not None}
-        for num_layers, count in shapes if self._routers else ():
-            last = max(self._routers)
-            wanted: Any = self._routers[last]
-            if last >= num_layers or count != wanted.top_k:
-                raise BatchRefused(
-                    f"turns were routed to {count} experts in each of {num_layers} layers, and this model routes to "
-                    f"{wanted.top_k} in layer {last}: train the model that was served, or set router_replay=false"
-                )
+        reasons = {self.refusal(experience) for experience in batch.experiences} - {None}
+        if reasons:
+            raise BatchRefused(f"{reasons.pop()}: train the model that was served, or set router_replay=false")
+
+    def refusal(self, experience: Experience) -> str | None:
+        """Return why the routing of a chain's turns cannot be followed; None where it can, or where there is none."""
+        if experience.routed_experts is None or not self._routers:
+            return None
+        num_layers, count = experience.routed_experts.shape[1:]
+        last = max(self._routers)
+        wanted: Any = self._routers[last]
+        if last < num_layers and count == wanted.top_k:
+            return None
+        return (
+            f"turns were routed to {count} experts in each of {num_layers} layers, and this model routes to "
+            f"{wanted.top_k} in layer {last}"
+        )
 
     def use(self, routing: Tensor | None) -> None:
         """Follow this routing in the next forward pass, and where that is recomputed in the backward pass."""

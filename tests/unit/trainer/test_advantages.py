@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,6 +36,15 @@ def rule(estimator, **changes):
 )
 def test_each_estimator_gives_the_numbers_worked_by_hand(chosen, expected):
     np.testing.assert_allclose(estimate(REWARDS, ONE_GROUP, chosen), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce", "reinforce_plus_plus"])
+def test_a_custom_function_gives_the_advantages_of_each_group_whatever_the_estimator_is(monkeypatch, estimator):
+    """Each value minus the best one of its group."""
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(regret=lambda values: values - values.max()))
+    chosen = rule(estimator, custom_advantage="mine:regret")
+    values, groups = np.array([1.0, 2.0, 3.0, 6.0]), ["a", "b", "a", "b"]
+    assert estimate(values, groups, chosen).tolist() == [-2.0, -4.0, 0.0, 0.0]
 
 
 def test_groups_are_centred_separately_but_whitened_together():
