@@ -12,11 +12,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-import msgspec
-import orjson
-
 from proxy.auth import Principal
-from proxy.calls import capture
+from proxy.calls import capture, chunks
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.engine_request import post_call
 from proxy.calls.failures import broken_stream, not_a_completion, stored_reason, too_long
@@ -43,10 +40,6 @@ from turnwise.types import SHADOW, Outcome, Role, Turn
 
 T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
-CHOICES = b'"choices"'
-"""Present in every chunk of a completion; an event without it is an error."""
-NOT_A_COMPLETION = (msgspec.DecodeError, LookupError, TypeError)
-"""What decoding a reply raises that is not a completion."""
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
 
 
@@ -144,12 +137,12 @@ class Relay:
             raw = await self._read_whole(running, lane)
         running.version_last = lane.version
         try:
-            (raw,) = _as_requested(await running.cut_long_echo([raw]), running, lane)
+            (raw,) = chunks.as_requested(await running.cut_long_echo([raw]), running, lane)
             running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
             running.restore_long_echo()
             running.check_prompt()
             lane.engine.returns_routing |= running.captured.has_routing
-        except NOT_A_COMPLETION as error:
+        except chunks.NOT_A_COMPLETION as error:
             raise not_a_completion(lane, error) from error
         return reply if await self._commit(running) else None
 
@@ -197,9 +190,11 @@ class Relay:
                     if num_bytes > self._max_reply_bytes:
                         raise too_long(lane, AnswerTooLong(self._max_reply_bytes))
                     events = buffer.feed(data)
-                    if num_bytes >= LONG_ECHO_BYTES:
-                        events = await running.cut_long_echo(events)
-                    encoded = self._take_events(events, running, lane)
+                    if len(events) >= LONG_ECHO_BYTES:
+                        each = await running.cut_long_echo(sse.data_of(events))
+                        encoded = chunks.take_each(each, running, lane)
+                    else:
+                        encoded = chunks.take(events, running, lane)
                     running.check_prompt()
                     if running.captured.is_finished(running.call.num_choices):
                         held += encoded
@@ -228,24 +223,6 @@ class Relay:
             return await answer.next_part()
         except Disconnected as error:
             raise broken_stream(lane) from error
-
-    def _take_events(self, events: list[bytes], running: Running, lane: Lane) -> bytes:
-        """Capture events that arrived together; return the events for the client."""
-        call, captured = running.call, running.captured
-        is_over = events[-1:] == [sse.DONE]
-        chunks = events[:-1] if is_over else events
-        failures = [event for event in chunks if CHOICES not in event]
-        if failures:
-            chunks = [event for event in chunks if CHOICES in event]
-        try:
-            shown = call.dialect.capture_chunks(_as_requested(chunks, running, lane), captured, call)
-        except NOT_A_COMPLETION as error:
-            raise not_a_completion(lane, error) from error
-        if running.first_token_at is None and any(choice.token_ids for choice in captured.choices.values()):
-            running.first_token_at = time.perf_counter()
-            running.version_first = lane.version
-        encoded = call.encoder.chunks(shown) + b"".join(map(call.encoder.error, failures))
-        return encoded + call.encoder.done() if is_over else encoded
 
     async def _recorded(self, running: Running, sample: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Sample a reply and return its result. Record a failed or aborted call exactly once.
@@ -383,14 +360,3 @@ class Relay:
         )
         await self._writer.append(await capture.with_message_pieces([Sampled(turn, [])], running.call))
         self._metrics.turns_of("error", reason).inc()
-
-
-def _as_requested(replies: list[bytes], running: Running, lane: Lane) -> list[bytes]:
-    """Return replies or chunks that name the model that the client asked for, without the echoed prompt ids."""
-    if running.awaits_echo:
-        replies = [running.cut_echo(reply) for reply in replies]
-    inside, requested = lane.adapter or lane.engine.model, running.call.model or lane.engine.model
-    if inside == requested:
-        return replies
-    old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
-    return [reply.replace(old, new, 1) for reply in replies]

@@ -12,6 +12,7 @@ import orjson
 
 from proxy.dialects import sse
 from proxy.dialects.known_requests import KnownRequest
+from proxy.dialects.text_chunks import TextChunks
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json, JsonText
 
@@ -41,6 +42,9 @@ class Encoder(Protocol):
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Return the events for some stripped chunks of the engine; there may be none."""
+
+    def similar_chunks(self, head: bytes, parts: list[bytes], tail: bytes) -> bytes:
+        """Return the events for the engine's events `head + part + tail`, without the fields that stay hidden."""
 
     def done(self) -> bytes:
         """Return the events that end the stream."""
@@ -172,7 +176,8 @@ class Choice:
     message: Json = dataclasses.field(default_factory=lambda: {"role": "assistant", "content": None})
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[bytes] = dataclasses.field(default_factory=list)
-    """The sampled tokens' logprobs as JSON, in the pieces that the engine sent; decoded by the writer."""
+    """The sampled tokens' logprobs as JSON, one or several values in each piece, separated by commas; decoded by the
+    writer."""
     finish_reason: str | None = None
     prompt_ids: bytes = b""
     """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
@@ -190,6 +195,8 @@ class Captured:
     model: str = ""
     num_prompt_ids: int | None = None
     """The number of `prompt_ids`, if it is known."""
+    head: bytes = b""
+    """`text_chunks.stream_head` of a stream; empty until its first chunk."""
 
     def choice(self, index: int) -> Choice:
         """Return the choice with this index; create it if it is new."""
@@ -197,6 +204,13 @@ class Captured:
         if found is None:
             found = self.choices[index] = Choice()
         return found
+
+    def extend(self, chunks: TextChunks) -> None:
+        """Add the text, the ids and the logprobs of some chunks to the only choice."""
+        choice = self.choice(0)
+        choice.message[chunks.field] = (choice.message.get(chunks.field) or "") + chunks.decoded
+        choice.token_ids += chunks.token_ids
+        choice.logprobs.append(b"{%b}" % b"},{".join(chunks.logprobs))
 
     @property
     def has_routing(self) -> bool:
@@ -316,6 +330,13 @@ class Dialect(abc.ABC):
         Raises:
             msgspec.DecodeError: one is not what the engine's route streams.
         """
+
+    def find_text_chunks(self, events: bytes, captured: Captured, call: Call) -> TextChunks | None:  # noqa: ARG002
+        """Return those of some events that extend one text, if they need not be decoded one by one.
+
+        The events before them must be captured before `captured.extend`.
+        """
+        return None
 
     @abc.abstractmethod
     def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:

@@ -25,6 +25,7 @@ from proxy.dialects.base import (
     remove_engine_fields,
 )
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
+from proxy.dialects.text_chunks import FIELDS, TextChunks, read_text_chunks, stream_head
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
@@ -147,6 +148,19 @@ class ChatCompletions(Dialect):
         if not (call.wants_logprobs or call.wants_token_ids or all(has_content)):
             kept = list(itertools.compress(kept, has_content))
         return [_without_thinking(chunk, "delta") for chunk in kept] if _hides_thinking(call.body) else kept
+
+    def find_text_chunks(self, events: bytes, captured: Captured, call: Call) -> TextChunks | None:
+        """Return those of some events that extend one text, if they need not be decoded one by one."""
+        if call.num_choices != 1 or _hides_thinking(call.body):
+            return None
+        head = captured.head = captured.head or stream_head(events)
+        if not head:
+            return None
+        for field in FIELDS:
+            found = read_text_chunks(events, head, field)
+            if found is not None:  # the first chunk of a stream has more than a text
+                return found if captured.choices or head in found.before else None
+        return None
 
     def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:
         """Return a stored choice as vLLM's chat route formats it."""

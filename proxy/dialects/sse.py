@@ -13,31 +13,41 @@ PREFIX = b"data: "
 
 
 class EventBuffer:
-    """Splits a byte stream into the data of complete events."""
+    """Splits a byte stream after its last complete event."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         """The bytes of an incomplete event."""
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes; return the data of each event that is now complete. Other fields than `data` are dropped.
+    def feed(self, data: bytes) -> bytes:
+        """Add bytes; return the events that are now complete, with line feeds as line ends; see `data_of`.
 
         Bytes that end no event are only kept: the event of a long prompt arrives in many parts.
         """
+        if not self._parts and data.endswith(SEPARATOR) and b"\r" not in data:
+            return data
         self._parts.append(data)
         if not (SEPARATOR in data or b"\r" in data or data[:1] == b"\n"):
-            return []
+            return b""
         received = b"".join(self._parts)
         if b"\r" in received:
             received = received.replace(b"\r\n", b"\n")
-        *whole, rest = received.split(SEPARATOR)
+        end = received.rfind(SEPARATOR) + len(SEPARATOR)
+        if end < len(SEPARATOR):
+            end = 0
+        rest = received[end:]
         self._parts = [rest] if rest else []
-        return [event[len(PREFIX) :] for event in whole if event.startswith(PREFIX)]
+        return received[:end]
 
     @property
     def pending(self) -> bytes:
         """The bytes of an incomplete event."""
         return b"".join(self._parts)
+
+
+def data_of(events: bytes) -> list[bytes]:
+    """Return the data of each of some complete events; other fields than `data` are dropped."""
+    return [event[len(PREFIX) :] for event in events.split(SEPARATOR) if event.startswith(PREFIX)]
 
 
 def event(data: bytes) -> bytes:
@@ -50,6 +60,11 @@ def named_event(name: str, data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **data}))
 
 
+def unframed(head: bytes, parts: list[bytes], tail: bytes) -> list[bytes]:
+    """Return the data of events that differ only in one part."""
+    return [event[len(PREFIX) : -len(SEPARATOR)] for event in [head + part + tail for part in parts]]
+
+
 class Verbatim:
     """Writes the engine's own events."""
 
@@ -59,6 +74,10 @@ class Verbatim:
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Frame chunks."""
         return b"".join([PREFIX + chunk + SEPARATOR for chunk in chunks])
+
+    def similar_chunks(self, head: bytes, parts: list[bytes], tail: bytes) -> bytes:
+        """Frame chunks that differ only in one part; `head` and `tail` begin and end an event."""
+        return head + (tail + head).join(parts) + tail
 
     def done(self) -> bytes:
         """Frame the end."""

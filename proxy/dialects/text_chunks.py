@@ -1,0 +1,110 @@
+"""Read the chunks of a stream that only extend one text, without decoding each of them.
+
+vLLM sends a chunk for each token. Most chunks of a stream differ only in the text, the token ids and their logprobs. So
+the bytes between these are compared with constants, and the texts and ids of all chunks that arrived together are
+decoded at once. Every other chunk is read by `proxy.dialects.engine_reply`, with the same result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from proxy.dialects.sse import PREFIX, SEPARATOR
+
+DELTA = b'"choices":[{"index":0,"delta":{'
+FIELDS = {"content": b'"content":"', "reasoning": b'"reasoning":"'}
+"""The fields of a delta whose texts are read here, and how the delta begins."""
+NOT_IN_HEAD = (SEPARATOR, b'_ids":', b'"logprobs":')
+AFTER_TEXT, NO_LOGPROBS = b'"},"logprobs":{', b'"},"logprobs":null'
+AFTER_LOGPROBS, NO_FINISH = b'},"finish_reason":null,"token_ids":[', b',"finish_reason":null,"token_ids":'
+END = b"]}]}" + SEPARATOR
+"""The end of an event, from the end of its ids on."""
+NO_IDS = b"null}]}" + SEPARATOR
+
+_texts = msgspec.json.Decoder(list[str])
+_ids = msgspec.json.Decoder(list[int])
+
+
+class TextChunks(NamedTuple):
+    """Consecutive events of one choice that extend one text, and the events around them."""
+
+    before: bytes
+    """Earlier events of another form."""
+    after: bytes
+    """Later events of another form."""
+    field: str
+    """The message's field that the text belongs to."""
+    texts: list[bytes]
+    """As JSON strings, without quotes."""
+    decoded: str
+    """All texts."""
+    token_ids: list[int]
+    logprobs: list[bytes]
+    """JSON of each chunk's logprobs, without the outermost braces."""
+    ids: list[bytes]
+    """The rest of each event, from its token ids on."""
+
+    def shown(self, *, logprobs: bool, token_ids: bool) -> tuple[list[bytes], bytes]:
+        """Return what varies between the events for the client, and what follows it in each of them.
+
+        Args:
+            logprobs: whether the client asked for them.
+            token_ids: whether the client asked for them.
+        """
+        parts, tail = self.texts, NO_LOGPROBS
+        if logprobs:
+            parts, tail = list(map(AFTER_TEXT.join, zip(parts, self.logprobs, strict=True))), b"}"
+        if not token_ids:
+            return parts, tail + NO_FINISH + NO_IDS
+        return list(map((tail + NO_FINISH + b"[").join, zip(parts, self.ids, strict=True))), b""
+
+
+def stream_head(events: bytes) -> bytes:
+    """Return how the events of a stream begin, up to the delta, as its first event does; empty if it does not.
+
+    The head of a stream has its id, its time and the model, and nothing that is captured.
+    """
+    end = events.find(DELTA) + len(DELTA)
+    head = events[:end] if end >= len(DELTA) else b""
+    return head if head.startswith(PREFIX) and not any(other in head for other in NOT_IN_HEAD) else b""
+
+
+def read_text_chunks(events: bytes, head: bytes, field: str) -> TextChunks | None:
+    """Return the events that extend one text; None if there is none, or another event is between them.
+
+    Args:
+        events: complete events.
+        head: `stream_head` of the stream.
+        field: the message's field that the text belongs to.
+    """
+    opening = head + FIELDS[field]
+    before, *parts = events.split(opening)
+    if not parts:
+        return None
+    last, separator, after = parts.pop().partition(SEPARATOR)
+    if AFTER_LOGPROBS in last:
+        parts.append(last + separator)
+    else:  # the finishing chunk
+        after = opening + last + separator + after
+    texts: list[bytes] = []
+    logprobs: list[bytes] = []
+    ids: list[bytes] = []
+    for part in parts:
+        text, _, rest = part.partition(AFTER_TEXT)
+        own_logprobs, _, own_ids = rest.partition(AFTER_LOGPROBS)
+        texts.append(text)
+        logprobs.append(own_logprobs)
+        ids.append(own_ids)
+    all_ids = b",".join(ids)
+    if not parts or all_ids.count(END) != len(parts):
+        return None
+    try:
+        decoded = _texts.decode(b'["%b"]' % b'","'.join(texts))
+        token_ids = _ids.decode(b"[%b]" % all_ids.replace(END, b""))
+    except msgspec.DecodeError:
+        return None
+    if len(decoded) != len(parts):
+        return None
+    return TextChunks(before, after, field, texts, "".join(decoded), token_ids, logprobs, ids)
