@@ -87,6 +87,14 @@ def test_sent_prompt_ids_replace_the_prompt_and_are_echoed(http):
     assert reply["usage"]["prompt_tokens"] == 3
 
 
+def test_a_user_message_that_is_left_out_is_repeated_from_the_sent_prompt_ids(http):
+    """A request of a long conversation has the ids of all its messages, and only those that are new."""
+    result = {"role": "tool", "tool_call_id": "c", "content": "user: no"}
+    prompt = tokens.encode(tokens.render([{"role": "user", "content": "No."}, *HI, result], None))
+    reply = _chat(http, messages=[result], kv_transfer_params={"prompt_token_ids": prompt})
+    assert reply["choices"][0]["message"]["content"] == "Grüße 7"
+
+
 def test_sent_prompt_ids_are_ignored_where_a_message_carries_media(http):
     media = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     reply = _chat(http, messages=media, return_token_ids=True, kv_transfer_params={"prompt_token_ids": [1]})
