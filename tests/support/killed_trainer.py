@@ -10,6 +10,7 @@ A trainer ends as under `kill -9` when it starts the step for the n-th time.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -137,8 +138,11 @@ def run_trainer(config: str, *die_at: str) -> int:
 
 def main() -> None:
     """Run trainers until stdin ends."""
+    gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

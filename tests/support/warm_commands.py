@@ -234,6 +234,7 @@ class Starter:
 def main() -> None:
     """Import what commands need, then start commands until stdin ends."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # as `proxy.main` does
+    gc.disable()
     for name in IMPORTED:
         import_module(name)
     sys.path.remove(str(TESTS))
@@ -242,4 +243,5 @@ def main() -> None:
     warm_start.share_template()
     gc.collect()
     gc.freeze()
+    gc.enable()
     Starter().run()

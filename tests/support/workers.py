@@ -2,7 +2,7 @@
 
 So the servers that a file's tests share start once. All files that use the shared vLLM form one group, so one worker
 starts it. That group runs first: it is the longest, and the other workers run the other files meanwhile, those that
-take long first. The files that import vLLM form another group.
+take long first. The files that import vLLM form another group, and so do those that start worlds of processes.
 
 `--dist loadgroup` has no effect with pytest 9.2 (pytest-dev/pytest-xdist issue 1386), so the scheduler is defined here.
 """
@@ -19,22 +19,32 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).parents[2]
 SHARED_ENGINE = "engine: RunningEngine"
 """The parameter of each test that uses the shared vLLM."""
+GROUPS = {
+    "vLLM imported": ("tests/integration/test_staged_weights.py", "tests/integration/test_vllm_flags.py"),
+    "worlds of processes": (
+        "tests/unit/trainer/test_divided.py",
+        "tests/unit/trainer/test_divided_state.py",
+        "tests/unit/trainer/test_world_refusals.py",
+    ),
+}
+"""Files that share what takes seconds of CPU time once per worker: the import of vLLM into the test process, and the
+server that forks processes with torch loaded.
+"""
 LONGEST_FIRST = (
-    "tests/chaos/test_chaos.py",
     "tests/integration/test_page.py",
-    "tests/faults/test_kill.py",
     "tests/unit/trainer/test_workflows.py",
-    "tests/faults/test_trainer_killed.py",
-    "tests/integration/test_workers.py",
-    "tests/conformance/test_originals.py",
-    "tests/integration/test_learning_bench.py",
-    "tests/faults/test_reload_faults.py",
+    "tests/chaos/test_chaos.py",
+    *GROUPS["worlds of processes"],
+    "tests/faults/test_kill.py",
     "tests/integration/rollouts/test_run.py",
-    "tests/unit/trainer/test_divided.py",
+    "tests/conformance/test_originals.py",
+    "tests/integration/test_workers.py",
+    "tests/integration/test_inferred_sessions.py",
+    "tests/faults/test_reload_faults.py",
+    "tests/unit/store/test_plans.py",
+    "tests/integration/test_learning_bench.py",
 )
-"""Files that take longer than half a minute. If one of them began last, the other workers would wait for it."""
-IMPORTS_VLLM = frozenset({"tests/integration/test_staged_weights.py", "tests/integration/test_vllm_flags.py"})
-"""Files whose tests import vLLM into their own process, which takes 10 seconds once per worker."""
+"""Files that take longer than 20 seconds. If one of them began last, the other workers would wait for it."""
 
 
 @functools.cache
@@ -46,9 +56,9 @@ def uses_shared_engine(path: Path) -> bool:
 def group_of(node_id: str) -> str:
     """Return the group of a test, by its id relative to the root of the checkout."""
     file = node_id.partition("::")[0]
-    if file in IMPORTS_VLLM:
-        return "vLLM imported"
-    return "shared vLLM" if uses_shared_engine(ROOT / file) else file
+    if uses_shared_engine(ROOT / file):
+        return "shared vLLM"
+    return next((name for name, files in GROUPS.items() if file in files), file)
 
 
 class GroupScheduling(LoadScopeScheduling):
