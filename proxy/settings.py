@@ -98,8 +98,9 @@ class ProxySettings(Settings):
     that matches decides; a name that none matches is refused. `strict` serves the engine's own name only."""
 
     max_body_bytes: int = Field(default=32 * 2**20, gt=0)
-    max_reply_bytes: int = Field(default=256 * 2**20, gt=0)
-    """Longest reply of an engine, whole or streamed, in bytes; a longer one is cut off and answered 502."""
+    max_reply_bytes: int = Field(default=320 * 2**20, gt=0)
+    """Longest reply of an engine, whole or streamed, in bytes; a longer one is cut off and answered 502. By default
+    131,072 tokens with `top_logprobs` of 20 fit, which take up to 250 MiB."""
     max_header_bytes: int = Field(default=64 * 2**10, gt=0)
     """Longest head of a request: its line and its headers."""
     max_json_depth: int = Field(default=128, gt=0)

@@ -22,7 +22,8 @@ def not_a_completion(lane: Lane, error: Exception) -> EngineUnavailable:
 def too_long(lane: Lane, error: AnswerTooLong) -> EngineReplyTooLong:
     """Return the error of a reply over the limit of bytes."""
     return EngineReplyTooLong(
-        f"the engine at {lane.engine.url} was cut off: {error}; ask for fewer tokens, or raise `max_reply_bytes`"
+        f"the engine at {lane.engine.url} was cut off: {error}; ask for fewer tokens or a smaller `top_logprobs`, or "
+        "raise `max_reply_bytes`"
     )
 
 

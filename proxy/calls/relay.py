@@ -32,9 +32,10 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
 from proxy.writer.process import Ending, Sampled
-from turnwise.errors import Conflict, EngineRefused, EngineUnavailable, ProxyUnavailable, StoreError
+from turnwise.errors import Conflict, EngineRefused, EngineUnavailable, NotFound, ProxyUnavailable, StoreError
 from turnwise.store import queries
 from turnwise.store.database import Database
+from turnwise.store.new_turns import SESSION_ENDED
 from turnwise.store.roles import set_roles
 from turnwise.types import SHADOW, Outcome, Role, Turn
 
@@ -302,7 +303,7 @@ class Relay:
         )
         running.num_prompt_tokens = sampled[0].turn.prompt_length
         self._faults.point("before_commit")
-        endings = await self._writer.append(await capture.with_message_pieces(sampled, running.call))
+        endings = await self._append(running, sampled)
         self._faults.point("after_commit_before_reply")
         if endings[0].turn_id != running.turn_id:
             self._metrics.coalesced.inc()
@@ -328,6 +329,18 @@ class Relay:
             for correction in corrections(turn, forest):
                 await self._correct(correction, forest)
         return True
+
+    async def _append(self, running: Running, sampled: list[Sampled]) -> list[Ending]:
+        """Store turns. Forget a session that another proxy has ended or deleted: the next call reads it again."""
+        key = running.placement.live.key
+        try:
+            endings = await self._writer.append(await capture.with_message_pieces(sampled, running.call))
+        except NotFound:
+            self._sessions.forget(*key)
+            raise
+        if any(ending.reason == SESSION_ENDED for ending in endings):
+            self._sessions.forget(*key)
+        return endings
 
     async def _correct(self, correction: Correction, forest: Forest) -> None:
         """Store the role that earlier turns have turned out to have."""
@@ -358,5 +371,5 @@ class Relay:
             session=running.session,
             inferred_by=running.placement.inferred_by,
         )
-        await self._writer.append(await capture.with_message_pieces([Sampled(turn, [])], running.call))
+        await self._append(running, [Sampled(turn, [])])
         self._metrics.turns_of("error", reason).inc()

@@ -109,7 +109,7 @@ def test_a_reply_over_the_limit_of_bytes_is_cut_off_stored_and_counted(
     fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="word " * 1_000, pace_seconds=0.002 if stream else 0)))
     reply = httpx2.post(f"{proxy.v1}/chat/completions", json={**CHAT, "stream": stream, "max_tokens": 2_000})
     assert "engine_reply_too_long" in reply.text
-    assert "raise `max_reply_bytes`" in reply.text
+    assert "a smaller `top_logprobs`, or raise `max_reply_bytes`" in reply.text
     assert reply.status_code == (200 if stream else 502)
     outcome = "aborted" if stream else "error"
     assert outcomes(proxy) == [(outcome, "engine_reply_too_long")]

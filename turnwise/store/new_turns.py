@@ -21,6 +21,9 @@ from turnwise.store.statements import count_up, fetch_at_once, insert_rows, is_a
 from turnwise.store.tables import turns
 from turnwise.types import Outcome, SessionKey, SessionStatus, Turn
 
+SESSION_ENDED = "session_ended"
+"""Reason of a turn that is untrainable because its session was over."""
+
 
 class NewTurn(NamedTuple):
     """A turn to store."""
@@ -107,7 +110,7 @@ class _SessionState:
         if row["step"] is None:
             row["step"] = seq
         if not self.is_open and row["outcome"] in TRAINABLE_OUTCOMES:
-            row["outcome"], row["reason"] = Outcome.UNTRAINABLE.value, "session_ended"
+            row["outcome"], row["reason"] = Outcome.UNTRAINABLE.value, SESSION_ENDED
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return the session's arguments for `count_up`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import msgspec
+import orjson
 import pytest
 
 from proxy.dialects.engine_reply import (
@@ -16,6 +17,7 @@ from proxy.dialects.engine_reply import (
     read_reply,
     without_ids,
 )
+from proxy.settings import ProxySettings
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}
 TRAPS = '"logprobs":{"content":[]},"finish_reason":"stop" "token_ids":[1] "prompt_token_ids":[2] \u2028 ü'
@@ -166,3 +168,20 @@ def test_the_long_prompt_ids_of_a_reply_are_cut_out_and_counted(num_ids: int):
 )
 def test_prompt_ids_in_another_form_stay_in_the_reply(reply: bytes):
     assert cut_long_echo(reply) is None
+
+
+def test_the_longest_usual_reply_fits_into_the_default_limit_of_bytes():
+    """131,072 tokens, each with 20 alternatives of three Chinese characters and a logprob of 17 digits, as a stream."""
+    token = {"token": "\u7684\u4e00\u662f", "logprob": -12.375001907348633, "bytes": [231, 154, 132] * 3}
+    chunk = {
+        "id": "chatcmpl-" + "a" * 32,
+        "object": "chat.completion.chunk",
+        "created": 1750000000,
+        "model": "organisation/a-long-name-of-a-model",
+        "choices": [
+            {"index": 0, "delta": {"content": "\u7684\u4e00\u662f"}, "finish_reason": None, "token_ids": [151000]}
+        ],
+    }
+    chunk["choices"][0]["logprobs"] = {"content": [{**token, "top_logprobs": [token] * 20}]}
+    event = b"data: " + orjson.dumps(chunk) + b"\n\n"
+    assert 131_072 * len(event) < ProxySettings().max_reply_bytes

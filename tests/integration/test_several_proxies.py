@@ -1,0 +1,54 @@
+"""Two proxies over one database, which know nothing of each other: a session that one ends or deletes at the other."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+from support.proxies import RunningProxy, StartProxy
+
+from turnwise.fake_engine import RunningFakeEngine
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
+
+
+@pytest.fixture
+def proxies(fake_engine: RunningFakeEngine, start_proxy: StartProxy) -> tuple[RunningProxy, RunningProxy]:
+    first = start_proxy(fake_engine.url)
+    return first, start_proxy(fake_engine.url, database_url=first.database_url)
+
+
+def call(proxy: RunningProxy, **headers: str) -> httpx2.Response:
+    return httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=headers)
+
+
+def ending(proxy: RunningProxy, session_id: str) -> tuple[str, str | None]:
+    """Return outcome and reason of the session's last turn."""
+    turn = proxy.turns(session_id)[-1].turn
+    return turn.outcome.value, turn.reason
+
+
+def test_a_session_that_another_proxy_ended_gets_one_turn_that_is_not_trained(proxies):
+    """Without the second look, all later turns of the session would be lost for training."""
+    one, other = proxies
+    call(other, **{"x-session-id": "app"}).raise_for_status()
+    httpx2.post(f"{one.v1}/sessions/app/end", json={}).raise_for_status()
+    call(other, **{"x-session-id": "app"}).raise_for_status()
+    assert ending(one, "app") == ("untrainable", "session_ended")
+    later = call(other, **{"x-session-id": "app"})
+    assert later.headers["x-session-id"] == "app~2"
+    assert ending(one, "app~2") == ("exact", None)
+
+
+def test_a_call_in_a_session_of_a_path_that_another_proxy_ended_is_refused(proxies):
+    one, other = proxies
+    url = other.session_v1("s") + "/chat/completions"
+    httpx2.post(url, json=CHAT).raise_for_status()
+    httpx2.post(f"{one.v1}/sessions/s/end", json={}).raise_for_status()
+    assert [httpx2.post(url, json=CHAT).status_code for _ in range(2)] == [200, 409]
+
+
+def test_a_session_that_another_proxy_deleted_is_created_again(proxies):
+    one, other = proxies
+    call(other, **{"x-session-id": "app"}).raise_for_status()
+    httpx2.delete(f"{one.v1}/sessions/app").raise_for_status()
+    assert [call(other, **{"x-session-id": "app"}).status_code for _ in range(2)] == [404, 200]
