@@ -179,7 +179,7 @@ def test_a_field_that_cannot_be_translated_for_the_engine_is_refused_by_its_name
 
 
 @pytest.mark.parametrize(("kind", "field"), [("text", "content"), ("thinking", "reasoning")])
-def test_a_number_in_place_of_a_text_in_a_repeated_reply_is_read_as_text(shared, kind, field):
+def test_a_number_in_place_of_text_in_a_repeated_reply_is_read_as_text(shared, kind, field):
     both, http = shared
     body = {"model": "fake", "max_tokens": 5, **messages_call([{"type": kind, kind: 5}], "assistant")}
     http.post("/v1/messages", json=body)

@@ -159,7 +159,7 @@ def test_a_turns_tokens_are_listed_one_by_one(played: tuple[RunningProxy, str]):
     assert set(found["pieces"]) == {str(token) for token in found["token_ids"]} or found["pieces"] == {}
 
 
-def test_the_tokens_of_the_chat_template_are_told_from_those_of_messages(played: tuple[RunningProxy, str]):
+def test_the_tokens_of_the_chat_template_are_distinguished_from_those_of_messages(played: tuple[RunningProxy, str]):
     proxy, turn_id = played
     with httpx2.Client(base_url=proxy.url) as http:
         found = http.get(f"/v1/turns/{turn_id}/tokens").json()

@@ -72,7 +72,7 @@ def test_the_root_can_be_sampled_again_and_an_unknown_turn_cannot_be_forked(prox
             client.fork("none")
 
 
-def test_a_fork_adds_no_turns_to_a_session_that_exists_for_something_else(proxy: RunningProxy):
+def test_a_fork_into_a_session_that_is_no_fork_of_the_turn_is_refused(proxy: RunningProxy):
     with Client(proxy.url) as client:
         first = call(client.create_session(session_id="s").base_url, FIRST)
         call(client.create_session(session_id="other").base_url, OTHER)

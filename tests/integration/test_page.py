@@ -185,7 +185,7 @@ def test_live_turns_appear_without_a_reload(window: Visit, world: RunningProxy) 
     page.wait_for_selector("td:text-is('seen-live')", timeout=60_000)
 
 
-def test_the_page_says_when_it_is_not_live_and_asks_for_a_key(window: Visit) -> None:
+def test_the_page_shows_when_it_is_not_live_and_asks_for_a_key(window: Visit) -> None:
     window.page.route("**/v1/events", lambda route: route.fulfill(status=403, body="{}"))
     window.open("", is_live=False)
     window.page.wait_for_selector("#live span:text-is('not live')")

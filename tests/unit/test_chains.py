@@ -134,7 +134,7 @@ def test_a_session_with_nothing_to_train_has_no_chains() -> None:
     assert merge_session([]) == []
 
 
-def test_single_turns_carry_their_whole_prompt() -> None:
+def test_a_single_turn_has_its_whole_prompt() -> None:
     first = make_turn("t1")
     second = make_turn("t2", first)
     single, other = split_session([first, second, make_turn("t3", second, outcome=Outcome.ABORTED)])

@@ -65,7 +65,7 @@ def test_a_reward_whose_answer_was_lost_is_written_once(proxy, client):
     assert proxy.rewards == [{"session_id": session.session_id, "value": 1.0}]
 
 
-def test_two_equal_rewards_are_two_lines(proxy, client):
+def test_two_equal_rewards_are_stored_as_two_lines(proxy, client):
     session = client.create_session()
     session.reward(1.0)
     session.reward(1.0)

@@ -62,19 +62,19 @@ def test_a_session_without_a_line_has_no_reward() -> None:
     assert session_reward([line(1)], Credit.PROPAGATE, names={"style"}) is None
 
 
-def test_propagated_the_sessions_own_line_overrides_those_of_steps_and_turns() -> None:
+def test_with_propagated_credit_the_sessions_own_line_overrides_those_of_steps_and_turns() -> None:
     lines = [line(1, step=0), line(2, turn="t2")]
     assert session_reward(lines, Credit.PROPAGATE) == 3
     assert session_reward([*lines, line(10)], Credit.PROPAGATE) == 10
     assert session_reward([*lines, line(10)], Credit.STEP_WISE) == 13
 
 
-def test_propagated_every_turn_gets_the_sessions_reward_unshaped() -> None:
+def test_with_propagated_credit_every_turn_gets_the_sessions_reward_unshaped() -> None:
     credit = assign_credit(steps(0, 1), [line(2)], Credit.PROPAGATE, gamma=0.9, reward_bonus_coeff=0.5)
     assert credit.turn_rewards == credit.turn_returns == {"t1": 2, "t2": 2}
 
 
-def test_step_wise_every_turn_of_a_step_gets_the_steps_reward_and_its_return() -> None:
+def test_with_step_wise_credit_every_turn_of_a_step_gets_the_steps_reward_and_its_return() -> None:
     """Step 0 has two turns and reward 1, step 1 reward 2; γ = 0.5 gives 1 + 0.5·2 = 2 and 2."""
     credit = assign_credit(steps(0, 0, 1), [line(1, step=0), line(2, step=1)], Credit.STEP_WISE, gamma=0.5)
     assert credit.turn_rewards == {"t1": 1, "t2": 1, "t3": 2}
@@ -82,7 +82,7 @@ def test_step_wise_every_turn_of_a_step_gets_the_steps_reward_and_its_return() -
     assert credit.reward == 3
 
 
-def test_step_wise_a_turns_own_line_applies_to_it_and_counts_once_in_its_steps_return() -> None:
+def test_with_step_wise_credit_a_turns_own_line_applies_to_it_and_counts_once_in_its_steps_return() -> None:
     """Step 0: 1 for the step, 4 more for t2, so 5 in all; step 1: 2; γ = 0.5.
 
     The step returns are 5 + 0.5·2 = 6 and 2. t2's reward 5 is the step's: return 6. t1's is 4 less: 2.
@@ -95,7 +95,7 @@ def test_step_wise_a_turns_own_line_applies_to_it_and_counts_once_in_its_steps_r
     assert {turn_id: value for turn_id, value in credit.own_rewards.items() if value} == {"t2": 4}
 
 
-def test_step_wise_the_sessions_line_goes_to_its_last_step_that_can_be_trained() -> None:
+def test_with_step_wise_credit_the_sessions_line_applies_to_its_last_trainable_step() -> None:
     """An aborted last call must not take the reward."""
     turns = [*steps(0, 1, 1), make_turn("t4", step=2, seq=3, outcome=Outcome.ABORTED)]
     credit = assign_credit(turns, [line(8)], Credit.STEP_WISE)
@@ -103,7 +103,7 @@ def test_step_wise_the_sessions_line_goes_to_its_last_step_that_can_be_trained()
     assert credit.reward == 8
 
 
-def test_step_wise_without_discount_or_bonus_the_return_is_the_reward() -> None:
+def test_with_step_wise_credit_the_return_without_discount_and_bonus_is_the_reward() -> None:
     lines = [line(0.1, step=0), line(0.2, turn="t2"), line(0.7)]
     credit = assign_credit(steps(0, 0, 1), lines, Credit.STEP_WISE)
     assert credit.turn_returns == pytest.approx(credit.turn_rewards)

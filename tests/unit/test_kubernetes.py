@@ -145,7 +145,7 @@ def test_the_commands_are_commands_of_this_release(name: str, monkeypatch: pytes
         assert result.exit_code == 0, result.output
 
 
-def test_the_probes_ask_routes_that_check_no_key() -> None:
+def test_the_probes_request_routes_that_check_no_key() -> None:
     (_, proxy) = containers_of(WORKLOADS["turnwise-proxy"])
     asked = {kind: proxy[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert asked == {"startupProbe": "/healthz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}

@@ -53,7 +53,7 @@ def test_a_process_ignores_the_sections_of_others(tmp_path):
     assert load(path).port == 7
 
 
-def test_lists_come_from_the_environment_as_json(monkeypatch):
+def test_lists_in_the_environment_are_read_as_json(monkeypatch):
     monkeypatch.setenv("TURNWISE_PROXY_ENGINES", '["http://a", "http://b"]')
     assert load().engines == ["http://a", "http://b"]
     monkeypatch.setenv("TURNWISE_PROXY_ENGINES", "http://a")

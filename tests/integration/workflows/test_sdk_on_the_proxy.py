@@ -167,7 +167,7 @@ def test_tasks_by_four_rollouts_are_all_in_the_ledger(client, proxy, fake_engine
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_the_same_on_a_real_engine(engine: RunningEngine, start_proxy):
+def test_256_parallel_runs_on_a_real_engine_are_captured_exactly(engine: RunningEngine, start_proxy):
     """256 runs on vLLM with the small model."""
     proxy = start_proxy(engine.url)
     ids = [f"task-{index // 4}" for index in range(256)]

@@ -140,7 +140,7 @@ def test_calls_are_due_at_their_recorded_distances_divided_by_the_speed() -> Non
     assert offsets(calls, 0) == [0.0, 0.0, 0.0]
 
 
-def test_no_call_is_sent_before_it_is_due_and_the_report_says_how_late_the_calls_were(tmp_path: Path) -> None:
+def test_no_call_is_sent_before_it_is_due_and_the_report_states_how_late_the_calls_were(tmp_path: Path) -> None:
     """Three calls a second apart at speed 10: the last one is due 0.2 s after the start."""
     body = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
     calls = [

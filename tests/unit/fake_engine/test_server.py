@@ -171,7 +171,7 @@ def test_the_request_id_becomes_the_completions(http):
     assert response.json()["id"] == "chatcmpl-abc"
 
 
-def test_usage_comes_in_a_separate_chunk_on_request(http):
+def test_usage_is_sent_in_a_separate_chunk_on_request(http):
     last = _stream(http, stream_options={"include_usage": True})[-1]
     # "Grüße 7" is 9 bytes (ü and ß take two each), and the end of turn
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 10)

@@ -85,7 +85,7 @@ def test_the_calls_of_a_session_key_are_charged_to_the_key_that_created_the_sess
         used(ask(http, other))
 
 
-def test_with_a_period_only_its_days_count_and_the_reply_says_when_to_retry(tmp_path: Path) -> None:
+def test_with_a_period_only_its_days_count_and_the_reply_states_when_to_retry(tmp_path: Path) -> None:
     """Two days: yesterday counts, the day before it does not."""
     with in_process_proxy(tmp_path, tenant_token_budget=100, token_budget_days=2) as (http, database):
         key, today = make_key(database), usage.day_of(utc_now())

@@ -85,7 +85,7 @@ def only(turns: list[Turn]) -> Turn:
     return turn
 
 
-def test_a_root_keeps_everything():
+def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
     """Prompt, tokens, logprobs, time and policy version; of the message the fields that clients repeat."""
     call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
     captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, "served")

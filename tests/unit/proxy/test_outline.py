@@ -27,7 +27,7 @@ def kind(role: str, **fields: object) -> Kind:
     return Kind(**{"role": role, "num_calls": 0, "has_thinking": False, "is_empty": False, "marks": (), **fields})
 
 
-def test_of_a_repeated_pattern_both_ends_are_kept():
+def test_both_ends_of_a_repeated_pattern_are_kept():
     """Of 2 + 200 messages the first 4 and the last 8 stay, and what the cut must not part."""
     kinds = [kind("system"), kind("user"), *[kind("assistant", num_calls=1), kind("tool")] * 100]
     kept = kept_positions(kinds)
@@ -72,7 +72,7 @@ def test_a_template_that_numbers_its_messages_is_rendered_whole():
 @pytest.mark.parametrize(
     "family", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "glm4moe", "gptoss", "gemma3"]
 )
-def test_the_templates_of_widely_used_models_are_rendered_in_short(family: str):
+def test_the_templates_of_widely_used_models_can_be_rendered_in_short(family: str):
     assert shortened(family).shortens
 
 
@@ -127,7 +127,7 @@ def answered(continuation, messages: list[dict], replied: int, reply: Reply, *, 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(conversation=conversations(), ended=st.booleans(), keep_thinking=st.booleans())
-def test_the_short_way_and_the_whole_way_give_the_same_ids(family, conversation, ended, keep_thinking):
+def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation, ended, keep_thinking):
     """On random conversations with tools and thinking, for every template: the same ids, or the same refusal."""
     template, (messages, replied) = shortened(family), conversation
     last = min(template.end_tokens) if ended else 5

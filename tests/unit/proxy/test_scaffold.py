@@ -52,5 +52,7 @@ def shown(prompt: str, messages: list[dict]) -> list[str]:
         ("<|im_start|>assistant\n", [{"role": "assistant", "content": None}], []),
     ],
 )
-def test_the_texts_of_messages_are_told_from_scaffold(prompt: str, messages: list[dict], expected: list[str]) -> None:
+def test_the_texts_of_messages_are_distinguished_from_the_scaffold(
+    prompt: str, messages: list[dict], expected: list[str]
+) -> None:
     assert shown(prompt, messages) == expected

@@ -137,7 +137,7 @@ def child_of(parent_id: str, number: int) -> Turn:
     return dataclasses.replace(turn, turn_id=f"long-t{number}", parent_turn_id=parent_id, tools=None)
 
 
-async def test_of_a_session_in_memory_only_unknown_turns_are_read(
+async def test_only_the_unknown_turns_of_a_session_in_memory_are_read(
     sessions: Sessions, database: CountedReads, read_turns: list[list[str]]
 ):
     """Two turns of another process, one of them without tokens, after twelve that were read before."""

@@ -190,7 +190,7 @@ def test_next_turn_is_exact_or_starts_a_chain_with_a_reason(family, keep_thinkin
         }
 
 
-def test_table_of_verdicts_over_at_least_14_families():
+def test_most_of_at_least_14_template_families_are_continued_exactly():
     """Every family continues plain conversations exactly or with a reason; most are exact."""
     counts: collections.Counter[str] = collections.Counter()
     print("\n" + "family".ljust(22) + " ".join(name.ljust(10) for name in CASES))

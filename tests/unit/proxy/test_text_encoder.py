@@ -40,7 +40,7 @@ def test_a_tokenizer_with_an_encode_of_its_own_is_called() -> None:
     assert text_encoder(tokenizer)("user") == ENCODE("useruser")
 
 
-def test_what_the_tokenizers_file_sets_beside_the_text_changes_nothing() -> None:
+def test_truncation_padding_and_post_processors_of_the_tokenizers_file_are_ignored() -> None:
     """Truncation to two tokens, padding to eight, and a first token that a post-processor adds."""
     tokenizer = copy.deepcopy(TOKENIZER)
     backend = tokenizer.backend_tokenizer

@@ -289,7 +289,7 @@ def test_memory_keeps_the_newest_versions_only():
     assert [version for version in (1, 2, 3) if versions.find(version)] == [2, 3]
 
 
-def test_a_request_without_the_key_learns_nothing(trainer: WeightServer):
+def test_a_request_with_a_wrong_key_is_not_found(trainer: WeightServer):
     trainer.held.hold(1, weights(1), NO_PROBE)
     key = trainer.url.rpartition("/")[2]
     assert trainer.answer("GET", f"/{key}/versions/1", {})[0] == 200

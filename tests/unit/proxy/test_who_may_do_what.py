@@ -130,7 +130,7 @@ BAD_BODIES = (
 
 
 @pytest.mark.parametrize("route", ACTION_OF_ROUTE)
-def test_a_caller_without_a_key_learns_nothing_about_the_request(world: World, route: str) -> None:
+def test_a_caller_without_a_key_gets_401_for_any_request(world: World, route: str) -> None:
     """The answer is 401 whatever the body, the query and the path hold."""
     method, path = route.split(" ")
     path = re.sub(r"{\w+}", "x" * 300, path)
@@ -161,7 +161,7 @@ def test_a_call_without_a_key_or_in_a_foreign_session_is_refused_before_its_body
         ("admin", "POST /v1/policies/0/activate"),
     ],
 )
-def test_a_key_that_may_not_use_a_route_learns_nothing_about_the_request(world: World, role: str, route: str) -> None:
+def test_a_key_that_may_not_use_a_route_gets_403_for_any_body(world: World, role: str, route: str) -> None:
     method, path = route.split(" ")
     tenant = "theirs" if "policies" in route else "mine"
     headers = {"content-type": "application/json", "authorization": f"Bearer {world.keys[tenant, role]}"}

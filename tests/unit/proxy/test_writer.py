@@ -177,7 +177,7 @@ def test_all_callers_of_a_store_that_stays_locked_fail_at_their_own_deadline(loc
     assert stored(database) == []
 
 
-def test_a_turn_keeps_the_logprobs_that_the_engine_wrote_and_is_untrainable_without_some(database, database_url):
+def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missing(database, database_url):
     """The logprobs come in the pieces of a stream; a turn without tokens needs none."""
     two = np.array([5, 6], np.int32)
     pieces = [b'{"content":[{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}]}', b"null"]

@@ -45,7 +45,7 @@ def test_a_conversation_is_joined_from_the_new_messages_of_each_turn():
     ]
 
 
-def test_over_all_orders_each_session_stands_equally_often_at_each_place():
+def test_over_all_orders_each_session_has_each_position_equally_often():
     assert [order_of(vote, 3) for vote in range(4)] == [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]]
     places = [order_of(vote, 3).index(0) for vote in range(6)]
     assert sorted(places) == [0, 0, 1, 1, 2, 2]

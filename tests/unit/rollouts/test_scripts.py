@@ -3,7 +3,9 @@ from __future__ import annotations
 from turnwise.processes.limited import with_script
 
 
-def test_an_interpreters_script_is_found_from_here_unless_the_working_directory_has_it(tmp_path, monkeypatch):
+def test_an_interpreters_script_is_found_from_the_current_directory_unless_the_working_directory_has_it(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").touch()
     work = tmp_path / "work"

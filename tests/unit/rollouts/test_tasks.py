@@ -14,7 +14,7 @@ def test_a_task_is_a_line_with_an_explicit_id_or_its_line_number(tmp_path):
     assert [(task.task_id, task.fields["question"]) for task in load_tasks(path)] == [("a", "?"), ("3", "!")]
 
 
-def test_a_split_has_its_own_tasks_and_those_without_a_split(tmp_path):
+def test_a_split_contains_its_own_tasks_and_those_without_a_split(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"id": 1, "split": "eval"}\n{"id": 2, "split": "train"}\n{"id": 3}\n')
     assert [task.task_id for task in load_tasks(path, "eval")] == ["1", "3"]

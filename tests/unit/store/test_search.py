@@ -81,7 +81,7 @@ def test_a_page_continues_where_it_stopped_until_the_end(filled: Database, monke
 
 
 @pytest.mark.parametrize(("name", "bound"), [("MAX_SEARCHED", 2), ("MAX_SECONDS", -1.0)])
-def test_one_search_is_bounded_and_says_where_it_stopped(
+def test_one_search_is_bounded_and_returns_where_it_stopped(
     filled: Database, monkeypatch: pytest.MonkeyPatch, name: str, bound: float
 ) -> None:
     monkeypatch.setattr(search, "WINDOW", 2)

@@ -79,7 +79,7 @@ def test_a_late_reward_is_trained_again_only_with_retrain_revised(ledger_of_two:
             assert [one.update_id for one in updates] == [1, 2]
 
 
-def test_a_version_without_a_pin_is_served_until_a_newer_one_comes(database: Database, tmp_path: Path) -> None:
+def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(database: Database, tmp_path: Path) -> None:
     with database.write() as connection:
         for version in range(3):
             policies.publish_policy(connection, PolicyVersion(version=version, path=str(tmp_path)))

@@ -16,21 +16,23 @@ def note(database: Database, session_id: str = "s") -> str:
 
 
 @pytest.mark.parametrize("fields", [{}, {"group_id": "g", "group_size": 1}], ids=["no group", "a group of one"])
-def test_a_group_of_one_says_that_it_trains_nothing(database: Database, fields: dict[str, str | int]) -> None:
+def test_the_note_of_a_group_of_one_states_that_nothing_is_trained(
+    database: Database, fields: dict[str, str | int]
+) -> None:
     add_session(database, **fields)
     finish(database)
     assert note(database).startswith("It is a group of one, which has no other reward to compare with")
     assert "`singleton`" in note(database)
 
 
-def test_a_session_without_a_reward_says_that_it_waits_for_one(database: Database) -> None:
+def test_the_note_of_a_session_without_a_reward_states_that_it_waits_for_one(database: Database) -> None:
     add_session(database, group_id="g", group_size=2)
     with database.write() as connection:
         ledger.end_session(connection, "default", "s")
     assert note(database).startswith("It has no reward yet: post one to `/v1/rewards`. Group 'g' has 0 of 2 sessions")
 
 
-def test_a_group_says_how_many_of_its_sessions_are_finished_until_it_is_ready(database: Database) -> None:
+def test_the_note_of_a_group_states_how_many_sessions_are_finished_until_it_is_ready(database: Database) -> None:
     for session_id in ("a", "b"):
         add_session(database, session_id, group_id="g", group_size=2)
     finish(database, "a")
@@ -39,13 +41,13 @@ def test_a_group_says_how_many_of_its_sessions_are_finished_until_it_is_ready(da
     assert note(database, "b") == "Group 'g' is ready."
 
 
-def test_a_group_without_a_size_says_when_it_closes(database: Database) -> None:
+def test_the_note_of_a_group_without_a_size_states_when_it_closes(database: Database) -> None:
     add_session(database, group_id="g")
     finish(database)
     assert "has no `group_size`" in note(database)
 
 
-def test_an_eval_session_says_that_it_is_not_trained(database: Database) -> None:
+def test_the_note_of_an_eval_session_states_that_it_is_not_trained(database: Database) -> None:
     add_session(database, split=Split.EVAL)
     finish(database)
     assert note(database) == "A session of split `eval` is not trained."

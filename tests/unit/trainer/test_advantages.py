@@ -88,7 +88,7 @@ def test_a_session_is_one_member_however_many_chains_it_has():
     assert [turns.tolist() for turns in advantages] == [[0.5], [0.5], [-0.5]]
 
 
-def test_by_step_each_turn_is_compared_with_the_others_at_its_own_step():
+def test_grouped_by_step_each_turn_is_compared_with_the_others_at_its_step():
     """Returns (1, 4) and (3, 0): step 0 has mean 2, step 1 mean 2."""
     batch = [
         experience(session_id="s", turns=2, turn_returns=(1.0, 4.0)),

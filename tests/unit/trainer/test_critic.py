@@ -59,7 +59,7 @@ def test_rewards_follow_the_chain_or_each_step_by_hand():
     close(values.token_rewards(stepwise, places[:2]), [0, 0.75])  # the second turn is not trained
 
 
-def test_the_own_reward_of_each_turn_of_a_step_follows_that_turn_by_hand():
+def test_a_reward_of_a_single_turn_of_a_step_is_given_after_that_turn_by_hand():
     """Three turns of two tokens; the first two are one step, whose own reward is 0.5.
 
     Own rewards of the turns: 1, 2 and 0; the second step's reward is 4. After credit assignment the turns' rewards are

@@ -174,7 +174,7 @@ def test_the_wire_format_is_that_of_an_engine(teachers):
     close(scores.logprobs, [logprobs_of(token, 1.0, count=0)[0] for token in (2, 3, 5, 6)])
 
 
-def test_a_student_moves_towards_its_teacher_and_the_gauges_say_so(tmp_path, model, ledger, serve):
+def test_a_student_moves_towards_its_teacher_and_the_gauges_show_it(tmp_path, model, ledger, serve):
     """The teacher prefers tokens below 24; rewards are not read. What is served next samples more of them."""
     Rollouts(ledger, load_model(model)).play("a", num_groups=3)
 

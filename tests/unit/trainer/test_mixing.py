@@ -32,7 +32,7 @@ def close(actual, expected):
     np.testing.assert_allclose(np.asarray(actual), expected, atol=1e-6, rtol=0)
 
 
-def test_mu_rises_in_a_line_and_falls_as_half_a_cosine_by_hand():
+def test_mu_rises_linearly_and_falls_as_half_a_cosine_by_hand():
     """One batch up to 0.8, two down to 0.2: 0.8 · 1/2, 0.8, 0.2 + 0.6 · (1 + cos π/2) / 2 = 0.5, then 0.2."""
     rule = MixingRule(mix_imported="sft", mix_mu=0.8, mix_mu_end=0.2, mix_warmup_batches=1, mix_decay_batches=2)
     close([mu_of(number, rule) for number in range(5)], [0.4, 0.8, 0.5, 0.2, 0.2])

@@ -114,7 +114,7 @@ def test_an_error_names_the_call_and_leaves_the_group(library: Library):
     assert library.calls[-2:] == [("ncclGetErrorString", INVALID_ARGUMENT), ("ncclCommAbort", COMMUNICATOR)]
 
 
-def test_a_machine_without_nccl_is_told_so(monkeypatch: pytest.MonkeyPatch):
+def test_without_nccl_the_error_names_the_missing_library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nccl, "LIBRARY", "libnccl-that-is-not-there.so")
     with pytest.raises(nccl.NcclFailed, match="cannot be loaded"):
         nccl.new_unique_id()

@@ -64,7 +64,7 @@ def test_versions_are_counted_along_the_ancestry_of_the_weights():
         ((4, 32, 1.0, "why"), "4 of 32 groups are ready; why"),
     ],
 )
-def test_the_log_line_of_a_wait(arguments, line):
+def test_the_reason_of_a_wait_is_described_in_one_line(arguments, line):
     assert describe_wait(*arguments) == line
 
 

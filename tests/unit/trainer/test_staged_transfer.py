@@ -102,7 +102,7 @@ def test_a_new_request_for_an_engine_ends_the_transfer_before_it(groups: Groups,
     transfers.end(second["transfer_id"], is_loaded=False)
 
 
-def test_a_group_that_opens_after_it_was_given_up_is_left(groups: Groups, held: HeldVersion):
+def test_a_group_that_opens_after_its_transfer_ended_is_aborted(groups: Groups, held: HeldVersion):
     groups.can_join.clear()
     transfers = StagedTransfers(30, CPU)
     made = transfers.prepare(held, "nccl", request())

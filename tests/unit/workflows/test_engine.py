@@ -156,7 +156,7 @@ def test_the_episodes_of_a_task_are_returned_in_order_of_completion(proxy):
     assert [episode.id for episode in execute(proxy, tasks, ["a", "a"])] == ["a:1", "a:0"]
 
 
-def test_without_ids_each_task_is_its_own(proxy):
+def test_tasks_without_ids_are_separate_tasks(proxy):
     """Every task gets a fresh id."""
     episodes = execute(proxy, [{"q": 1}, {"q": 1}])
     assert len({episode.id.rpartition(":")[0] for episode in episodes}) == 2

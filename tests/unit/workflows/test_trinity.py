@@ -289,7 +289,7 @@ def test_a_missing_method_of_an_asynchronous_subclass_is_named(model):
             asyncio.run(workflow.reward_async([], **arguments))
 
 
-def test_flags_and_their_old_names(model):
+def test_the_flags_of_each_workflow_are_the_originals_also_under_their_old_names(model):
     """Neither is repeatable or resettable; only the asynchronous variants are asynchronous."""
     for kind, is_async in [(Stepped, False), (AsyncStepped, True), (Propagated, False), (AsyncPropagated, True)]:
         workflow = make(kind, model)
@@ -370,7 +370,7 @@ def test_the_asynchronous_methods_return_the_same(model):
     asyncio.run(go())
 
 
-def test_ids_of_an_experience():
+def test_the_ids_of_an_experience_omit_the_narrower_parts():
     """Group, run and step ids omit the narrower parts; the suffix is six hex digits."""
     eid = EID(batch=1, task=2, run=3, step=4, suffix="abc")
     assert (eid.uid, eid.tid, eid.rid, eid.sid, str(eid)) == ("1/2/3/4/abc", "1/2", "1/2/3", "1/2/4", "1/2/3/4/abc")
@@ -378,7 +378,7 @@ def test_ids_of_an_experience():
     assert EID(**eid.to_dict()) == eid
 
 
-def test_kinds_of_experience():
+def test_the_type_of_an_experience_follows_from_its_fields():
     """A mask makes it multi-turn, a pair makes it dpo, else it is a single turn that must have a response."""
     assert Experience(tokens=[1, 2, 3], action_mask=[True, False]).experience_type == "multi_turn"
     pair = Experience(tokens=[1, 2], chosen=[3], rejected=[4])
