@@ -30,6 +30,8 @@ NULL = b"null"
 NO_IDS = msgspec.Raw(NULL)
 LOGPROBS, LOGPROBS_END, NO_LOGPROBS = b'"logprobs":{', b'},"finish_reason":', b'"logprobs":null'
 """The text around logprobs as vLLM writes it, and what replaces them."""
+BETWEEN_LOGPROBS = b'}]},{"content":[{'
+"""The text between the logprobs of two chunks of a stream; it cannot be part of a JSON string."""
 OF_COMPACT_IDS = b"0123456789,"
 """The bytes of an array of ids beside its brackets, as vLLM writes it."""
 COMMA, FIRST_DIGIT = np.uint8(ord(",")), np.uint8(ord("0"))
@@ -218,8 +220,9 @@ def without_routing(reply: bytes) -> bytes:
 def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
     """Return the logprobs of the sampled tokens; an empty list if the JSON has another shape."""
     found: list[float | None] = []
+    text = b",".join(pieces).replace(BETWEEN_LOGPROBS, b"},{")  # one object is decoded faster than one for each token
     try:
-        for piece in _logprobs.decode(b"[%b]" % b",".join(pieces)):
+        for piece in _logprobs.decode(b"[%b]" % text):
             if piece is not None:
                 found += [sampled.logprob for sampled in piece.content or ()] + (piece.token_logprobs or [])
     except msgspec.DecodeError:

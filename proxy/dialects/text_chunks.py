@@ -7,6 +7,7 @@ decoded at once. Every other chunk is read by `proxy.dialects.engine_reply`, wit
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +23,8 @@ AFTER_LOGPROBS, NO_FINISH = b'},"finish_reason":null,"token_ids":[', b',"finish_
 END = b"]}]}" + SEPARATOR
 """The end of an event, from the end of its ids on."""
 NO_IDS = b"null}]}" + SEPARATOR
+END_WITH_USAGE = re.compile(rb'\]\}\],"usage":\{[^][\n]*\}\}\n\n')
+"""The same of an event that counts the tokens so far."""
 
 _texts = msgspec.json.Decoder(list[str])
 _ids = msgspec.json.Decoder(list[int])
@@ -45,6 +48,8 @@ class TextChunks(NamedTuple):
     """JSON of each chunk's logprobs, without the outermost braces."""
     ids: list[bytes]
     """The rest of each event, from its token ids on."""
+    has_usage: bool
+    """Whether each event counts the tokens so far."""
 
     def shown(self, *, logprobs: bool, token_ids: bool) -> tuple[list[bytes], bytes]:
         """Return what varies between the events for the client, and what follows it in each of them.
@@ -56,9 +61,12 @@ class TextChunks(NamedTuple):
         parts, tail = self.texts, NO_LOGPROBS
         if logprobs:
             parts, tail = list(map(AFTER_TEXT.join, zip(parts, self.logprobs, strict=True))), b"}"
-        if not token_ids:
+        if token_ids:
+            return list(map((tail + NO_FINISH + b"[").join, zip(parts, self.ids, strict=True))), b""
+        if not self.has_usage:
             return parts, tail + NO_FINISH + NO_IDS
-        return list(map((tail + NO_FINISH + b"[").join, zip(parts, self.ids, strict=True))), b""
+        rests = [each.partition(b"]")[2] for each in self.ids]
+        return list(map((tail + NO_FINISH + b"null").join, zip(parts, rests, strict=True))), b""
 
 
 def stream_head(events: bytes) -> bytes:
@@ -97,14 +105,19 @@ def read_text_chunks(events: bytes, head: bytes, field: str) -> TextChunks | Non
         texts.append(text)
         logprobs.append(own_logprobs)
         ids.append(own_ids)
-    all_ids = b",".join(ids)
-    if not parts or all_ids.count(END) != len(parts):
+    if not parts:
         return None
+    text_of_ids, has_usage = b",".join(ids), False
+    num_ends = text_of_ids.count(END)
+    if num_ends:
+        text_of_ids = text_of_ids.replace(END, b"")
+    else:
+        text_of_ids, num_ends = END_WITH_USAGE.subn(b"", text_of_ids)
+        has_usage = True
     try:
-        decoded = _texts.decode(b'["%b"]' % b'","'.join(texts))
-        token_ids = _ids.decode(b"[%b]" % all_ids.replace(END, b""))
+        decoded, token_ids = _texts.decode(b'["%b"]' % b'","'.join(texts)), _ids.decode(b"[%b]" % text_of_ids)
     except msgspec.DecodeError:
         return None
-    if len(decoded) != len(parts):
+    if not len(decoded) == num_ends == len(parts):
         return None
-    return TextChunks(before, after, field, texts, "".join(decoded), token_ids, logprobs, ids)
+    return TextChunks(before, after, field, texts, "".join(decoded), token_ids, logprobs, ids, has_usage)

@@ -68,6 +68,7 @@ class Sampled(NamedTuple):
 
     turn: Turn
     logprobs: list[bytes]
+    """`Choice.logprobs`."""
     prompt_ids: bytes = b""
     """`turn.prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
     messages: Sequence[bytes] = ()
@@ -76,7 +77,7 @@ class Sampled(NamedTuple):
     """Arguments of `pack_routing` for `turn.routed_experts`; None where the engine returned no routing."""
 
 
-Packed = tuple[str, str, list[Any], list[bytes], bytes, Sequence[bytes], tuple[str, int, int] | None]
+Packed = tuple[str, str, list[Any], bytes, bytes, Sequence[bytes], tuple[str, int, int] | None]
 """A `Sampled` as it is sent: tenant, session id, `rows.TURNS.pack`, logprobs, prompt ids, messages and routing.
 
 Plain tuples take half of the time of objects to pickle.
@@ -181,13 +182,14 @@ def pack(sampled: Sampled) -> Packed:
     """Return the form in which a turn is sent."""
     turn = sampled.turn
     values = rows.TURNS.pack(turn)
-    return turn.tenant, turn.session_id, values, sampled.logprobs, sampled.prompt_ids, sampled.messages, sampled.routing
+    logprobs = b",".join(sampled.logprobs)
+    return turn.tenant, turn.session_id, values, logprobs, sampled.prompt_ids, sampled.messages, sampled.routing
 
 
 def complete(packed: Packed) -> Completed:
     """Decode a turn's prompt, logprobs and routing; a turn without a logprob for each token cannot be trained on."""
     tenant, session_id, values, encoded_logprobs, prompt_ids, pickled_messages, encoded_routing = packed
-    row, logprobs = rows.TURNS.unpack(values), read_logprobs(encoded_logprobs)
+    row, logprobs = rows.TURNS.unpack(values), read_logprobs([encoded_logprobs])
     is_complete = None not in logprobs and len(logprobs) * LOGPROB_BYTES == len(row["token_ids"])
     row["logprobs"] = np.array(logprobs, np.float32).tobytes()
     if prompt_ids:

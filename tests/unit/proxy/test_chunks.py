@@ -84,6 +84,8 @@ def streams(draw: st.DrawFn) -> list[bytes]:
     last = chunk({"content": draw(TEXTS)}, logprobs_of([7]), "stop", stop_reason=None, token_ids=[7])
     usage = {**HEAD, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}}
     body = draw(st.lists(text_chunks(), max_size=12))
+    if draw(st.booleans()):  # continuous_usage_stats
+        body = [{**each, "usage": {"prompt_tokens": 3, "details": {"cached_tokens": 1}}} for each in body]
     ending = draw(st.sampled_from([[last], [last, usage], [last, {"error": {"message": "m", "code": 500}}], []]))
     separators = draw(st.sampled_from([(",", ":")] * 5 + [(", ", ": ")]))
     ascii_only = draw(st.booleans())
@@ -154,13 +156,14 @@ def test_a_stream_gives_the_same_reply_however_it_is_cut(
     assert buffer.pending == b""
 
 
+@pytest.mark.parametrize("rest", [{}, {"usage": {"prompt_tokens": 3, "completion_tokens_details": None}}])
 @pytest.mark.parametrize("field", FIELDS)
-def test_the_texts_of_chunks_that_arrive_together_are_not_decoded_one_by_one(field: str) -> None:
+def test_the_texts_of_chunks_that_arrive_together_are_not_decoded_one_by_one(field: str, rest: Json) -> None:
     first, *texts, last = [
         sse.event(json.dumps(each, separators=(",", ":")).encode())
         for each in [
             chunk({"role": "assistant", "content": ""}, rest={"prompt_token_ids": PROMPT_IDS}),
-            *[chunk({field: text}, logprobs_of([5]), token_ids=[5]) for text in ["a", "\n", "ü"]],
+            *[chunk({field: text}, logprobs_of([5]), token_ids=[5], rest=rest) for text in ["a", "\n", "ü"]],
             chunk({field: "b"}, logprobs_of([6]), "stop", token_ids=[6]),
         ]
     ]

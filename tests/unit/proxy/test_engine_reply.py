@@ -100,8 +100,10 @@ def test_a_reply_that_is_not_a_completion_is_refused():
             read_reply(raw, has_one_choice=True)
 
 
-def test_unreadable_logprobs_are_treated_as_missing():
+def test_the_logprobs_of_a_streams_chunks_are_read_and_unreadable_ones_are_treated_as_missing():
     assert read_logprobs([b'{"content":[{"logprob":-1.0}]}', b'{"content":[{"logprob":"x"}]}']) == []
+    of_one, of_none = b'{"content":[{"logprob":-1.0}]}', b'{"content":[]}'
+    assert read_logprobs([of_one, of_one, of_none, of_one, b"null", of_one]) == [-1.0] * 4
     assert read_logprobs([b"null", b"{}", b'{"token_logprobs":[-1.0,null]}']) == [-1.0, None]
 
 
