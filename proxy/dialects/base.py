@@ -210,7 +210,7 @@ class Captured:
         choice = self.choice(0)
         choice.message[chunks.field] = (choice.message.get(chunks.field) or "") + chunks.decoded
         choice.token_ids += chunks.token_ids
-        choice.logprobs.append(b"{%b}" % b"},{".join(chunks.logprobs))
+        choice.logprobs.append(b"{%b}" % chunks.all_logprobs)
 
     @property
     def has_routing(self) -> bool:

@@ -44,6 +44,8 @@ class TextChunks(NamedTuple):
     decoded: str
     """All texts."""
     token_ids: list[int]
+    all_logprobs: bytes
+    """JSON of all chunks' logprobs, without the outermost braces."""
     logprobs: list[bytes]
     """JSON of each chunk's logprobs, without the outermost braces."""
     ids: list[bytes]
@@ -105,7 +107,8 @@ def read_text_chunks(events: bytes, head: bytes, field: str) -> TextChunks | Non
         texts.append(text)
         logprobs.append(own_logprobs)
         ids.append(own_ids)
-    if not parts:
+    all_logprobs = b"},{".join(logprobs)
+    if not parts or b"\n" in all_logprobs:  # an event without ids is followed by one of another form
         return None
     text_of_ids, has_usage = b",".join(ids), False
     num_ends = text_of_ids.count(END)
@@ -120,4 +123,4 @@ def read_text_chunks(events: bytes, head: bytes, field: str) -> TextChunks | Non
         return None
     if not len(decoded) == num_ends == len(parts):
         return None
-    return TextChunks(before, after, field, texts, "".join(decoded), token_ids, logprobs, ids, has_usage)
+    return TextChunks(before, after, field, texts, "".join(decoded), token_ids, all_logprobs, logprobs, ids, has_usage)
