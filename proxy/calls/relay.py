@@ -37,7 +37,7 @@ from turnwise.store import queries
 from turnwise.store.database import Database
 from turnwise.store.new_turns import SESSION_ENDED
 from turnwise.store.roles import set_roles
-from turnwise.types import SHADOW, Outcome, Role, Turn
+from turnwise.types import Outcome, Role, Turn
 
 T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -260,12 +260,13 @@ class Relay:
             raise
         finally:
             if running.lane is not None:
-                self._pool.release(running.lane)
+                self._pool.release(running.lane, running.session)
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
-            mode = "stream" if running.call.stream else "whole"
-            self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
+            if not running.is_shadow:
+                mode = "stream" if running.call.stream else "whole"
+                self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
 
     async def _admit(self, running: Running) -> Lane:
         """Take a lane of the pool; `_recorded` releases it."""
@@ -318,7 +319,7 @@ class Relay:
             known,
             inferred_for=running.placement.inferred_by,
         )
-        if running.session.opened_by == SHADOW:
+        if running.is_shadow:
             self._metrics.shadow_tokens.inc(sum(len(each.turn.token_ids) for each in sampled))
         else:
             self._count(running, endings)
@@ -372,4 +373,5 @@ class Relay:
             inferred_by=running.placement.inferred_by,
         )
         await self._append(running, [Sampled(turn, [])])
-        self._metrics.turns_of("error", reason).inc()
+        if not running.is_shadow:
+            self._metrics.turns_of("error", reason).inc()

@@ -15,7 +15,7 @@ from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call, Captured
 from proxy.dialects.engine_reply import LONG_ECHO_BYTES, LongEcho, cut_echo, cut_long_echo
 from proxy.engines.engine import Lane
-from turnwise.types import Session, utc_now
+from turnwise.types import SHADOW, Session, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ class Running:
     def session(self) -> Session:
         """The session that the call belongs to."""
         return self.placement.live.session
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether this is a shadow sample, which is counted apart from the calls of clients."""
+        return self.session.opened_by == SHADOW
 
     @property
     def turn_id(self) -> str:

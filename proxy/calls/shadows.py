@@ -2,8 +2,8 @@
 
 A chosen turn of a session without a group becomes a group of steps: a copy of the real turn, and `shadow_replies`
 sessions in which the same prompt ids are sampled again. The agent never sees those replies. They are sampled one at a
-time while this proxy has no other call, a call that arrives interrupts them, and their tokens stay below a share of the
-real ones. A reward source rates the sessions of the group as it rates all ended sessions.
+time while this proxy has no call, a call that arrives ends them at once, and their tokens stay below a share of the real
+ones. A reward source rates the sessions of the group as it rates all ended sessions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 32
 """Chosen turns that wait for idle engines; the oldest one is dropped for a newer one."""
 POLL_SECONDS = 0.02
-"""How often it is checked whether engines are idle, and whether a call has arrived."""
+"""How often it is checked whether engines are idle."""
 MAX_INTERRUPTIONS = 20
 """Interruptions of one reply after which its group is given up."""
 
@@ -78,7 +78,7 @@ class Shadows:
     def observe(self, running: Running, outcome: Outcome, role: Role) -> None:
         """Count the tokens of a stored call, and choose its turn for shadow samples or not."""
         num_tokens = sum(len(choice.token_ids) for choice in running.captured.choices.values())
-        if running.session.opened_by == SHADOW:
+        if running.is_shadow:
             self._num_shadow_tokens += num_tokens
             return
         self._num_real_tokens += num_tokens
@@ -139,7 +139,7 @@ class Shadows:
         )
 
     async def _sample(self, chosen: Chosen, member: Session) -> bool:
-        """Sample one further reply while no other call runs; return whether it is stored."""
+        """Sample one further reply while no call runs; return whether it is stored."""
         for _ in range(MAX_INTERRUPTIONS):
             while not self._may_sample():  # noqa: ASYNC110  engines of other workers cannot wake it
                 await asyncio.sleep(POLL_SECONDS)
@@ -156,20 +156,25 @@ class Shadows:
 
     async def _sample_once(self, chosen: Chosen, member: Session) -> bool:
         """Sample one reply; return False if a call arrived before it was complete, which stops it."""
+        self._pool.call_arrived.clear()
         running = await self._begin(chosen, member)
+        if self._pool.call_arrived.is_set():
+            self._relay.end(running)
+            return False
         left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        arriving = asyncio.create_task(self._pool.call_arrived.wait())
         sampling = asyncio.create_task(self._relay.whole(running, left))
         try:
-            while not sampling.done():
-                await asyncio.wait({sampling}, timeout=POLL_SECONDS)
-                if self._pool.num_calls > 1 and not left.done():
-                    left.set_result(None)
+            await asyncio.wait({arriving, sampling}, return_when=asyncio.FIRST_COMPLETED)
+            left.set_result(None)  # has no effect on a complete reply
             with contextlib.suppress(ClientLeft):
                 await sampling
                 return True
             return False
         finally:
-            sampling.cancel()
+            arriving.cancel()
+            sampling.cancel()  # where this task is cancelled: the proxy stops, and stores what was sampled
+            await asyncio.gather(arriving, sampling, return_exceptions=True)
             self._relay.end(running)
 
     async def _begin(self, chosen: Chosen, member: Session) -> Running:

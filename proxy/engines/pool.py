@@ -19,7 +19,7 @@ from proxy.engines.http_client import Access
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
-from turnwise.types import Session
+from turnwise.types import SHADOW, Session
 
 DRAIN_POLL_SECONDS = 0.02
 """How often it is checked whether the calls of a draining engine have ended."""
@@ -53,6 +53,8 @@ class EnginePool:
         self._max_concurrent_calls = max_concurrent_calls
         self._wait_seconds = wait_seconds
         self._in_flight = 0
+        self.call_arrived = asyncio.Event()
+        """Set when a call takes a place; whoever samples while no call runs clears it first, and ends when it is set."""
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
         for engine in self.engines:
@@ -70,7 +72,7 @@ class EnginePool:
 
     @property
     def num_calls(self) -> int:
-        """Calls that wait for an engine or run on one."""
+        """Calls that wait for an engine or run on one, without shadow samples."""
         return self._in_flight
 
     @property
@@ -162,7 +164,8 @@ class EnginePool:
     async def admit(self, session: Session, *, has_waited: bool = False) -> Lane:
         """Take one of the places for concurrent calls, wait for an engine, and return the lane that the call takes.
 
-        The caller gives the lane to `release` exactly once.
+        A shadow sample takes no place, so that no call is refused because of it. The caller gives the lane to `release`
+        exactly once.
 
         Args:
             session: the call's session.
@@ -173,21 +176,27 @@ class EnginePool:
             EngineUnavailable: no engine serves, and none came back in time.
             StoreError: a trial runs, and the store does not say whether it still does.
         """
-        if self._in_flight >= self._max_concurrent_calls:
-            raise Overloaded(f"{self._in_flight} calls are in flight, which is the limit; retry after a second")
-        self._in_flight += 1
+        is_call = session.opened_by != SHADOW
+        if is_call:
+            self._take_place()
         try:
             await self._read_served(session)
             lane = await self._wait_for_lane(session, 0.0 if has_waited else self._wait_seconds)
         except BaseException:
-            self._in_flight -= 1
+            self._in_flight -= is_call
             raise
         lane.num_calls += 1
         lane.engine.num_started += 1
-        if self.trial is not None:
+        if self.trial is not None and is_call:
             arm = "canary" if lane.version == self.trial else "control"
             self._metrics.canary_calls.labels(arm).inc()
         return lane
+
+    def _take_place(self) -> None:
+        if self._in_flight >= self._max_concurrent_calls:
+            raise Overloaded(f"{self._in_flight} calls are in flight, which is the limit; retry after a second")
+        self._in_flight += 1
+        self.call_arrived.set()
 
     async def _read_served(self, session: Session) -> None:
         """Read from the store which versions are served, if an outdated answer could give the call a wrong one.
@@ -237,10 +246,10 @@ class EnginePool:
             return False
         return engine.is_serving
 
-    def release(self, lane: Lane) -> None:
-        """Return the place of a call."""
+    def release(self, lane: Lane, session: Session) -> None:
+        """Return the place of a session's call."""
         lane.num_calls -= 1
-        self._in_flight -= 1
+        self._in_flight -= session.opened_by != SHADOW
 
     def close(self) -> None:
         """Close all idle connections."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
 import httpx2
 import orjson
 from support.control_plane import metric
-from support.proxies import RunningProxy, StartProxy
-from support.waiting import wait_until
+from support.proxies import STOP_SECONDS, RunningProxy, StartProxy
+from support.waiting import assert_stays, wait_until
 
 from turnwise.client import Client
 from turnwise.fake_engine import RunningFakeEngine
+from turnwise.fake_engine.script import Fault, FaultKind, Reply, Rule
 
 FLAGS = ("--shadow-replies", "2", "--shadow-turns", "1", "--shadow-tokens", "10")
 FIRST = {"role": "user", "content": "Where is Kim?"}
@@ -74,3 +80,61 @@ def test_shadow_samples_stay_below_their_share_of_tokens(fake_engine: RunningFak
         for number in range(8):
             call(client.create_session().base_url, {"role": "user", "content": f"Where is {number}?"})
         assert metric(proxy, "turnwise_shadow_tokens_total") <= sampled * 2
+
+
+@contextlib.contextmanager
+def hanging_call(proxy: RunningProxy) -> Iterator[None]:
+    """Run a call that the engine does not answer; its client leaves at the end of the block."""
+    body = orjson.dumps({"model": "fake", "messages": [{"role": "user", "content": "hang"}]})
+    address = urlsplit(proxy.url)
+    fields = {"Host": address.netloc, "Content-Type": "application/json", "Content-Length": len(body)}
+    lines = ["POST /v1/chat/completions HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall("\r\n".join(lines).encode() + body)
+        yield
+
+
+def test_nothing_is_sampled_while_a_call_runs(fake_engine: RunningFakeEngine, start_proxy: StartProxy):
+    """A turn is chosen while another call still runs: the engine gets no shadow sample before that call has ended."""
+    proxy = start_proxy(fake_engine.url, *FLAGS)
+    fake_engine.calls.clear()  # the calls of the proxy's probe
+    fake_engine.fail_next(Fault(kind=FaultKind.HANG, contains="hang"))
+    with hanging_call(proxy), Client(proxy.url) as client:
+        wait_until(lambda: len(fake_engine.calls) == 1, "the engine has the call")
+        call(client.create_session().base_url, FIRST)
+        assert_stays(lambda: len(fake_engine.calls) == 2, "the engine has the two calls alone", seconds=0.5)
+    wait_until(lambda: metric(proxy, "turnwise_shadow_turns_total", result="sampled") == 2, "both are sampled")
+    assert metric(proxy, "turnwise_shadow_turns_total") == 2
+
+
+def test_a_call_that_arrives_ends_a_shadow_sample_and_takes_no_other_place_than_without_it(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """The shadow sample would take minutes, and the proxy has one place: the call is answered all the same.
+
+    A shadow sample that was ended is sampled again when the call is over, and counts in no histogram of calls.
+    """
+    proxy = start_proxy(fake_engine.url, *FLAGS, "--max-concurrent-calls", "1")
+    fake_engine.calls.clear()  # the calls of the proxy's probe
+    slow = Reply(text="word " * 60, pace_seconds=5.0)
+    fake_engine.answer(Rule(reply=slow, contains=FIRST["content"]))
+    fake_engine.answer(Rule(reply=Reply(text="Oslo"), contains=FIRST["content"], count=1))
+    with Client(proxy.url) as client:
+        call(client.create_session().base_url, FIRST)
+        wait_until(lambda: len(fake_engine.calls) == 2, "the first shadow sample runs")
+        for number in range(3):
+            call(client.create_session(split="eval").base_url, {"role": "user", "content": f"Where is {number}?"})
+            interrupted = number + 1
+            wait_until(
+                lambda: metric(proxy, "turnwise_shadow_turns_total", result="interrupted") == interrupted,  # noqa: B023
+                "the shadow sample was ended",
+            )
+            wait_until(lambda: len(fake_engine.calls) == 4 + 2 * number, "it is sampled again")  # noqa: B023
+    outcomes = [each.outcome for each in fake_engine.calls]
+    assert outcomes[:7:2] == ["finished"] * 4
+    wait_until(lambda: [each.outcome for each in fake_engine.calls][1:7:2] == ["aborted"] * 3, "the engine knows")
+    assert metric(proxy, "turnwise_call_seconds_count") == 4
+    assert metric(proxy, "turnwise_turns_total") == 4
+    proxy.process.terminate()
+    proxy.process.wait(STOP_SECONDS)
+    assert "Traceback" not in proxy.log.read_text(), "it stops while a shadow sample runs"
