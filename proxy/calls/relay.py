@@ -264,12 +264,18 @@ class Relay:
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
-            if not running.is_shadow:
-                mode = "stream" if running.call.stream else "whole"
-                self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
+            self._observe_duration(running)
+
+    def _observe_duration(self, running: Running) -> None:
+        if not running.is_shadow:
+            mode = "stream" if running.call.stream else "whole"
+            self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
 
     async def _admit(self, running: Running) -> Lane:
         """Take a lane of the pool; `_recorded` releases it."""
+        taken, running.lane = running.lane, None
+        if taken is not None:  # the call is repeated
+            self._pool.release(taken, running.session)
         lane = running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
         return lane
 

@@ -2,8 +2,8 @@
 
 A chosen turn of a session without a group becomes a group of steps: a copy of the real turn, and `shadow_replies`
 sessions in which the same prompt ids are sampled again. The agent never sees those replies. They are sampled one at a
-time while this proxy has no call, a call that arrives ends them at once, and their tokens stay below a share of the real
-ones. A reward source rates the sessions of the group as it rates all ended sessions.
+time while this proxy has no call, a call that arrives ends them at once, and their tokens stay below a share of those
+sampled for calls. A reward source rates the sessions of the group as it rates all ended sessions.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class EnginePool:
         self._wait_seconds = wait_seconds
         self._in_flight = 0
         self.call_arrived = asyncio.Event()
-        """Set when a call takes a place; whoever samples while no call runs clears it first, and ends when it is set."""
+        """Set when a call takes a place. A shadow sample clears it before it starts, and ends when it is set."""
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
         for engine in self.engines:

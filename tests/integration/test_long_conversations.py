@@ -6,7 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+from support.control_plane import metric
 from support.proxies import RunningProxy, StartProxy, assert_served_is_stored
+from support.waiting import wait_until
 
 from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine, Script, running_fake_engine
 from turnwise.types import Outcome
@@ -117,6 +119,7 @@ def test_an_engine_that_ignores_the_ids_gets_the_call_again_with_all_messages(
             assert ask(proxy, messages, stream=stream).is_success
         assert list(map(len, sent_messages(engine))) == [82, 2, 84, 86]
         assert [view.turn.outcome for view in proxy.turns("long")] == [Outcome.EXACT] * 3
+        wait_until(lambda: metric(proxy, "turnwise_calls_in_flight") == 0, "every place is free again")
 
 
 def test_the_error_of_a_refused_request_is_that_of_all_messages(start_proxy: StartProxy) -> None:
