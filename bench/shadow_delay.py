@@ -1,9 +1,9 @@
-"""Measure whether shadow samples delay calls on a real vLLM: `python bench/shadow_delay.py [--rounds 4] [--calls 40]`.
+"""Measure whether shadow samples delay calls on a real vLLM: `python bench/shadow_delay.py [--rounds 3] [--calls 24]`.
 
 One vLLM serves the demo's model on the CPU. A proxy without and a proxy with shadow samples take turns in front of it,
-each in blocks of equal calls: a few agents, each with single-turn sessions and pauses between them, in which the engine
-is idle. With shadow samples every turn is chosen, and their tokens have no bound, so that the engine is busy with them
-in nearly every pause. Printed: the latency of the calls, and what was sampled beside them.
+each in blocks of equal calls: a few agents, each with single-turn sessions and pauses between them. With shadow samples
+every turn is chosen, and their tokens have no bound, so that the engine is busy with them in nearly every pause of all
+agents that is longer than `shadow_idle_seconds`. Printed: the latency of the calls, and what was sampled beside them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from turnwise.store.database import Database
 
 MODEL = "small"
 REPLY_TOKENS = 24
-LONGEST_PAUSE = 0.4
-NUM_UNTIMED = 8
+LONGEST_PAUSE = 3.0
+NUM_UNTIMED = 4
 """Calls at the start of a block that are not measured."""
 WARM_UP_STEPS = 20
 """Of the model's training: replies have a fixed length, whatever they say."""
@@ -124,9 +124,9 @@ def run_block(url: str, num_agents: int, num_calls: int, measured: Measured) -> 
 def main() -> int:
     """Run the blocks in alternation, and print a table and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4, help="blocks of each way")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each way")
     parser.add_argument("--agents", type=int, default=2)
-    parser.add_argument("--calls", type=int, default=40, help="of each agent in a block")
+    parser.add_argument("--calls", type=int, default=24, help="of each agent in a block")
     options = parser.parse_args()
     found = {way: Measured() for way in WAYS}
     with tempfile.TemporaryDirectory(prefix="turnwise-shadow-delay-") as directory, engine(Path(directory)) as url:

@@ -200,6 +200,8 @@ class ProxySettings(Settings):
     """Share of the turns that are chosen."""
     shadow_tokens: float = Field(default=0.1, ge=0)
     """Bound of the tokens of shadow samples, as a share of the tokens sampled for calls."""
+    shadow_idle_seconds: float = Field(default=0.5, ge=0)
+    """Time without any call after which shadow samples begin, so that they do not fill the short pauses of agents."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """Form of the process's log lines on stderr."""

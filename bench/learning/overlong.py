@@ -32,7 +32,7 @@ LIMIT = 16
 """Tokens of the longest reply."""
 WANTED = 3
 """Right tokens of a reply with the reward 1; fewer of them give a share of it."""
-NUM_UPDATES = 40
+NUM_UPDATES = 56
 EVALUATE_EVERY = 8
 SHORT, LONG = 7.0, 10.0
 """Tokens of a held-out reply at the end: at most with shaping, and at least without it."""

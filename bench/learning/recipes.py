@@ -51,6 +51,9 @@ CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_me
 """Settings that limit the change of the weights in a single step: for CISPO, SAPO and TOPR, which have no hard clip,
 for REINFORCE++, which has no group baseline, and for replay."""
 
+GAE: dict[str, Any] = {"estimator": "gae", "gae_lambda": 0.95, "critic_learning_rate": 1e-3}
+TINY_GAE: dict[str, Any] = {"gae_lambda": 1.0, "value_coef": 0.5}
+
 RECIPES = {
     "grpo": Recipe(settings={}),
     "rloo": Recipe(settings={"estimator": "rloo"}),
@@ -63,8 +66,8 @@ RECIPES = {
     "sapo": Recipe(settings=CALM | {"algorithm": "sapo", "sapo_temperatures": [5.0, 10.0]}),
     "topr": Recipe(settings=CALM | {"algorithm": "topr"}),
     "decoupled": Recipe(settings={"proximal": True, "tis_cap": 2.0}),
-    "gae_head": Recipe(settings=CALM | {"estimator": "gae", "critic": "head", "critic_learning_rate": 1e-3}),
-    "gae_model": Recipe(settings=CALM | {"estimator": "gae", "critic": "model", "critic_learning_rate": 1e-3}),
+    "gae_head": Recipe(settings=CALM | GAE | {"critic": "head", "value_coef": 0.1}, tiny=TINY_GAE),
+    "gae_model": Recipe(settings=CALM | GAE | {"critic": "model"}, tiny=TINY_GAE),
     "reinforce": Recipe(settings=CALM | {"algorithm": "reinforce"}),
     "rf_pp_baseline": Recipe(settings=CALM | {"estimator": "reinforce_plus_plus_baseline"}),
     "gdpo": Recipe(settings={"estimator": "gdpo"}),

@@ -2,8 +2,9 @@
 
 A chosen turn of a session without a group becomes a group of steps: a copy of the real turn, and `shadow_replies`
 sessions in which the same prompt ids are sampled again. The agent never sees those replies. They are sampled one at a
-time while this proxy has no call, a call that arrives ends them at once, and their tokens stay below a share of those
-sampled for calls. A reward source rates the sessions of the group as it rates all ended sessions.
+time after this proxy has had no call for `shadow_idle_seconds`, and a call that arrives ends them at once. Their tokens
+stay below a share of those sampled for calls. A reward source rates the sessions of the group as it rates all ended
+sessions.
 """
 
 from __future__ import annotations
@@ -150,8 +151,9 @@ class Shadows:
         return False
 
     def _may_sample(self) -> bool:
-        """Return whether no call runs, and the shadow samples' share of tokens is below its bound."""
-        is_idle = not self._pool.num_calls and bool(self._pool.serving)
+        """Return whether no call has run for a while, and the shadow samples' share of tokens is below its bound."""
+        is_quiet = not self._pool.num_calls and self._pool.idle_seconds >= self._settings.shadow_idle_seconds
+        is_idle = is_quiet and bool(self._pool.serving)
         return is_idle and self._num_shadow_tokens <= self._settings.shadow_tokens * self._num_real_tokens
 
     async def _sample_once(self, chosen: Chosen, member: Session) -> bool:

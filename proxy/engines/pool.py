@@ -55,6 +55,7 @@ class EnginePool:
         self._in_flight = 0
         self.call_arrived = asyncio.Event()
         """Set when a call takes a place. A shadow sample clears it before it starts, and ends when it is set."""
+        self._last_call_at = -math.inf
         self._changed = asyncio.Event()
         metrics.compute(metrics.in_flight, lambda: self._in_flight)
         for engine in self.engines:
@@ -74,6 +75,11 @@ class EnginePool:
     def num_calls(self) -> int:
         """Calls that wait for an engine or run on one, without shadow samples."""
         return self._in_flight
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last call has ended; 0 while one waits or runs."""
+        return 0.0 if self._in_flight else time.monotonic() - self._last_call_at
 
     @property
     def serving(self) -> list[Engine]:
@@ -249,7 +255,9 @@ class EnginePool:
     def release(self, lane: Lane, session: Session) -> None:
         """Return the place of a session's call."""
         lane.num_calls -= 1
-        self._in_flight -= session.opened_by != SHADOW
+        if session.opened_by != SHADOW:
+            self._in_flight -= 1
+            self._last_call_at = time.monotonic()
 
     def close(self) -> None:
         """Close all idle connections."""
