@@ -4,12 +4,15 @@ Each agent plays sessions of growing conversations through a proxy that commits 
 sizes follow a published distribution of 391 sessions of coding agents: prompts of 99 k, 413 k and 616 k tokens (p50,
 p90, p99), replies of 458, 2,470 and 8,609 tokens, 31 turns a session, and 4.2 s between two turns. `--scale` scales the
 tokens and `--pace` the pauses, so that a run also shows where the proxy is saturated. The random numbers are seeded.
+Each agent begins in the middle of a session. The figures are of `--seconds` after a warm-up, in which each agent sends
+its first turn, whose whole prompt is new: from then on one turn in 31 is a first one.
 
 With `--peer PYTHON`, an interpreter of an environment with `pip install 'litellm[proxy]'`, the same agents then play
 through LiteLLM's proxy, which records nothing, in front of the same stand-in.
 
-Printed: turns a second, CPU seconds a turn of the serving and of the writing process, the time of a call at p50 and p99
-(the stand-in's own time is part of it), the most calls in flight, and how many calls were refused (429) or timed out.
+Printed: turns a second, CPU a turn of the serving and the writing processes, of the agents and of the stand-in, the
+time of a call and what the proxy adds to it (without the stand-in's work on the reply) at p50 and p99, the most calls
+in flight, and how many calls were refused (429) or timed out.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+import uvloop
 from long_text import MANY, Conversation, source_text, tokenizer_directory
 from long_turn import HERE, Server, cpu_seconds, process_tree, served
 from servers import running
@@ -48,20 +53,31 @@ NEW_CHARACTERS = 6_000
 FIRST_SHARE = 0.5
 """Of a session's prompt, what its first turn sends; the rest is added turn by turn."""
 REFUSED = 429
+START_SHARE = 0.75
+"""Of the warm-up: when the last agent has started."""
 
 
 @dataclasses.dataclass
 class Seen:
     """What the agents saw."""
 
-    seconds: list[float] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of each call, by the id of its reply."""
     refused: int = 0
     without_retry_after: int = 0
     timed_out: int = 0
     failed: int = 0
-    in_flight: int = 0
     most_in_flight: int = 0
     prompt_tokens: int = 0
+
+
+class Load:
+    """What all agents share."""
+
+    def __init__(self) -> None:
+        self.seen = Seen()
+        self.stop = asyncio.Event()
+        self.in_flight = 0
 
 
 def drawn(chance: random.Random, values: tuple[int, ...]) -> int:
@@ -77,51 +93,53 @@ def drawn(chance: random.Random, values: tuple[int, ...]) -> int:
 class Agent:
     """One agent, which plays session after session."""
 
-    def __init__(self, number: int, given: argparse.Namespace, url: str, seen: Seen) -> None:
+    def __init__(self, number: int, given: argparse.Namespace, url: str, load: Load) -> None:
         self._number = number
         self._given = given
         self._url = f"{url}/v1/chat/completions"
-        self._seen = seen
+        self._load = load
         self._chance = random.Random(given.seed * 100_003 + number)
 
-    async def play(self, http: aiohttp.ClientSession, stop: float) -> None:
-        """Play until the clock says stop; the agents start spread over one pause."""
-        await self._pause()
-        number = 0
-        while not self._is_over(stop):
+    async def play(self, http: aiohttp.ClientSession) -> None:
+        """Play until the load stops; the agents start spread over one pause, or over most of the warm-up."""
+        start_seconds = max(PAUSE_SECONDS * self._given.pace, START_SHARE * self._given.warm_up)
+        await self._wait(self._chance.random() * start_seconds)
+        number, played = 0, self._chance.randrange(TURNS)
+        while not self._load.stop.is_set():
             number += 1
-            await self._session(http, f"agent-{self._number}-{number}", stop)
+            await self._session(http, f"agent-{self._number}-{number}", played)
+            played = 0
 
-    def _is_over(self, stop: float) -> bool:
-        return time.monotonic() >= stop or len(self._seen.seconds) >= self._given.turns
+    async def _wait(self, seconds: float) -> None:
+        """Wait for so long, or until the load stops."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._load.stop.wait(), seconds)
 
-    async def _pause(self) -> None:
-        await asyncio.sleep(self._chance.expovariate(1.0) * PAUSE_SECONDS * self._given.pace)
-
-    async def _session(self, http: aiohttp.ClientSession, session_id: str, stop: float) -> None:
+    async def _session(self, http: aiohttp.ClientSession, session_id: str, played: int) -> None:
+        """Play a session; its first request is as long as after some turns that were played before."""
         tokens = drawn(self._chance, PROMPT_TOKENS) * self._given.scale
         new = max(50, int(tokens * (1 - FIRST_SHARE) / TURNS * CHARACTERS_PER_TOKEN))
-        first = int(tokens * FIRST_SHARE)
+        first = int(tokens * (FIRST_SHARE + (1 - FIRST_SHARE) * played / TURNS))
         shape = dataclasses.replace(MANY, num_messages=max(4, first // 600), new_characters=new)
         conversation = Conversation(shape, first * CHARACTERS_PER_TOKEN, self._chance.randrange(10**6))
-        for _ in range(TURNS):
-            if self._is_over(stop):
+        for _ in range(played, TURNS):
+            if self._load.stop.is_set():
                 return
             reply = await self._turn(http, session_id, conversation)
             if reply is not None:
                 conversation.extend(reply)
-            await self._pause()
+            await self._wait(self._chance.expovariate(1.0) * PAUSE_SECONDS * self._given.pace)
 
     async def _turn(
         self, http: aiohttp.ClientSession, session_id: str, conversation: Conversation
     ) -> dict[str, Any] | None:
         """Return the reply; None for a call that was refused, failed or timed out."""
-        seen = self._seen
+        seen = self._load.seen  # of this moment: a call counts where it begins
         size = max(2, int(drawn(self._chance, REPLY_TOKENS) * self._given.scale))
         body = conversation.request(stream=False, max_tokens=size)
         headers = {"content-type": "application/json", "x-session-id": session_id}
-        seen.in_flight += 1
-        seen.most_in_flight = max(seen.most_in_flight, seen.in_flight)
+        self._load.in_flight += 1
+        seen.most_in_flight = max(seen.most_in_flight, self._load.in_flight)
         started = time.perf_counter()
         try:
             async with http.post(self._url, data=body, headers=headers) as response:
@@ -130,15 +148,17 @@ class Agent:
             seen.timed_out += 1
             return None
         finally:
-            seen.in_flight -= 1
+            self._load.in_flight -= 1
         if response.status != 200:
             seen.refused += response.status == REFUSED
             seen.without_retry_after += response.status == REFUSED and "retry-after" not in response.headers
             seen.failed += response.status != REFUSED
             return None
-        seen.seconds.append(time.perf_counter() - started)
         answer = orjson.loads(raw)
+        seen.seconds[answer["id"]] = time.perf_counter() - started
         seen.prompt_tokens += len(body) // CHARACTERS_PER_TOKEN
+        if len(seen.seconds) >= self._given.turns:
+            self._load.stop.set()
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
@@ -146,9 +166,11 @@ class Agent:
 class Peer:
     """Another proxy under measurement: its whole process tree serves."""
 
-    def __init__(self, url: str, pid: int) -> None:
+    def __init__(self, url: str, pid: int, engine_pid: int, engine_url: str) -> None:
         self.url = url
         self._pid = pid
+        self.engine_pid = engine_pid
+        self.engine_url = engine_url
 
     def cpu(self) -> tuple[float, float]:
         """Return the CPU time of its processes, and none of a writing process."""
@@ -161,7 +183,7 @@ def litellm_proxy(python: str) -> Iterator[Peer]:
     engine, port = free_port(), free_port()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
         argv = [sys.executable, str(HERE / "long_engine.py"), "--port", str(engine), "--any-ids"]
-        servers.enter_context(
+        stand_in = servers.enter_context(
             running([*argv, "--tokenizer", str(tokenizer_directory())], f"http://127.0.0.1:{engine}/health")
         )
         parameters = {"model": "openai/long", "api_base": f"http://127.0.0.1:{engine}/v1", "api_key": "none"}
@@ -174,29 +196,36 @@ def litellm_proxy(python: str) -> Iterator[Peer]:
         argv = [str(Path(python).with_name("litellm")), "--config", str(config), "--port", str(port)]
         argv += ["--host", "127.0.0.1", "--num_workers", "1"]
         process = servers.enter_context(running(argv, f"http://127.0.0.1:{port}/health/liveliness"))
-        yield Peer(f"http://127.0.0.1:{port}", process.pid)
+        yield Peer(f"http://127.0.0.1:{port}", process.pid, stand_in.pid, f"http://127.0.0.1:{engine}")
 
 
-async def play_all(server: Server | Peer, url: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Let all agents play; return the figures."""
-    seen = Seen()
-    before, started = server.cpu(), time.monotonic()
+async def play_all(server: Server | Peer, given: argparse.Namespace) -> dict[str, Any]:
+    """Let all agents play; return the figures of the time after the warm-up."""
+    load = Load()
     timeout = aiohttp.ClientTimeout(total=given.timeout)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
-        stop = started + given.seconds
-        await asyncio.gather(*(Agent(number, given, url, seen).play(http, stop) for number in range(given.agents)))
-    elapsed = time.monotonic() - started
-    serving, writer = (after - start for start, after in zip(before, server.cpu(), strict=True))
-    turns = len(seen.seconds)
-    quantiles = statistics.quantiles(seen.seconds, n=100) if turns > 1 else [0.0] * 99
+        agents = [Agent(number, given, server.url, load).play(http) for number in range(given.agents)]
+        playing = asyncio.gather(*agents)
+        await asyncio.sleep(given.warm_up)
+        load.seen = seen = Seen()
+        before, started = cpu_times(server), time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(load.stop.wait(), given.seconds)
+        num_turns, elapsed = len(seen.seconds), time.monotonic() - started
+        spent = {name: seconds - before[name] for name, seconds in cpu_times(server).items()}
+        load.stop.set()
+        await playing
+    engine_seconds = orjson.loads(await asyncio.to_thread(fetch, f"{server.engine_url}/bench/times"))
+    added = [seconds - engine_seconds.get(reply, 0.0) for reply, seconds in seen.seconds.items()]
     return {
-        "turns": turns,
-        "turns_per_second": turns / elapsed,
-        "mean_prompt_tokens": seen.prompt_tokens / max(turns, 1),
-        "serving_cpu_ms": serving / max(turns, 1) * 1e3,
-        "writer_cpu_ms": writer / max(turns, 1) * 1e3,
-        "p50_ms": quantiles[49] * 1e3,
-        "p99_ms": quantiles[98] * 1e3,
+        "turns": num_turns,
+        "turns_per_second": num_turns / elapsed,
+        "mean_prompt_tokens": seen.prompt_tokens / max(len(seen.seconds), 1),
+        **{f"{name}_cpu_ms": seconds / max(num_turns, 1) * 1e3 for name, seconds in spent.items()},
+        "serving_share_of_a_core": spent["serving"] / elapsed,
+        **quantiles("call", list(seen.seconds.values())),
+        **(proxy_adds := quantiles("added", added)),
+        "added_p99_to_p50": proxy_adds["added_p99_ms"] / max(proxy_adds["added_p50_ms"], 1e-3),
         "most_in_flight": seen.most_in_flight,
         "refused": seen.refused,
         "refused_without_retry_after": seen.without_retry_after,
@@ -205,11 +234,32 @@ async def play_all(server: Server | Peer, url: str, given: argparse.Namespace) -
     }
 
 
+def fetch(url: str) -> bytes:
+    """Return the body of an answer."""
+    with urllib.request.urlopen(url) as response:
+        body: bytes = response.read()
+        return body
+
+
+def cpu_times(server: Server | Peer) -> dict[str, float]:
+    """Return the CPU seconds so far of all that takes part."""
+    serving, writer = server.cpu()
+    engine = cpu_seconds(server.engine_pid)
+    return {"serving": serving, "writer": writer, "agents": time.process_time(), "stand_in": engine}
+
+
+def quantiles(name: str, seconds: list[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile, milliseconds."""
+    found = statistics.quantiles(seconds, n=100) if len(seconds) > 1 else [0.0] * 99
+    return {f"{name}_p50_ms": found[49] * 1e3, f"{name}_p99_ms": found[98] * 1e3}
+
+
 def main() -> int:
     """Print the figures; return 1 if a call failed, timed out, or was refused without `Retry-After`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--agents", type=int, default=400)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=40.0, help="that are measured")
+    parser.add_argument("--warm-up", type=float, default=30.0, help="seconds before")
     parser.add_argument("--turns", type=int, default=10**9, help="stop after so many turns")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of prompt and reply tokens")
     parser.add_argument("--pace", type=float, default=1.0, help="factor of the pauses between turns")
@@ -223,11 +273,11 @@ def main() -> int:
     source_text()
     flags = ("--max-concurrent-calls", str(given.max_concurrent_calls))
     with served(*flags, engine_flags=["--any-ids"], num_workers=given.workers) as server:
-        figures = asyncio.run(play_all(server, server.url, given))
+        figures = uvloop.run(play_all(server, given))
     show("turnwise", figures, as_json=given.json)
     if given.peer:
         with litellm_proxy(given.peer) as peer:
-            show("LiteLLM's proxy", asyncio.run(play_all(peer, peer.url, given)), as_json=given.json)
+            show("LiteLLM's proxy", uvloop.run(play_all(peer, given)), as_json=given.json)
     return 1 if figures["failed"] or figures["timed_out"] or figures["refused_without_retry_after"] else 0
 
 

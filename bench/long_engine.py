@@ -3,7 +3,7 @@
 It echoes the token ids of a prompt as the bytes that were sent and parses no number of them, so that it costs little.
 A prompt without ids is tokenised with the tokenizer and the template of the directory; with `--any-ids` it gets one id
 for every four bytes. A reply has as many tokens as `max_tokens` says, or the default number. With tools in the request
-it calls the first tool.
+it calls the first tool. `GET /bench/times` returns how long it worked on each reply, by the reply's id.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +22,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 IDS = b'"prompt_token_ids":['
 WORD_ID = 1234
 MAX_TOKENS = re.compile(rb'"max_tokens":\s*(\d+)')
-ASKS_FOR_IDS = re.compile(rb'"return_token_ids":\s*true')
-ASKS_FOR_LOGPROBS = re.compile(rb'"logprobs":\s*true')
+ASKS_FOR_IDS = b'"return_token_ids":'
+ASKS_FOR_LOGPROBS = b'"logprobs":'
 SEARCHED_BYTES = 64 * 2**10
 """Bytes at the end of a request in which `max_tokens` is looked for."""
 NUM_EVENTS = 20
 """Chunks of a streamed reply."""
+
+
+LOGPROB = orjson.dumps({"token": " word", "logprob": -0.125, "bytes": [32, 119, 111, 114, 100], "top_logprobs": []})
+
+
+def is_on(body: bytes, field: bytes) -> bool:
+    """Return whether a field of a request is true; the search costs less than a regular expression's."""
+    at = body.rfind(field)
+    return at >= 0 and body[at + len(field) : at + len(field) + 8].lstrip().startswith(b"true")
 
 
 class LongEngine:
@@ -38,11 +48,17 @@ class LongEngine:
         self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tokenizer_path)
         self._default_tokens = self._num_tokens = num_tokens
         self._num_calls = 0
+        self._seconds: dict[str, float] = {}
 
     def answer(self, path: bytes, body: bytes, request_id: bytes) -> tuple[bytes, bytes]:
         """Return content type and body of the answer to a request."""
         if path.startswith(b"/v1/chat/completions"):
-            return self._chat(body, request_id)
+            started = time.perf_counter()
+            answer = self._chat(body, request_id or b"%d" % self._num_calls)
+            self._seconds[f"chatcmpl-{request_id.decode() or self._num_calls - 1}"] = time.perf_counter() - started
+            return answer
+        if path.startswith(b"/bench/times"):
+            return b"application/json", orjson.dumps(self._seconds)
         if path.startswith(b"/tokenize"):
             request = orjson.loads(body)
             ids = self._encode(request["messages"], request.get("tools"))
@@ -75,7 +91,7 @@ class LongEngine:
             has_tools = b'"tools":[' in body
         elif self._any_ids:
             has_tools = b'"tools":[' in body
-            prompt = b"[%b]" % b",".join([b"%d" % WORD_ID] * (len(body) // 4))
+            prompt = b"[%d" % WORD_ID + b",%d" % WORD_ID * (len(body) // 4 - 1) + b"]"
         else:
             request = orjson.loads(body)
             has_tools = bool(request.get("tools"))
@@ -84,18 +100,22 @@ class LongEngine:
         if b'"stream":true' in body:
             return b"text/event-stream", b"".join(self._events(reply_id, prompt, has_tools=has_tools))
         head = b'{"id":"%b","object":"chat.completion","created":1,"model":"long","choices":' % reply_id
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": {"role": "assistant", "content": self._text(), "tool_calls": self._calls() if has_tools else []},
-            "logprobs": None,  # the order of the fields is vLLM's
-            "finish_reason": "tool_calls" if has_tools else "stop",
-        }
-        if ASKS_FOR_LOGPROBS.search(body):
-            choice["logprobs"] = {"content": self._logprobs(self._num_tokens)}
-        if not ASKS_FOR_IDS.search(body):
-            return b"application/json", head + orjson.dumps([choice]) + b"}"
-        choice["token_ids"] = self._ids()
-        return b"application/json", head + orjson.dumps([choice]) + b',"prompt_token_ids":' + prompt + b"}"
+        message = {"role": "assistant", "content": self._text(), "tool_calls": self._calls() if has_tools else []}
+        asks_for_logprobs, asks_for_ids = is_on(body, ASKS_FOR_LOGPROBS), is_on(body, ASKS_FOR_IDS)
+        logprobs = b'{"content":[%b]}' % (LOGPROB + (b"," + LOGPROB) * (self._num_tokens - 1))
+        parts = [
+            head,  # the order of the fields is vLLM's
+            b'[{"index":0,"message":',
+            orjson.dumps(message),
+            b',"logprobs":',
+            logprobs if asks_for_logprobs else b"null",
+            b',"finish_reason":"%b"' % (b"tool_calls" if has_tools else b"stop"),
+            b',"token_ids":' + orjson.dumps(self._ids()) if asks_for_ids else b"",
+            b"}]",
+            b',"prompt_token_ids":' + prompt if asks_for_ids else b"",
+            b"}",
+        ]
+        return b"application/json", b"".join(parts)
 
     def _events(self, reply_id: bytes, prompt: bytes, *, has_tools: bool) -> Iterator[bytes]:
         head = b'data: {"id":"%b","object":"chat.completion.chunk","created":1,"model":"long","choices":' % reply_id
@@ -160,7 +180,7 @@ class Connection(asyncio.Protocol):
                 return
             body = bytes(memoryview(self._data)[end + 4 : end + 4 + length])
             del self._data[: end + 4 + length]
-            kind, answer = self._engine.answer(head.split(b" ", 2)[1], body, _header(head, b"x-request-id") or b"1")
+            kind, answer = self._engine.answer(head.split(b" ", 2)[1], body, _header(head, b"x-request-id"))
             start = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (kind, len(answer))
             self._transport.writelines([start, answer])
 

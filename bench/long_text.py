@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -117,7 +118,7 @@ class Conversation:
         self._shape = shape
         self._pool = source_text()
         self._at = random.Random(seed).randrange(len(self._pool))
-        self._tools = json.dumps(tools(), separators=(",", ":")) if shape.has_tools else ""
+        self._tools = json.dumps(tools(), separators=(",", ":")).encode() if shape.has_tools else b""
         self._number = 0
         self._encoded = [_dump(message) for message in self._opening(num_characters)]
 
@@ -150,12 +151,12 @@ class Conversation:
     def request(self, *, stream: bool, max_tokens: int | None = None) -> bytes:
         """Return the body of the next request."""
         end = (
-            ',"model":"long"'
-            + (',"stream":true' if stream else "")
-            + (f',"tools":{self._tools}' if self._tools else "")
-            + (f',"max_tokens":{max_tokens}' if max_tokens else "")
+            b',"model":"long"'
+            + (b',"stream":true' if stream else b"")
+            + (b',"tools":%b' % self._tools if self._tools else b"")
+            + (b',"max_tokens":%d' % max_tokens if max_tokens else b"")
         )
-        return ('{"messages":[' + ",".join(self._encoded) + "]" + end + "}").encode()
+        return b'{"messages":[' + b",".join(self._encoded) + b"]" + end + b"}"
 
     def extend(self, reply: Json) -> None:
         """Add a reply, and a tool's result or a user's message."""
@@ -168,5 +169,5 @@ class Conversation:
             self._encoded.append(_dump({"role": "user", "content": content}))
 
 
-def _dump(message: Json) -> str:
-    return json.dumps(message, separators=(",", ":"), ensure_ascii=False)
+def _dump(message: Json) -> bytes:
+    return orjson.dumps(message)

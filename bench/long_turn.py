@@ -68,8 +68,10 @@ def is_writer(pid: int) -> bool:
 class Server:
     """A proxy under measurement, of one worker or several."""
 
-    def __init__(self, url: str, pid: int, num_workers: int = 1) -> None:
+    def __init__(self, url: str, pid: int, num_workers: int = 1, *, engine_pid: int = 0, engine_url: str = "") -> None:
         self.url = url
+        self.engine_pid = engine_pid
+        self.engine_url = engine_url
         self._address = urlsplit(url).netloc
         self.pid = pid
         deadline = time.monotonic() + START_SECONDS
@@ -135,15 +137,18 @@ def served(*flags: str, engine_flags: Sequence[str] = (), num_workers: int = 1) 
         database.upgrade()
         database.close()
         argv = [sys.executable, str(HERE / "long_engine.py"), "--port", str(engine), *engine_flags]
-        servers.enter_context(
-            running([*argv, "--tokenizer", str(tokenizer_directory())], f"http://127.0.0.1:{engine}/health")
+        engine_url = f"http://127.0.0.1:{engine}"
+        stand_in = servers.enter_context(
+            running([*argv, "--tokenizer", str(tokenizer_directory())], f"{engine_url}/health")
         )
-        argv = [sys.executable, "-P", str(HERE / "watched_proxy.py"), "--engine", f"http://127.0.0.1:{engine}"]
+        argv = [sys.executable, "-P", str(HERE / "watched_proxy.py"), "--engine", engine_url]
         argv += ["--engine-check", "warn", "--database", url, "--port", str(proxy), "--log-level", "warning"]
         argv += ["--token-cache-bytes", str(CACHE_BYTES), "--request-cache-bytes", str(CACHE_BYTES), *flags]
         argv += ["--workers", str(num_workers)]
         process = servers.enter_context(running(argv, f"http://127.0.0.1:{proxy}/readyz"))
-        yield Server(f"http://127.0.0.1:{proxy}", process.pid, num_workers)
+        yield Server(
+            f"http://127.0.0.1:{proxy}", process.pid, num_workers, engine_pid=stand_in.pid, engine_url=engine_url
+        )
 
 
 def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, stream: bool) -> dict[str, Any]:

@@ -63,7 +63,20 @@ def test_simulated_agents_get_an_answer_to_every_call(limit):
 
     Calls beyond the limit are refused with `Retry-After`.
     """
-    small = ["--agents", "6", "--turns", "20", "--seconds", "120", "--scale", "0.01", "--pace", "0.02"]
+    small = [
+        "--agents",
+        "6",
+        "--turns",
+        "20",
+        "--seconds",
+        "120",
+        "--warm-up",
+        "0",
+        "--scale",
+        "0.01",
+        "--pace",
+        "0.02",
+    ]
     figures = json.loads(run("agents.py", *small, "--max-concurrent-calls", str(limit), "--json"))
     assert figures["turns"] >= 20
     assert (figures["refused"] > 0) == (limit == 1)
