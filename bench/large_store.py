@@ -27,7 +27,7 @@ import numpy as np
 import psycopg
 import sqlalchemy as sa
 
-from turnwise.store import changes, claims, experiences, groups, ledger, queries, rows, search, tables
+from turnwise.store import changes, claims, experiences, groups, history, ledger, queries, rows, search, tables
 from turnwise.store.database import Database, to_micros
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
@@ -80,6 +80,12 @@ PAGES = {
     ),
     "the changes of a small tenant": Page(lambda c: changes.read_state(c, SMALL)),
     "a session's turns": Page(lambda c: queries.turns(c, SMALL, f"{small_group(1)}-0")),
+    "a conversation that a proxy does not hold": Page(
+        lambda c: history.unknown_turns(c, SMALL, f"{small_group(1)}-0", first=0, known=())
+    ),
+    "its newest turn, from another proxy": Page(
+        lambda c: history.unknown_turns(c, SMALL, f"{small_group(1)}-0", first=TURNS_PER_SESSION - 1, known=())
+    ),
     "the experiences of a session": Page(
         lambda c: list(experiences.experiences(c, SessionFilter(tenant=SMALL, session_id=f"{small_group(1)}-0")))
     ),

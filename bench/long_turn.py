@@ -4,6 +4,10 @@ Conversations of code, in many messages with tool calls or in a few long ones, g
 commits every turn. Printed for each: CPU milliseconds a turn of the serving process and of its writing process, the
 longest hold of the event loop, the resident memory a million tokens of live context, and the same for the first turn,
 whose whole prompt is new. The engine is a stand-in that echoes the prompt ids as bytes (bench/long_engine.py).
+
+With `--live 200` so many conversations of the first length are played, turn by turn in turns, by a proxy whose memory
+settings are a share of the defaults: 200 of 10,000. Printed: its growth at each round, against the sum of the settings,
+and the outcomes of the turns, of which most read back what the proxy has dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from urllib.parse import urlsplit
 
 import orjson
 from long_text import FEW, MANY, Conversation, Shape, tokenizer_directory
-from memory import resident_bytes
+from memory import FULL_SESSIONS, cache_flags, resident_bytes
 from servers import START_SECONDS, running
 
 from turnwise.processes.stack import free_port
@@ -37,6 +41,8 @@ SETTLE_SECONDS = 7.0
 """Until the proxy has returned freed memory to the system."""
 TRIM_BYTES = 8 * 2**20
 """Of long requests, after which the proxy returns freed memory; see `proxy.allocator`."""
+LIVE_ROUNDS = 3
+WARM_UP_LIVE_TURNS = 20
 CACHE_BYTES = 10**9
 """Of ids in memory: all conversations stay there."""
 
@@ -89,8 +95,12 @@ class Server:
 
     def get(self, path: str) -> Any:
         """Return the decoded answer to a request without a body."""
+        return orjson.loads(self.text(path))
+
+    def text(self, path: str) -> str:
+        """Return the answer to a request without a body."""
         self._http.request("GET", path)
-        return orjson.loads(self._http.getresponse().read())
+        return self._http.getresponse().read().decode()
 
     def turn(self, session_id: str, conversation: Conversation, *, stream: bool) -> int:
         """Play one turn; return the number of characters that were sent."""
@@ -208,14 +218,47 @@ def first_hold(server: Server, shape: Shape, num_tokens: int, name: str, *, stre
     return float(server.get("/bench/hold")["seconds"]) * 1e3
 
 
+def play_live(num_conversations: int, num_tokens: int) -> None:
+    """Play many conversations, each one turn after the other conversations' turns; print the growth of the memory."""
+    flags = cache_flags(num_conversations / FULL_SESSIONS)
+    limit = sum(int(flag.split("=")[1]) for flag in flags)
+    conversations = [
+        Conversation(MANY, int(num_tokens * CHARACTERS_PER_TOKEN), seed) for seed in range(num_conversations)
+    ]
+    with served(*flags, engine_flags=["--any-ids"]) as server:
+        warm = Conversation(MANY, int(num_tokens * CHARACTERS_PER_TOKEN), num_conversations)
+        for _ in range(WARM_UP_LIVE_TURNS):
+            server.turn("warm", warm, stream=False)
+        time.sleep(SETTLE_SECONDS)
+        resident, before = resident_bytes(server.pid), server.cpu()
+        for round_number in range(1, LIVE_ROUNDS + 1):
+            for number, conversation in enumerate(conversations):
+                server.turn(f"live-{number}", conversation, stream=False)
+            spent = (sum(server.cpu()) - sum(before)) / num_conversations * 1e3
+            time.sleep(SETTLE_SECONDS)
+            grown, before = resident_bytes(server.pid) - resident, server.cpu()
+            print(
+                f"{num_conversations} conversations of {num_tokens} tokens, turn {round_number}: {grown / 1e6:.0f} MB "
+                f"more than before, with memory settings of {limit / 1e6:.0f} MB; {spent:.1f} ms of CPU a turn",
+                flush=True,
+            )
+        for line in server.text("/metrics").splitlines():
+            if line.startswith("turnwise_turns_total{"):
+                print(line)
+
+
 def main() -> int:
     """Print a row for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
     parser.add_argument("--turns", type=int, default=12, help="measured turns of each case")
     parser.add_argument("--modes", nargs="+", choices=["whole", "stream"], default=["whole", "stream"])
+    parser.add_argument("--live", type=int, default=0, help="conversations of the first length, instead of the cases")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    if given.live:
+        play_live(given.live, given.tokens[0])
+        return 0
     rows = []
     print(
         f"{'tokens':>9} {'shape':31}{'mode':8}{'serving':>10}{'writer':>10}{'hold':>10}{'MB/M tok':>10}"

@@ -5,8 +5,9 @@ workers. Printed for each: calls a second, CPU microseconds a call of all its pr
 p99 (the upper bound of its bucket), and how many transactions were tried again because the database was locked. On a
 machine with fewer free cores than processes, compare the CPU, not the calls a second.
 
-Then long conversations are played through two workers, each over one connection, and with a new connection for each
-turn: half of these turns reach a worker that does not know the turn before.
+Then long conversations are played through two workers: over one connection, and over a new connection for each turn,
+with session affinity (the worker of the session gets the connection) and without it (half of the turns reach a worker
+that does not know the turn before).
 """
 
 from __future__ import annotations
@@ -87,20 +88,17 @@ def measure(engine: str, database: str, num_workers: int, seconds: float) -> Mea
     )
 
 
-def moved(num_tokens: int, num_turns: int) -> tuple[float, float]:
-    """Return the CPU milliseconds a turn, of all processes, over one connection and over a new one for each turn."""
-    found = []
-    with served("--log-level", "error", num_workers=2) as server:
-        for reconnects in (False, True):
-            conversation = Conversation(MANY, int(num_tokens * CHARACTERS_PER_TOKEN), 0)
-            for number in range(WARM_UP_TURNS + num_turns):
-                if number == WARM_UP_TURNS:
-                    before = sum(server.cpu())
-                if reconnects:
-                    server.reconnect()
-                server.turn(f"moved-{reconnects}", conversation, stream=False)
-            found.append((sum(server.cpu()) - before) / num_turns * 1e3)
-    return found[0], found[1]
+def cpu_of_turns(num_tokens: int, num_turns: int, *flags: str, reconnects: bool) -> float:
+    """Return the CPU milliseconds a turn, of all processes, over one connection or over a new one for each turn."""
+    with served("--log-level", "error", *flags, num_workers=2) as server:
+        conversation = Conversation(MANY, int(num_tokens * CHARACTERS_PER_TOKEN), 0)
+        for number in range(WARM_UP_TURNS + num_turns):
+            if number == WARM_UP_TURNS:
+                before = sum(server.cpu())
+            if reconnects:
+                server.reconnect()
+            server.turn("conversation", conversation, stream=False)
+        return (sum(server.cpu()) - before) / num_turns * 1e3
 
 
 def main() -> int:
@@ -128,8 +126,13 @@ def main() -> int:
                 flush=True,
             )
     for num_tokens in given.tokens:
-        kept, reconnected = moved(num_tokens, given.turns)
-        print(f"{num_tokens} tokens: {kept:.1f} ms a turn on one connection, {reconnected:.1f} ms on new connections")
+        one = cpu_of_turns(num_tokens, given.turns, reconnects=False)
+        handed_over = cpu_of_turns(num_tokens, given.turns, reconnects=True)
+        moved = cpu_of_turns(num_tokens, given.turns, "--no-session-affinity", reconnects=True)
+        print(
+            f"{num_tokens} tokens: {one:.1f} ms a turn on one connection, {handed_over:.1f} ms on new connections, "
+            f"{moved:.1f} ms on new connections without session affinity"
+        )
     return 0
 
 
