@@ -266,12 +266,14 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which an agent gives up a call")
     parser.add_argument("--max-concurrent-calls", type=int, default=1024, help="the proxy's limit")
     parser.add_argument("--workers", type=int, default=1, help="the proxy's serving processes")
+    parser.add_argument("--no-session-affinity", action="store_true", help="as the proxy's flag, for several workers")
     parser.add_argument("--peer", metavar="PYTHON", help="interpreter of an environment with litellm[proxy]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     source_text()
-    flags = ("--max-concurrent-calls", str(given.max_concurrent_calls))
+    flags = ["--max-concurrent-calls", str(given.max_concurrent_calls)]
+    flags += ["--no-session-affinity"] if given.no_session_affinity else []
     with served(*flags, engine_flags=["--any-ids"], num_workers=given.workers) as server:
         figures = uvloop.run(play_all(server, given))
     show("turnwise", figures, as_json=given.json)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.dialects import QUICK_ON_SQLITE
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -33,6 +34,15 @@ def test_queries_of_a_small_tenant_and_of_the_trainer_do_not_grow_with_the_data_
     """The bench itself fails if one does; it counts the instructions that SQLite executes."""
     printed = run("large_store.py", "--turns", "20000", "80000")
     assert printed.count("instructions") >= 2 * 15
+
+
+@pytest.mark.slow
+@QUICK_ON_SQLITE
+def test_no_query_grows_with_the_data_of_others_up_to_a_million_turns(dialect, database_url):
+    """On PostgreSQL the bench counts the blocks that a query reads."""
+    flags = ["--url", database_url] if dialect == "postgresql" else []
+    printed = run("large_store.py", "--turns", "100000", "1000000", *flags)
+    assert "999,768 turns in 30,296 sessions" in printed
 
 
 @pytest.mark.slow
