@@ -66,10 +66,20 @@ def sessions(vocabulary: int = 48) -> list[Any]:
     return found
 
 
-def steps(spec: dict[str, Any], rule: dict[str, Any], *, is_sharded: bool = False) -> dict[str, Any]:
+def compiled_steps(spec: dict[str, Any], rule: dict[str, Any]) -> dict[str, Any]:
+    """Return what `steps` returns in a world, with layers that are traced as by `torch.compile`."""
+    torch.compile = functools.partial(torch.compile, backend="eager")  # it generates no code, which takes half a minute
+    found = steps(spec, rule, is_sharded=True, is_compiled=True)
+    return found | {"num_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+
+def steps(
+    spec: dict[str, Any], rule: dict[str, Any], *, is_sharded: bool = False, is_compiled: bool = False
+) -> dict[str, Any]:
     """Return losses, gradient norms, logprobs and weights of a few optimizer steps."""
     torch.set_num_threads(1)
     policy = Policy(PolicySpec(**{"device": "cpu", **spec}))
+    policy.compiled = is_compiled
     reference = Policy(policy.spec) if rule.get("kl_coef") else None
     agent = PolicyAgent(policy, AgentRule(**{"row_tokens": 64, "max_logprob_gap": 100.0, **rule}), reference)
     if is_sharded:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support.forests import grown_forest
-from support.gloo_worlds import steps, world_of
+from support.gloo_worlds import compiled_steps, run_world, steps, world_of
 from support.trainer_ledger import VOCABULARY, settings_for
 
 from trainer.learning.attention import BLOCK, dense_mask
@@ -82,6 +82,15 @@ def test_two_processes_that_divide_layers_experts_or_rows_equal_one(
     models: Path, family: str, division: dict[str, int]
 ):
     assert_equal(world_of(2, {"model": str(models / family)} | division), alone(models / family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", [{}, {"tensor_parallel": 2}], ids=str)
+def test_two_processes_with_compiled_layers_equal_one_without(models: Path, division: dict[str, int]):
+    """The compiler traces each layer in both processes; with `compile` several processes shard as without."""
+    found = run_world(2, compiled_steps, {"model": str(models / "Qwen3")} | division, {})
+    assert all(each["num_graphs"] > 0 for each in found)
+    assert_equal(found[0], alone(models / "Qwen3"))
 
 
 @pytest.mark.slow
