@@ -194,3 +194,14 @@ def test_the_doctor_names_an_unreachable_engine_and_exits_with_status_one(databa
     result = _run("doctor", "--engine", "http://127.0.0.1:1", "--database", database)
     assert result.exit_code == 1
     assert "turnwise engine" in result.output
+
+
+@pytest.mark.parametrize("output", ["directory", "file/below"])
+def test_a_file_that_cannot_be_written_is_one_sentence(database: str, output: str):
+    """A traceback would hide what the operator has to do."""
+    Path("file").touch()
+    Path("directory").mkdir()
+    result = _run("export", "--database", database, "--output", output)
+    assert result.exit_code == 1, result.output
+    assert f"cannot read or write '{output}': " in result.output
+    assert "name another place" in result.output

@@ -7,6 +7,7 @@ the ledger, so the served model is measured through the proxy. The result names 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import subprocess
 import time
@@ -17,7 +18,7 @@ from turnwise.client.connection import DEFAULT_BASE_URL
 from turnwise.settings import child_environment, variable_name
 from turnwise.store import evaluations, experiences, keys, policies, queries
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyStatus, Session, SessionKey, SessionStatus, Split
+from turnwise.types import Json, PolicyStatus, Session, SessionKey, SessionStatus, Split, utc_now
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ NEWEST_SESSIONS = 1000
 SERVED_SECONDS = 60.0
 """How long an evaluation waits for the version to be served."""
 POLL_SECONDS = 0.1
+KEY_MARGIN_SECONDS = 60.0
+"""How much longer than the evaluation its key is valid at most."""
 COMING = (PolicyStatus.PUBLISHED, PolicyStatus.CANARY)
 """States of a version that engines may serve soon."""
 
@@ -117,9 +120,16 @@ class LedgerEvaluator:
 
     @contextlib.contextmanager
     def _temporary_key(self) -> Iterator[str]:
-        """Create an agent key for one evaluation and revoke it afterwards; `none` where the proxy asks for no key."""
+        """Create an agent key for one evaluation and revoke it afterwards; `none` where the proxy asks for no key.
+
+        It expires by itself, because a trainer that is killed revokes nothing.
+        """
+        lifetime = datetime.timedelta(seconds=self._timeout_seconds + KEY_MARGIN_SECONDS)
         with self._db.write() as conn:
-            made = keys.create_key(conn, "default", keys.Role.AGENT, "evaluation") if keys.any_keys(conn) else None
+            made = None
+            if keys.any_keys(conn):
+                expires_at = utc_now() + lifetime
+                made = keys.create_key(conn, "default", keys.Role.AGENT, "evaluation", expires_at=expires_at)
         if made is None:
             yield "none"
             return

@@ -7,6 +7,7 @@ until somebody changes settings, files or packages, and 1 for the rest.
 
 from __future__ import annotations
 
+import errno
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ _EXTRA_OF = {
 """The extra that installs a module."""
 _PERMANENT = (ClientError, SettingsError, SchemaMismatch, BadCheckpoint)
 """Errors that come back until somebody changes something: exit status 2. `turnwise up` does not retry them."""
+_OPERATORS_ERRORS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR}
+)
+"""Errors of files that an operator repairs: a full disk, a read-only or wrong place."""
 
 
 class _Commands(click.Group):
@@ -57,6 +62,12 @@ class _Commands(click.Group):
         except TurnwiseError as error:
             print_error(str(error))
             ctx.exit(2 if isinstance(error, _PERMANENT) else 1)
+        except OSError as error:
+            if error.errno not in _OPERATORS_ERRORS:
+                raise
+            name = f" {str(error.filename)!r}" if error.filename is not None else ""
+            print_error(f"cannot read or write{name}: {error.strerror}; free the disk, or name another place")
+            ctx.exit(1)
         except ModuleNotFoundError as error:
             extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
             if extra is None:
