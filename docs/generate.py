@@ -103,7 +103,7 @@ def metrics() -> list[str]:
             continue
         described = metric.describe()[0]
         suffix = "_total" if described.type == "counter" else ""
-        labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # noqa: SLF001  the library tells them nowhere else
+        labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # noqa: SLF001  the library has no public attribute for them
         lines.append(f"| `{described.name}{suffix}` | {labels} | {described.documentation} |")
     return sorted(lines)
 

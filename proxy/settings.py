@@ -63,7 +63,7 @@ class ProxySettings(Settings):
     """Whether a reward for a session that was trained makes its group ready to be trained again."""
     policy_tenant: str | None = None
     """Tenant that owns the model: only its keys publish and activate policy versions. By default the only tenant that
-    has keys; while several have keys, nobody publishes or activates over HTTP until this is set."""
+    has keys; while several have keys, no key publishes or activates over HTTP until this is set."""
 
     engine_api_key: SecretStr | None = None
     """Bearer key that the proxy presents to the engines (vLLM's --api-key)."""

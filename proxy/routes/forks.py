@@ -1,4 +1,4 @@
-"""The route that forks a session: another session goes on from one of its turns, on the same tokens."""
+"""The route that forks a session: another session continues from one of its turns, on the same tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def fork_turn(
     principal: Annotated[Principal, Depends(caller)],
     fork: Fork | None = None,
 ) -> Response:
-    """Create a session that goes on from this turn with the same tokens, for a harness that can replay.
+    """Create a session that continues from this turn with the same tokens, for a harness that can replay.
 
     The harness restores its environment, and calls the new session with the conversation up to here. The new session
     holds copies of the turn and its ancestors, which are not trained. Repeated with the same `session_id`, the call

@@ -22,7 +22,7 @@ Caller = Annotated[Principal, Depends(caller)]
 
 
 class NewLabel(BaseModel):
-    """What a label says."""
+    """The content of a label."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 

@@ -1,4 +1,4 @@
-"""Tells the text of messages from what the chat template adds around it: role markers, tools, the generation prompt.
+"""Separates the text of messages from what the chat template adds: role markers, tools, the generation prompt.
 
 The stored ids do not say which token came from where. So each text of the turn's messages is searched for in the
 decoded prompt, in order and without white space, because templates and tokenizers change white space at the ends of

@@ -129,5 +129,5 @@ def _check_new_version_is_sampled(proxy: Proxy, model: str, version: int) -> Non
     turn = proxy.ask(f"/v1/sessions/{opened['session_id']}/turns")["data"][0]
     if turn["policy_version_first"] < version:
         raise CheckError(
-            f"a turn after the reload says version {turn['policy_version_first']!r}, not {version}", "proxy"
+            f"a turn after the reload has version {turn['policy_version_first']!r}, not {version}", "proxy"
         )

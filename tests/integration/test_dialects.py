@@ -123,7 +123,7 @@ def test_a_responses_agent_that_repeats_its_items_is_one_exact_chain(
 def test_a_previous_response_is_found_in_the_store_and_in_its_session(
     proxy: RunningProxy, shared_engine: RunningFakeEngine
 ) -> None:
-    """The second call names neither session nor history, only the response that it goes on from."""
+    """The second call names neither session nor history, only the response that it continues from."""
     assert shared_engine.url
     client = openai.OpenAI(base_url=proxy.v1, api_key=uuid.uuid4().hex, max_retries=0)
     first = client.responses.create(model="fake", input="one", instructions="Be kind.")

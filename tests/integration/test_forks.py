@@ -1,4 +1,4 @@
-"""Forks: a session that goes on from a turn of another one, on the very same tokens."""
+"""Forks: a session that continues from a turn of another one, on the very same tokens."""
 
 from __future__ import annotations
 

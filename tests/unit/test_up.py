@@ -27,7 +27,7 @@ PASSWORD_URL = "postgresql://turnwise:swordfish@db/turnwise"
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
 

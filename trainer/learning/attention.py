@@ -1,8 +1,8 @@
 """Attention over a packed row: the forest's rule as the masks that the kernels take.
 
 `trainer.learning.forest` states the rule: token q sees token k where k ≤ q < subtree_end[k]. FlexAttention (GPU) gets
-it block by block, so blocks that nobody sees cost nothing. SDPA (CPU, where FlexAttention has no backward) gets it as a
-dense mask, of which only the visible blocks are written. Legend: N tokens of a row, B blocks of a row.
+it block by block, so blocks without a visible pair cost nothing. SDPA (CPU, where FlexAttention has no backward) gets
+it as a dense mask, of which only the visible blocks are written. Legend: N tokens of a row, B blocks of a row.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class MixingRule(LossRule):
     """Loss of imported sessions that are mixed into each batch: `sft` imitates those with at least `sft_min_reward`,
     `dpo` trains pairs of a better and a worse one. None does not use them."""
     mix_groups: int = Field(default=8, ge=1)
-    """Imported groups of a batch, drawn anew for each batch. Without groups in the import, a session is a group."""
+    """Imported groups of a batch, drawn again for each batch. Without groups in the import, a session is a group."""
     mix_mu: float = Field(default=0.1, ge=0, le=1)
     """CHORD's μ at its peak: the weight of the imported sessions' loss; that of the policy loss is 1 − μ."""
     mix_mu_end: float = Field(default=0.05, ge=0, le=1)

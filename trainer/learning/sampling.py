@@ -35,7 +35,7 @@ MASKS: dict[str, Callable[[Any], bool]] = {
 
 
 def temperatures(experience: Experience) -> npt.NDArray[np.float32]:
-    """Return the temperature of each turn, 1 where nobody asked for another. [K]."""
+    """Return the temperature of each turn, 1 where the call set none. [K]."""
     return np.array([_temperature(sampling) for sampling in _per_turn(experience)], np.float32)
 
 

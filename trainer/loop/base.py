@@ -308,7 +308,7 @@ class RLWorkflow(abc.ABC):
             self.recorder.write(scalars, step)
 
     def _new_optimizer(self, parameters: list[Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of these parameters: `setup` loads them anew, so a bound one cannot be kept."""
+        """Return the optimizer of these parameters: `setup` loads them again, so a bound one cannot be kept."""
         if isinstance(self.optimizer, torch.optim.Optimizer):
             known = {key: value for key, value in self.optimizer.defaults.items() if key != "decoupled_weight_decay"}
             return type(self.optimizer)(parameters, **known)

@@ -154,7 +154,7 @@ class State:
 
 
 def copied(tensors: Any) -> Any:
-    """Return nested dictionaries of tensors with copies on the CPU, for a thread that writes while training goes on."""
+    """Return nested dictionaries of tensors, copied to the CPU, for a thread that writes while training continues."""
     if isinstance(tensors, dict):
         return {name: copied(value) for name, value in tensors.items()}
     if isinstance(tensors, torch.Tensor):

@@ -261,7 +261,7 @@ class PolicyAgent:
         *,
         is_first: bool,
     ) -> Gauges:
-        """Accumulate the gradient anew, in shorter rows each time that a row does not fit into memory."""
+        """Accumulate the gradient again, in shorter rows each time that a row does not fit into memory."""
         while True:
             self._clear_gradients(optimizer)
             try:

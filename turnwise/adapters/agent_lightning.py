@@ -49,7 +49,7 @@ class RewardProcessor:
         """Do nothing; OpenTelemetry calls this before `on_end`."""
 
     def on_end(self, span: Any) -> None:
-        """Post the rewards of a span; one that the proxy refuses is logged, so that the agent goes on.
+        """Post the rewards of a span; one that the proxy refuses is logged, so that the agent continues.
 
         Raises:
             ValueError: the reward is linked to no response, and no session is known.
@@ -59,7 +59,7 @@ class RewardProcessor:
             if rewards:
                 self._client.rewards(rewards)
         except TurnwiseError as error:
-            log.error("the rewards %s were not stored: %s", rewards, error)  # noqa: TRY400  the message says it all
+            log.error("the rewards %s were not stored: %s", rewards, error)  # noqa: TRY400  the message has the reason
 
     def shutdown(self) -> None:
         """Close the connection."""

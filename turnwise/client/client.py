@@ -81,7 +81,7 @@ class Client(Connection):
         return SessionHandle(self._json(wire.create_session(fields)), self)
 
     def fork(self, turn_id: str, *, at: ForkAt = "after", **fields: Unpack[SessionFields]) -> SessionHandle:
-        """Create a session that goes on after a turn's reply, or before it, with the same tokens."""
+        """Create a session that continues after a turn's reply, or before it, with the same tokens."""
         return SessionHandle(self._json(wire.fork(turn_id, at, fields)), self)
 
     def served_model(self) -> str:
@@ -248,7 +248,7 @@ class AsyncClient(Connection):
         return AsyncSessionHandle(await self._json(wire.create_session(fields)), self)
 
     async def fork(self, turn_id: str, *, at: ForkAt = "after", **fields: Unpack[SessionFields]) -> AsyncSessionHandle:
-        """Create a session that goes on after a turn's reply, or before it, with the same tokens."""
+        """Create a session that continues after a turn's reply, or before it, with the same tokens."""
         return AsyncSessionHandle(await self._json(wire.fork(turn_id, at, fields)), self)
 
     async def served_model(self) -> str:

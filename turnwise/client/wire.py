@@ -37,7 +37,7 @@ Prompt = Literal["added", "whole"]
 
 
 ForkAt = Literal["after", "before"]
-"""Whether a fork goes on after the turn's reply, or samples its prompt again."""
+"""Whether a fork continues after the turn's reply, or samples its prompt again."""
 
 
 class SessionFields(TypedDict, total=False):

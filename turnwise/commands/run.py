@@ -46,7 +46,7 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False)
     try:
         results = asyncio.run(opening.play_all(settings, argv, progress))
     except asyncio.CancelledError:
-        click.echo("turnwise: interrupted; the same command goes on where this one stopped", err=True)
+        click.echo("turnwise: interrupted; the same command continues where this one stopped", err=True)
         sys.exit(INTERRUPTED_STATUS)
     if as_json:
         runs = [dataclasses.asdict(result) for result in results]

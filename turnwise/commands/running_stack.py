@@ -1,7 +1,7 @@
 """The state file of a running `turnwise up`: other commands find its database and its addresses through it.
 
 The file is locked as long as `turnwise up` lives. The kernel releases the lock however the process ends, so a file
-that a killed process left behind is recognised: nobody holds its lock.
+that a killed process left behind is recognised: no process holds its lock.
 """
 
 from __future__ import annotations

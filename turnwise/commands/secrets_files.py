@@ -1,7 +1,7 @@
 """Secrets of a container deployment: the database's password and the first admin key, each in a file of its own.
 
-A file appears whole, under its final permissions, and only once: a restart changes no secret, and nobody reads half of
-one.
+A file appears whole, under its final permissions, and only once: a restart changes no secret, and no process reads a
+half-written one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's end of a transfer: it receives a version while the engine goes on sampling, and checks it.
+"""The engine's end of a transfer: it receives a version while the engine continues to sample, and checks it.
 
 A thread receives into memory of its own. The model is not touched until `take`, which gives out a version only if all
 of it arrived and its checksum is right. So a half-sent version changes nothing. The last version

@@ -168,7 +168,7 @@ async def sleep(state: EngineState, request: Request) -> Response:
 
 
 async def wake_up(state: EngineState, request: Request) -> Response:
-    """Take back memory, all or some of it; sampling goes on once all is back."""
+    """Take back memory, all or some of it; sampling continues once all is back."""
     state.asleep -= set(request.query_params.getlist("tags") or state.asleep)
     if not state.asleep:
         state.running.set()

@@ -350,7 +350,7 @@ class _Printer:
         self._thread.join(PRINT_SECONDS)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # nobody reads any more; the children's logs have the lines
+        with contextlib.suppress(OSError):  # the reader has ended; the children's logs have the lines
             while (line := self._lines.get()) is not None:
                 self._say(*line)
 

@@ -1,4 +1,4 @@
-"""The rows of sessions as they leave the tables and come back. Row numbers are assigned anew when they come back."""
+"""The rows of sessions as they leave the tables and come back. They get new row numbers when they come back."""
 
 from __future__ import annotations
 

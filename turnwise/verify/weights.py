@@ -27,7 +27,7 @@ def check_weights(policy: PolicyVersion, report: Report) -> None:
         report.add("weights", str(manifest), f"is no manifest: {type(error).__name__} {error}")
         return
     if document.get("version") != version:
-        report.add("weights", str(manifest), f"says version {document.get('version')}, the database {version}")
+        report.add("weights", str(manifest), f"names version {document.get('version')}, the database {version}")
     if policy.weights_digest is not None and policy.weights_digest != weights_digest(directory):
         report.add("weights", str(manifest), f"has other digests than version {version} was published with")
     for name, digest in digests.items():

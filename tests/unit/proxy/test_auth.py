@@ -51,9 +51,9 @@ def test_a_key_is_a_bearer_token_or_an_anthropic_header(headers, key):
 
 
 def test_before_the_first_key_every_caller_is_an_admin_identified_by_its_credential(gate):
-    nobody, somebody = who(gate, None), who(gate, "EMPTY")
-    assert (nobody.role, nobody.tenant) == ("admin", "default")
-    assert nobody.key_id != somebody.key_id
+    without_key, with_any_key = who(gate, None), who(gate, "EMPTY")
+    assert (without_key.role, without_key.tenant) == ("admin", "default")
+    assert without_key.key_id != with_any_key.key_id
 
 
 def test_the_first_key_requires_authentication_and_its_revocation_does_not_lift_it(database, gate, monkeypatch):

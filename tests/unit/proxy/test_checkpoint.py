@@ -165,8 +165,8 @@ def test_an_adapter_must_fit_the_matrices_that_it_changes(tmp_path):
     check_policy(str(adapter(tmp_path / "a", FACTORS)), PolicyKind.LORA, str(served))
     wide = {name: np.ones((3, 3), np.float32) for name in FACTORS}
     assert "does not fit the served model's [2, 2]" in refusal(adapter(tmp_path / "b", wide), PolicyKind.LORA, served)
-    strange = {name.replace("layer", "other"): factor for name, factor in FACTORS.items()}
-    words = refusal(adapter(tmp_path / "c", strange), PolicyKind.LORA, served)
+    renamed = {name.replace("layer", "other"): factor for name, factor in FACTORS.items()}
+    words = refusal(adapter(tmp_path / "c", renamed), PolicyKind.LORA, served)
     assert "adapts 'other', which the served model lacks" in words
 
 

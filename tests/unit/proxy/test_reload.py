@@ -204,10 +204,10 @@ async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: 
         stage.publish(1)
         await process.follow()
         assert (process.versions, stage.statuses()) == ([1, None], ["active"])
-        with running_fake_engine(port=port) as come:
+        with running_fake_engine(port=port) as started:
             await process.look()
             assert process.versions == [1, 1]
-            assert [Path(path).name for path in come.state.reloads] == ["v1"]
+            assert [Path(path).name for path in started.state.reloads] == ["v1"]
         await process.look()
         assert process.versions == [1, None]
 

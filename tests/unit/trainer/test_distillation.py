@@ -146,8 +146,8 @@ def test_chains_over_the_limit_and_tasks_without_a_teacher_are_not_sent(serve, t
 
 
 def test_a_teacher_that_nobody_serves_counts_as_unreachable(teachers):
-    nobody = teachers(Teacher(url="http://127.0.0.1:9/v1", model="m"), teacher_retry_seconds=0.0)
-    assert nobody.score(batch_of(experience()), [0]).unscored == {"unreachable": 1}
+    unreachable = teachers(Teacher(url="http://127.0.0.1:9/v1", model="m"), teacher_retry_seconds=0.0)
+    assert unreachable.score(batch_of(experience()), [0]).unscored == {"unreachable": 1}
 
 
 def test_a_teacher_that_answers_nothing_holds_up_a_batch_once_and_not_each_chain(serve, teachers, monkeypatch):
@@ -197,10 +197,10 @@ def test_a_student_moves_towards_its_teacher_and_the_gauges_show_it(tmp_path, mo
 
 def test_a_batch_that_no_teacher_scored_is_refused(tmp_path, model, ledger):
     Rollouts(ledger, load_model(model)).play("a", num_groups=3, group_size=2)
-    nobody = {"url": "http://127.0.0.1:9/v1", "model": "m"}
+    unreachable = {"url": "http://127.0.0.1:9/v1", "model": "m"}
     state = train(
         settings_for(
-            tmp_path, model, estimator="teacher", teachers=[nobody], teacher_retry_seconds=0.0, total_batches=1
+            tmp_path, model, estimator="teacher", teachers=[unreachable], teacher_retry_seconds=0.0, total_batches=1
         )
     )
     assert "no teacher scored a chain ({'unreachable': 6})" in state.metrics["refused"]

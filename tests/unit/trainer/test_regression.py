@@ -104,8 +104,8 @@ def test_a_poisoned_update_is_kept_and_not_served_and_the_next_one_starts_before
     assert first[1].metrics["gate_good_shift"] < -0.5
     with ledger.read() as conn:
         assert policies.newest_policy(conn).version == 0
-    sane = settings.model_copy(update={"total_batches": 2, "learning_rate": 1e-4})
-    state = train(sane)
+    good = settings.model_copy(update={"total_batches": 2, "learning_rate": 1e-4})
+    state = train(good)
     assert state.progress.recent_versions == (0, 2)
     assert read_manifest(tmp_path / "policies" / "v000002")["parent"] == 0
     assert published(ledger)[2].status is PolicyStatus.PUBLISHED

@@ -121,16 +121,16 @@ def test_a_subclass_must_define_run():
 
 def test_keywords_are_passed_to_run_and_the_time_limit_is_the_objects():
     """A keyword `timeout` belongs to the agent, as in rLLM: the limit is `self.timeout`."""
-    heard = {}
+    received = {}
 
-    class Hearing(Scripted):
+    class Receiving(Scripted):
         async def run(self, task, uid, **kwargs):
-            heard.update(kwargs)
+            received.update(kwargs)
             return await super().run(task, uid)
 
-    made = Hearing(RolloutEngine(), None)
+    made = Receiving(RolloutEngine(), None)
     episode = asyncio.run(made.run_with_termination_handling({}, "t:0", depth=2, timeout=0))
-    assert heard == {"depth": 2, "timeout": 0}
+    assert received == {"depth": 2, "timeout": 0}
     assert episode.termination_reason is TerminationReason.UNKNOWN
 
 
