@@ -23,7 +23,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "learning"
 NUM_GROUPS = 4
 OTHERS = ("gae_head", "cispo")
 """Recipes that learn the tiny task in `make test-all` alone."""
-MODULES = ("in_process", "recipes", "learner", "tiny")
+MODULES = ("in_process", "recipes", "learner", "teacher", "json_server", "tiny")
 SPEC = SmallModelSpec(
     hidden_size=64,
     intermediate_size=128,
@@ -145,6 +145,27 @@ def test_replay_trains_on_older_turns_again(start):
     assert run.state.progress.policy_version == 3
     assert max(entry.num_uses for entry in entries) > 1
     assert metrics["staleness_mean"] > 0
+
+
+def test_trained_policies_teach_in_vllms_wire_format(bench, model, tmp_path):
+    """Two teachers with the student's own weights, each for half of the tasks: every token is scored, and no KL."""
+    recipe = bench.recipes.Recipe(
+        settings={"estimator": "teacher", "groups_per_batch": NUM_GROUPS},
+        taught_by=("grpo", "rloo"),
+        groups_per_update=NUM_GROUPS,
+    )
+    with bench.learner.serving_teachers([model, model]) as teachers:
+        run = bench.learner.Run(recipe, 0, model, tmp_path, teachers)
+        try:
+            run.play_groups()
+            metrics = run.update()
+        finally:
+            run.close()
+    assert [teacher["tasks"] for teacher in teachers] == ["*[02468]", "*[13579]"]
+    assert metrics["num_updates"] > 0
+    assert metrics["num_teacher_unscored"] == 0
+    assert abs(metrics["teacher_kl"]) < 1e-4
+    assert metrics["reward_mean"] == 0.0, "the rewards of training sessions are not used"
 
 
 def test_held_out_sessions_get_true_rewards_and_are_not_trained_on(start):
