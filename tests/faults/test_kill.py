@@ -25,7 +25,7 @@ from proxy.fault import POINTS
 from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise.processes.stack import free_port
 
-DIES_SECONDS = 30.0
+DIES_SECONDS = 120.0
 WRITERS = 3
 """Number of writing processes that are killed under one proxy."""
 KILLED_AT = [point for point in POINTS if point != "weights_received"]

