@@ -40,7 +40,7 @@ WARM_UP_TURNS = 2
 SETTLE_SECONDS = 7.0
 """Until the proxy has returned freed memory to the system."""
 TRIM_BYTES = 8 * 2**20
-"""Of long requests, after which the proxy returns freed memory; see `proxy.allocator`."""
+"""Of long requests, after which the proxy returns freed memory; see `proxy.http.freed_memory`."""
 LIVE_ROUNDS = 3
 WARM_UP_LIVE_TURNS = 20
 CACHE_BYTES = 10**9
@@ -168,19 +168,16 @@ def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, st
     conversations = [
         Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), seed) for seed in range(num_conversations)
     ]
-    other, num_sent = Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 98), 0
-    while num_sent < TRIM_BYTES:
-        num_sent += server.turn(f"{name}-other", other, stream=stream)
-    time.sleep(SETTLE_SECONDS)
-    resident, before = resident_bytes(server.pid), server.cpu()
+    other = Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 98)
+    resident = settled_bytes(server, f"{name}-other", other, stream=stream)
+    before = server.cpu()
     for number, conversation in enumerate(conversations):
         server.turn(f"{name}-{number}", conversation, stream=stream)
     first = [(after - start) * 1e3 / num_conversations for start, after in zip(before, server.cpu(), strict=True)]
     for _ in range(WARM_UP_TURNS):
         for number, conversation in enumerate(conversations):
             server.turn(f"{name}-{number}", conversation, stream=stream)
-    time.sleep(SETTLE_SECONDS)
-    grown = resident_bytes(server.pid) - resident
+    grown = settled_bytes(server, f"{name}-other", other, stream=stream) - resident
     before, played = server.cpu(), 0
     while played < num_turns:
         for number, conversation in enumerate(conversations[: num_turns - played]):
@@ -200,6 +197,16 @@ def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, st
         "first_writer_ms": first[1],
         "first_hold_ms": first_hold(server, shape, num_tokens, name, stream=stream),
     }
+
+
+def settled_bytes(server: Server, name: str, conversation: Conversation, *, stream: bool) -> int:
+    """Return the resident memory once the proxy has returned what it freed, which it does after so many bytes."""
+    time.sleep(SETTLE_SECONDS)
+    num_sent = 0
+    while num_sent < TRIM_BYTES:
+        num_sent += server.turn(name, conversation, stream=stream)
+    time.sleep(SETTLE_SECONDS)
+    return resident_bytes(server.pid)
 
 
 def longest_hold(server: Server, name: str, conversations: list[Conversation], *, stream: bool) -> float:

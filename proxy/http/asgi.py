@@ -21,8 +21,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON_HEADER = (b"content-type", b"application/json")
 SCANNED_HERE_BYTES = 32 * 2**10
 """Longer bodies are scanned in a thread."""
-JOINED_HERE_BYTES = 4 * 2**20
-"""Longer bodies are joined in a thread, without the interpreter's lock; shorter ones take less than a millisecond."""
+JOINED_HERE_BYTES = 2**20
+"""Longer bodies are joined in a thread, without the interpreter's lock."""
 MAX_STRINGS = 131_072
 """Default of `max_json_strings`: most strings, keys included, in one request body."""
 
