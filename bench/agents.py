@@ -48,7 +48,6 @@ QUANTILES = (0.0, 0.5, 0.9, 0.99)
 TURNS = 31
 PAUSE_SECONDS = 4.2
 CHARACTERS_PER_TOKEN = 4
-NEW_CHARACTERS = 6_000
 """Of a tool's result, before scaling."""
 FIRST_SHARE = 0.5
 """Of a session's prompt, what its first turn sends; the rest is added turn by turn."""
