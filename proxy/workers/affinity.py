@@ -115,17 +115,15 @@ class SessionAffinity:
         owner = zlib.crc32(name) % self._num_workers
         if owner == self._index:
             return False
-        request = os.memfd_create("request")
         try:
-            os.write(request, data)
-            descriptors = array("i", [transport.get_extra_info("socket").fileno(), request])
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-            self._socket.sendmsg([b"\0"], ancillary, 0, str(self._path(owner)))
-        except OSError as error:  # it has died, or does not keep up: this worker serves the request
+            with os.fdopen(os.memfd_create("request"), "wb", buffering=0) as request:
+                request.write(data)
+                descriptors = array("i", [transport.get_extra_info("socket").fileno(), request.fileno()])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+                self._socket.sendmsg([b"\0"], ancillary, 0, str(self._path(owner)))
+        except OSError as error:  # it has died, does not keep up, or no file can be opened: this worker serves it
             log.debug("worker %d does not take a connection: %s", owner, error)
             return False
-        finally:
-            os.close(request)
         self._count()
         return True
 
@@ -161,10 +159,15 @@ class SessionAffinity:
             return protocol
 
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(make, connection)
+            transport, protocol = await asyncio.get_running_loop().connect_accepted_socket(make, connection)
         except OSError as error:  # the client has left
             log.debug("a connection that was handed over is closed: %s", error)
             connection.close()
+            return
+        if protocol.flow.read_paused and not transport.is_closing():
+            transport.pause_reading()  # uvloop starts to read after `connection_made`, whatever that has done
+        if self._socket is None:  # uvicorn has told the other connections before this one was there
+            protocol.shutdown()
 
 
 __all__ = ["SessionAffinity", "session_name"]

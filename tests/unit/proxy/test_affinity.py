@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
+import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -40,6 +42,8 @@ class Worker:
         self.index = index
         self.num_handed_over = 0
         self.has_handed_over = asyncio.Event()
+        self.may_read = asyncio.Event()
+        self.may_read.set()
         self.affinity = SessionAffinity(directory, index, num_workers, count=self._count)
         protocol = limited_http(
             whole_seconds=60.0,
@@ -48,9 +52,11 @@ class Worker:
             count_refusal=lambda _: None,
             hand_over=self.affinity.hand_over,
         )
-        self._config = uvicorn.Config(self._answer, http=protocol, interface="asgi3", ws="none", log_config=None)
+        self._config = uvicorn.Config(
+            self._answer, http=protocol, interface="asgi3", ws="none", log_config=None, timeout_keep_alive=600
+        )
         self._config.load()
-        self._protocol, self._state = protocol, ServerState()
+        self._protocol, self.state = protocol, ServerState()
 
     def _count(self) -> None:
         self.num_handed_over += 1
@@ -58,6 +64,7 @@ class Worker:
 
     async def _answer(self, _scope: Any, receive: Any, send: Any) -> None:
         """Answer with this worker's number and the digest of the body."""
+        await self.may_read.wait()
         body = b""
         while (message := await receive())["type"] == "http.request":
             body += message["body"]
@@ -69,7 +76,7 @@ class Worker:
         await send({"type": "http.response.body", "body": answer})
 
     def make_protocol(self) -> LimitedHttp:
-        return self._protocol(config=self._config, server_state=self._state, app_state={})
+        return self._protocol(config=self._config, server_state=self.state, app_state={})
 
     async def listen(self) -> int:
         """Serve; return the port."""
@@ -98,6 +105,13 @@ async def ask(http: aiohttp.ClientSession, url: str, session_id: str, body: byte
         index, digest = (await response.text()).split()
     assert digest == hashlib.sha256(body).hexdigest()
     return int(index)
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """Wait for a condition, 60 s at most."""
+    async with asyncio.timeout(60):
+        while not is_true():  # noqa: ASYNC110  the condition has no event
+            await asyncio.sleep(0.01)
 
 
 @LOOPS
@@ -151,6 +165,65 @@ def test_connections_that_wait_while_a_worker_stops_are_served(tmp_path: Path, r
             stopping.close()
             assert await waiting == 1
             assert not (tmp_path / "connections-1").exists()
+
+    run(scenario())
+
+
+@LOOPS
+def test_a_connection_is_not_read_while_a_request_in_its_first_bytes_waits(tmp_path: Path, run: Run) -> None:
+    """Its first bytes hold a whole request and the start of another one with a long body."""
+    call = f"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\nx-session-id: {owned_by(1)}\r\ncontent-length: "
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as (workers, urls):
+            workers[1].may_read.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(urls[0].rpartition(":")[2]))
+            writer.write(f"{call}2\r\n\r\n{{}}{call}{len(LONG)}\r\n\r\n".encode())
+            await asyncio.wait_for(workers[0].has_handed_over.wait(), 60)
+            taken = workers[1].affinity
+            await until(lambda: not taken._taking and bool(workers[1].state.connections))
+            (protocol,) = workers[1].state.connections
+            assert not protocol.transport.is_reading()
+            writer.write(LONG)
+            workers[1].may_read.set()
+            async with asyncio.timeout(60):
+                for body in (b"{}", LONG):
+                    await reader.readuntil(b"\r\n\r\n")
+                    answer = f"1 {hashlib.sha256(body).hexdigest()}".encode()
+                    assert await reader.readexactly(len(answer)) == answer
+            writer.close()
+
+    run(scenario())
+
+
+@LOOPS
+def test_a_connection_taken_while_its_worker_stops_ends_with_its_reply(tmp_path: Path, run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (workers, urls), aiohttp.ClientSession() as http:
+            stopping = workers[1].affinity
+            assert stopping._socket is not None
+            asyncio.get_running_loop().remove_reader(stopping._socket.fileno())  # it is busy
+            waiting = asyncio.create_task(ask(http, urls[0], owned_by(1), b"{}"))
+            await asyncio.wait_for(workers[0].has_handed_over.wait(), 60)
+            stopping.close()
+            assert await asyncio.wait_for(waiting, 60) == 1
+            # uvicorn closes an idle connection after 600 s.
+            await until(lambda: not stopping._taking and not workers[1].state.connections)
+
+    run(scenario())
+
+
+@LOOPS
+def test_a_call_is_answered_where_it_arrives_if_no_file_can_be_opened(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_name: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, urls), aiohttp.ClientSession() as http:
+            monkeypatch.setattr(os, "memfd_create", fail)
+            assert await asyncio.wait_for(ask(http, urls[0], owned_by(1), b"{}"), 60) == 0
 
     run(scenario())
 
