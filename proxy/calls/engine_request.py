@@ -56,9 +56,11 @@ def _request(running: Running, lane: Lane) -> tuple[Body, dict[str, str]]:
 
 def _num_omitted(running: Running, lane: Lane) -> int:
     """Return how many of the first messages are left out; at least one is sent."""
-    plan, messages = running.plan, running.call.messages
+    plan, messages, pinned = running.plan, running.call.messages, running.session.sampling
     needs_all = running.needs_all_messages or lane.engine.needs_all_messages
-    if needs_all or plan.prompt is None or plan.parent is None or continues_final_message(running.session.sampling):
+    if needs_all or plan.prompt is None or plan.parent is None or continues_final_message(pinned):
+        return 0
+    if pinned.get("truncate_prompt_tokens") is not None:
         return 0
     num_omitted = min(plan.parent.num_messages, len(messages) - 1)
     is_long = has_more_text(messages[:num_omitted], OMITTED_CHARACTERS)

@@ -197,10 +197,9 @@ class Relay:
                     else:
                         encoded = chunks.take(events, running, lane)
                     running.check_prompt()
-                    if running.captured.is_finished(running.call.num_choices):
-                        held += encoded
-                    elif encoded:
-                        has_sent = True
+                    held += encoded
+                    if held and running.is_prompt_right and not running.captured.is_finished(running.call.num_choices):
+                        has_sent, encoded, held = True, held, b""
                         await send(encoded)
                         self._faults.point("mid_stream")
         if buffer.pending or not running.captured.is_finished(running.call.num_choices):
@@ -215,6 +214,7 @@ class Relay:
                 "discard this stream and retry to get the stored reply",
                 code="idempotency_key_in_use",
             )
+        running.call.restart_encoder()
         return rebuilt_answer(running.call, await self.stored_turns(running))
 
     @staticmethod
@@ -273,9 +273,6 @@ class Relay:
 
     async def _admit(self, running: Running) -> Lane:
         """Take a lane of the pool; `_recorded` releases it."""
-        taken, running.lane = running.lane, None
-        if taken is not None:  # the call is repeated
-            self._pool.release(taken, running.session)
         lane = running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
         return lane
 

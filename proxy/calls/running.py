@@ -39,7 +39,7 @@ class Running:
     """How many of the first messages were not sent."""
     needs_all_messages: bool = False
     """Whether all messages must be sent, because a request without the first ones has failed."""
-    is_prompt_checked: bool = False
+    has_checked_prompt: bool = False
     """Whether the engine was found to sample after the ids that it got instead of messages."""
     has_waited: bool = False
     """Whether the call has waited in vain for the proxy's first engine."""
@@ -114,6 +114,11 @@ class Running:
         if self.long_echo is not None:
             self.captured.prompt_ids, self.captured.num_prompt_ids = self.long_echo.ids, self.long_echo.num_ids
 
+    @property
+    def is_prompt_right(self) -> bool:
+        """Whether the reply may be sent: the engine got all messages, or was found to sample after the ids."""
+        return not self.num_omitted or self.has_checked_prompt
+
     def check_prompt(self) -> None:
         """Check, once the engine has answered, that it sampled after the ids that it got instead of messages.
 
@@ -121,16 +126,17 @@ class Running:
             WrongPrompt: it did not.
         """
         prompt = self.plan.prompt
-        if not self.num_omitted or self.is_prompt_checked or prompt is None or not self.captured.choices:
+        if self.is_prompt_right or prompt is None or not self.captured.choices:
             return
         if not self.echoes_prompt and self.captured.prompt_ids != prompt.json()[1:-1]:
             raise WrongPrompt
-        self.is_prompt_checked = True
+        self.has_checked_prompt = True
 
     def send_all_messages(self) -> None:
         """Begin again after `WrongPrompt`: this call, and all later ones on its engine, send all messages."""
         self.needs_all_messages, self.has_cut_echo = True, False
         self.captured, self.first_token_at = Captured(), None
+        self.call.restart_encoder()
         if self.lane is not None:
             self.lane.engine.needs_all_messages = True
             log.error(

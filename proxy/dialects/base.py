@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import orjson
@@ -75,6 +75,8 @@ class Call:
     idempotency_key: str | None = None
     is_retry: bool = False
     """Whether the SDK marked the call as a retry of an earlier one."""
+    make_encoder: Callable[[], Encoder] = sse.Verbatim
+    """Creates the encoder of a streamed reply."""
     encoder: Encoder = dataclasses.field(default_factory=sse.Verbatim)
     """Writes the events of a streamed reply."""
     original: Json = dataclasses.field(default_factory=dict)
@@ -95,6 +97,14 @@ class Call:
     """Pickles of the messages as they were decoded in another process: `decoding_process.Result.pieces`."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
+
+    def encode_with(self, make_encoder: Callable[[], Encoder]) -> None:
+        """Encode a streamed reply by another encoder."""
+        self.make_encoder, self.encoder = make_encoder, make_encoder()
+
+    def restart_encoder(self) -> None:
+        """Encode another reply from its beginning: nothing of the first one was sent."""
+        self.encoder = self.make_encoder()
 
     @property
     def known_messages(self) -> KnownRequest | None:

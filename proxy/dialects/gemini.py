@@ -7,6 +7,7 @@ Function calls are sent when their arguments are complete: Google's format has n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import orjson
@@ -115,7 +116,8 @@ class Gemini(ChatCompletions):
         call.wants_token_ids = False
         call.original = {field: value for field, value in body.items() if field != "contents"}
         call.dropped_tools = dropped
-        call.encoder = GeminiEncoder(self.id_prefix, shows_thoughts=_shows_thoughts(body), as_events=is_sse(body))
+        shows_thoughts, as_events = _shows_thoughts(body), is_sse(body)
+        call.encode_with(partial(GeminiEncoder, self.id_prefix, shows_thoughts=shows_thoughts, as_events=as_events))
         return call
 
     def count_request(self, body: Json) -> Json:

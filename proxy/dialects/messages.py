@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import orjson
@@ -84,7 +85,7 @@ class Messages(ChatCompletions):
         call.wants_logprobs = call.wants_token_ids = False
         call.dropped_tools = [server_tool_name(tool) for tool in body.get("tools") or () if is_server_tool(tool)]
         call.previous_turn_id = previous_message_id(body.get("thread"))
-        call.encoder = MessageEncoder(self.id_prefix)
+        call.encode_with(partial(MessageEncoder, self.id_prefix))
         return call
 
     def resume(self, call: Call, earlier: TurnView) -> None:

@@ -8,6 +8,7 @@ keeps no state between calls.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import orjson
@@ -74,7 +75,7 @@ class Responses(ChatCompletions):
         call.notes = {"instructions": True} if body.get("instructions") else {}
         if call.conversation_id is not None:
             call.notes[CONVERSATION] = call.conversation_id
-        call.encoder = ResponseEncoder(self.id_prefix, call.original, tools)
+        call.encode_with(partial(ResponseEncoder, self.id_prefix, call.original, tools))
         return call
 
     def referenced_turns(self, body: Json) -> list[str]:

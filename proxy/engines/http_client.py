@@ -173,8 +173,8 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
-        self._is_overdue = False
-        """Whether the last check found that the server has been silent for too long."""
+        self._overdue_since = 0.0
+        """`_heard_at` when a check found that the server has been silent for too long."""
         self._patience = 0.0
         """How long the server may be silent, seconds."""
         self._heard_at = 0.0
@@ -335,13 +335,13 @@ class _Connection(asyncio.Protocol):
         if self._answer is None:
             return
         silent = 0.0 if self._is_paused else self._loop.time() - self._heard_at  # while paused, the silence is ours
-        was_overdue, self._is_overdue = self._is_overdue, silent >= self._patience
-        if self._is_overdue and not was_overdue:
-            self._timer = self._loop.call_later(OVERDUE_SECONDS, self._check)
-        elif self._is_overdue:
-            self.fail(Disconnected(f"it sent nothing for {self._patience:g} s"))
-        else:
+        if silent < self._patience:
             self._timer = self._loop.call_later(self._patience - silent, self._check)
+        elif self._overdue_since != self._heard_at:
+            self._overdue_since = self._heard_at
+            self._timer = self._loop.call_later(OVERDUE_SECONDS, self._check)
+        else:
+            self.fail(Disconnected(f"it sent nothing for {self._patience:g} s"))
 
     def fail(self, error: Disconnected) -> None:
         """Fail the running request, if there is one, and close the connection."""

@@ -87,7 +87,7 @@ class Sample:
         settings = services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         call, digest = await self._read_call(raw, scope, headers, query, principal)
-        reply.encoder = call.encoder
+        reply.call = call
         services.model_names.check(call.model, services.pool.engines)
         self._report_dropped(call, reply)
         await self._resume(call, principal)

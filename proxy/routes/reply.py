@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from proxy.dialects.base import Dialect, Encoder
+from proxy.dialects.base import Call, Dialect, Encoder
 from proxy.dialects.sse import Verbatim
 from proxy.http import problems
 from proxy.http.asgi import Send, send_whole
@@ -30,12 +30,16 @@ class Reply:
         self._started = False
         self._loop = asyncio.get_running_loop()
         self._sent_at = 0.0
-        self.encoder: Encoder = Verbatim()
-        """Writes the error event at the end of a failed stream."""
+        self.call: Call | None = None
+        """The call, once it is read; its encoder writes the error event at the end of a failed stream."""
         self.headers: dict[str, str] = {}
         """Extra headers of a successful reply."""
         self.parts: list[bytes] = []
         """The events that were sent."""
+
+    @property
+    def _encoder(self) -> Encoder:
+        return Verbatim() if self.call is None else self.call.encoder
 
     async def again(self, answer: bytes, *, stream: bool) -> None:
         """Send an answer that was sent before."""
@@ -57,7 +61,7 @@ class Reply:
 
     def kept_alive(self, seconds: float) -> KeptAlive | contextlib.nullcontext[None]:
         """Return a block in which a stream of events that has been silent for so long gets a comment."""
-        if seconds <= 0 or not self.encoder.content_type.startswith("text/event-stream"):
+        if seconds <= 0 or not self._encoder.content_type.startswith("text/event-stream"):
             return contextlib.nullcontext()
         self._sent_at = self._loop.time()
         return KeptAlive(self, seconds)
@@ -75,7 +79,7 @@ class Reply:
     async def _send_part(self, data: bytes, *, is_last: bool = False) -> None:
         if not self._started:
             self._started = True
-            headers = [(b"content-type", self.encoder.content_type.encode()), (b"cache-control", b"no-cache")]
+            headers = [(b"content-type", self._encoder.content_type.encode()), (b"cache-control", b"no-cache")]
             headers += [(name.encode(), value.encode("latin-1")) for name, value in self.headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
@@ -92,7 +96,7 @@ class Reply:
         if not self._started:
             await send_whole(self._send, status, self._dialect.encode_error(status, body), headers)
             return
-        await self.end(self.encoder.error(body))
+        await self.end(self._encoder.error(body))
 
 
 class KeptAlive:

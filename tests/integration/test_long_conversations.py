@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -120,6 +121,47 @@ def test_an_engine_that_ignores_the_ids_gets_the_call_again_with_all_messages(
         assert list(map(len, sent_messages(engine))) == [82, 2, 84, 86]
         assert [view.turn.outcome for view in proxy.turns("long")] == [Outcome.EXACT] * 3
         wait_until(lambda: metric(proxy, "turnwise_calls_in_flight") == 0, "every place is free again")
+
+
+def messages_text(reply: str) -> str:
+    """Return the text of a stream of the Messages API, which must begin and end once."""
+    events = [json.loads(line.removeprefix("data: ")) for line in reply.splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events if event["type"].startswith("message_st")] == [
+        "message_start",
+        "message_stop",
+    ]
+    return "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
+
+
+def gemini_text(reply: str) -> str:
+    """Return the text of a Gemini stream that is one JSON array."""
+    parts = [part for each in json.loads(reply) for part in each["candidates"][0]["content"].get("parts", ())]
+    return "".join(part.get("text", "") for part in parts)
+
+
+@pytest.mark.parametrize("dialect", ["messages", "gemini"])
+def test_a_stream_that_is_repeated_with_all_messages_begins_again(start_proxy: StartProxy, dialect: str) -> None:
+    """Nothing of the first reply is sent to the client."""
+    said: list[tuple[str, str]] = [("user", TEXT * 25)]
+    with running_fake_engine(Script(max_model_len=1_000_000)) as engine:
+        proxy = start_proxy(engine.url)
+        engine.calls.clear()
+        for _ in range(2):
+            if dialect == "messages":
+                path, read = "v1/messages", messages_text
+                asked = [{"role": role, "content": text} for role, text in said]
+                body: dict[str, Any] = {"model": "fake", "messages": asked, "stream": True, "max_tokens": 20}
+            else:
+                path, read = "v1beta/models/fake:streamGenerateContent", gemini_text
+                roles = {"user": "user", "assistant": "model"}
+                body = {"contents": [{"role": roles[role], "parts": [{"text": text}]} for role, text in said]}
+                body["generationConfig"] = {"maxOutputTokens": 20}
+            answer = httpx.post(f"{proxy.url}/{path}", json=body, headers={"x-session-id": "long"}, timeout=60)
+            text = read(answer.raise_for_status().text)
+            assert text == proxy.turns("long")[-1].turn.response["content"]
+            said += [("assistant", text), ("user", "And then?")]
+            engine.state.script.honours_prompt_token_ids = False
+        assert list(map(len, sent_messages(engine))) == [1, 1, 3]
 
 
 def test_the_error_of_a_refused_request_is_that_of_all_messages(start_proxy: StartProxy) -> None:

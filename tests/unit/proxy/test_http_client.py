@@ -254,6 +254,25 @@ async def test_an_answer_that_arrived_while_this_process_was_stopped_is_read():
         client.close()
 
 
+async def test_data_that_arrived_late_ends_only_its_own_silence():
+    """The next silence on the connection gets the same grace."""
+
+    async def script(server, reader, writer):
+        for _ in range(2):
+            await server.request(reader)
+            writer.write(OK)
+
+    async with serving(script, silence_seconds=600) as (_, client):
+        for _ in range(2):
+            asked = asyncio.create_task(get(client))
+            while not any(each._answer is not None for each in client._open):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            (connection,) = client._open
+            connection._heard_at -= 600
+            connection._check()
+            assert await asked == (200, b"ok")
+
+
 async def test_a_read_from_a_server_that_keeps_sending_does_not_time_out():
     async def script(server, reader, writer):
         await server.request(reader)
