@@ -67,7 +67,7 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
     evaluation_command: tuple[str, ...] = ()
     """Command that plays held-out tasks through the proxy, in sessions of split `eval`. Empty: only read the eval
     sessions that others played."""
-    evaluation_seconds: float = Field(default=600.0, gt=0)
+    evaluation_seconds: float = Field(default=600.0, gt=0, le=365 * 86400)
     """Time limit of the evaluation command."""
     proxy_url: str = "http://127.0.0.1:8100"
     """Address of the proxy, which evaluation commands get with a key and the version in their environment."""

@@ -40,6 +40,9 @@ class CountingSpanProcessor(SpanProcessor):
         self._close_seconds = close_seconds
         self._waiting: collections.deque[ReadableSpan] = collections.deque()
         self._is_closing = False
+        self._num_in_flight = 0
+        """Spans of the batch whose export has begun."""
+        self._in_flight_lock = threading.Lock()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="span export", daemon=True)
         self._thread.start()
@@ -65,7 +68,7 @@ class CountingSpanProcessor(SpanProcessor):
         self._wake.set()
         self._thread.join(self._close_seconds)
         self._exporter.shutdown()
-        if num_left := len(self._waiting):
+        if num_left := self._take_in_flight() + len(self._waiting):
             self._waiting.clear()
             self._count_lost(num_left)
             log.warning("%d spans were not exported before the end of the process", num_left)
@@ -87,5 +90,22 @@ class CountingSpanProcessor(SpanProcessor):
 
     def _export_waiting(self) -> None:
         while batch := [self._waiting.popleft() for _ in range(min(BATCH_SPANS, len(self._waiting)))]:
-            if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
-                self._count_lost(len(batch))
+            self._num_in_flight = len(batch)
+            is_exported = self._export(batch)
+            num_ended = self._take_in_flight()
+            if num_ended and not is_exported:
+                self._count_lost(num_ended)
+
+    def _export(self, batch: list[ReadableSpan]) -> bool:
+        """Export a batch; return whether that succeeded."""
+        try:
+            return self._exporter.export(batch) is SpanExportResult.SUCCESS
+        except Exception:  # any exporter: the thread goes on with the next batch
+            log.exception("%d spans are lost: their exporter failed", len(batch))
+            return False
+
+    def _take_in_flight(self) -> int:
+        """Return how many spans are in flight; they are counted here or by the other thread, not by both."""
+        with self._in_flight_lock:
+            num_taken, self._num_in_flight = self._num_in_flight, 0
+        return num_taken

@@ -130,7 +130,8 @@ class LogHandler(logging.Handler):
         self._lines = _LineFile(descriptor, self._lose)
         self._num_unreported = 0
         """Lost lines that no line has reported."""
-        self._count_lock = threading.Lock()
+        self._count_lock = threading.RLock()
+        """Reentrant: a signal handler or a finalizer that logs may interrupt the thread that holds it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, or pass it to the writing thread."""
@@ -163,7 +164,7 @@ class LogHandler(logging.Handler):
         with self._count_lock:
             self._num_unreported += 1
             self.num_lost += 1
-            self.count_lost()
+        self.count_lost()
 
 
 class AccessLog:

@@ -56,6 +56,10 @@ class RecentCounts:
         trainers = await asyncio.to_thread(self._trainers)
         return dataclasses.replace(kept, counts=dataclasses.replace(kept.counts, trainers=trainers))
 
+    def forget(self, tenant: str) -> None:
+        """Count the rows of a tenant again at the next read."""
+        self._kept.pop(tenant, None)
+
     async def _count(self, tenant: str) -> Counted:
         counted_at = utc_now()
         counts = await asyncio.to_thread(self._counts, tenant)

@@ -269,6 +269,7 @@ async def delete_tenant(services: Here, principal: Caller) -> Response:
     while (deleted := await services.writer.do(retention.delete_tenant, principal.tenant)).sessions:
         total += deleted
     services.forget_keys()
+    services.counts.forget(principal.tenant)
     return answer(_deleted(services, total))
 
 

@@ -294,6 +294,8 @@ class Committer:
     def _exit_with_proxy(self) -> None:
         """Exit at once if the proxy has ended: no client has seen a reply to what is still uncommitted."""
         if os.getppid() != self._proxy_pid:
+            for handler in logging.root.handlers:
+                handler.flush()  # the log's own waits a bounded time for its thread
             os._exit(0)
 
 

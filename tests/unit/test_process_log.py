@@ -56,6 +56,20 @@ def test_a_log_on_a_full_disk_loses_lines_and_fails_no_caller(tmp_path: Path) ->
         handler.close()
 
 
+def test_a_lost_line_may_be_counted_by_code_that_logs(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        handler = LogHandler(full.fileno())
+
+        def log_once() -> None:
+            handler.count_lost = lambda: None
+            handler.emit(_record("lost too"))
+
+        handler.count_lost = log_once
+        handler.emit(_record("lost"))
+        wait_until(lambda: handler.num_lost == 2, "both lines are counted")
+        handler.close()
+
+
 def test_a_log_line_that_cannot_be_formatted_is_replaced(tmp_path: Path) -> None:
     class Wrong:
         def __str__(self) -> str:

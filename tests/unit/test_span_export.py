@@ -69,8 +69,24 @@ def test_the_end_of_a_process_waits_for_no_stuck_collector() -> None:
     provider = tracing(exporter, lost, close_seconds=0.05)
     end_spans(provider, BATCH_SPANS)
     wait_until(lambda: exporter.num_begun > 0, "the first export begins")
-    num_waiting = BATCH_SPANS - exporter.num_begun
     end_spans(provider, 9)
     provider.shutdown()
-    assert sum(lost) == 9 + num_waiting
+    assert sum(lost) == BATCH_SPANS + 9
     exporter.released.set()
+
+
+def test_spans_of_an_exporter_that_raises_are_counted_and_later_ones_are_exported() -> None:
+    class Failing(HeldExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            if not self.released.is_set():
+                raise RuntimeError("no connection")
+            return super().export(spans)
+
+    exporter, lost = Failing(), []
+    provider = tracing(exporter, lost)
+    end_spans(provider, 3)
+    wait_until(lambda: sum(lost) == 3, "the spans are counted")
+    exporter.released.set()
+    end_spans(provider, 2)
+    provider.shutdown()
+    assert (exporter.num_exported, sum(lost)) == (2, 3)

@@ -6,6 +6,10 @@ first step or not at all, so nothing is copied for them.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from trainer.learning.optimizer import set_position
 from trainer.loop.state import State, copied
 
@@ -24,8 +28,15 @@ class RestorePoint:
     def restore(self, state: State) -> None:
         """Give a state the values that it had."""
         state.policy.load_shards(self._weights)
-        state.optimizer.load_state_dict(self._optimizer)
+        _load(state.optimizer, self._optimizer)
         set_position(state.scheduler, state.progress.num_optimizer_steps)
         if state.critic is not None and self._critic is not None and self._critic_optimizer is not None:
             state.critic.module.load_state_dict(self._critic)
-            state.critic.optimizer.load_state_dict(self._critic_optimizer)
+            _load(state.critic.optimizer, self._critic_optimizer)
+
+
+def _load(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load a state; free the present one and the gradients first, because the device may not have room for both."""
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.state.clear()
+    optimizer.load_state_dict(saved)

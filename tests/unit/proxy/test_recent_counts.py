@@ -50,6 +50,15 @@ async def test_kept_counts_hold_the_newest_reports_of_trainers(database: Databas
     assert (await counts.read("default")).counts.trainers == [status]
 
 
+async def test_a_tenant_whose_counts_are_forgotten_is_counted_again(database: Database) -> None:
+    counts = RecentCounts(database, rows_per_second=1, clock=lambda: 0.0)
+    add_session(database, "a")
+    await counts.read("default")
+    add_session(database, "b")
+    counts.forget("default")
+    assert (await counts.read("default")).counts.sessions == {"open": 2}
+
+
 async def test_readers_at_the_same_time_share_one_count_of_a_large_tenant(database: Database) -> None:
     now = 0.0
     counts = RecentCounts(database, rows_per_second=1, clock=lambda: now)
