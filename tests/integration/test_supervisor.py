@@ -110,6 +110,26 @@ def test_a_child_is_restarted_and_stopped_while_nobody_reads_the_output(tmp_path
     is_read.set()
 
 
+def test_a_process_whose_output_nobody_reads_ends_after_its_last_line():
+    code = """
+        from turnwise.processes.supervisor import Supervisor
+        from turnwise.processes.printer import print_last_line
+        from turnwise.commands.output import print_process_line
+        from pathlib import Path
+        import tempfile
+        directory = Path(tempfile.mkdtemp())
+        with Supervisor([], log_directory=directory, say=print_process_line) as stack:
+            for _ in range(900):
+                stack.say("up", "x" * 1000)
+        print_last_line(print_process_line, "up", "everything is stopped")
+    """
+    with subprocess.Popen(_python(code), cwd=ROOT, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 def test_a_log_that_cannot_be_written_ends_the_stack_with_the_reason(tmp_path):
     """Otherwise no child would run, and the command would wait for ever."""
     child = _sleeper(tmp_path / "pids")

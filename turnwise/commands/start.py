@@ -75,13 +75,13 @@ def run_stack(settings: UpSettings, config: Path | None) -> None:
             logs = settings.runs_dir / "logs"
             started = supervisor.Supervisor(stack.children(), log_directory=logs, say=print_process_line)
             with running_stack.announced(_state_of(stack, settings)), started as running:
-                print_process_line("up", f"serving {model} at {stack.proxy_url}/v1; page: {stack.proxy_url}/")
-                print_process_line(
-                    "up", "ctrl-C stops everything; another terminal: turnwise doctor, turnwise sessions"
-                )
+                running.say("up", f"serving {model} at {stack.proxy_url}/v1; page: {stack.proxy_url}/")
+                running.say("up", "ctrl-C stops everything; another terminal: turnwise doctor, turnwise sessions")
                 running.wait(threading.Event())
         except KeyboardInterrupt:
-            print_process_line("up", "everything is stopped")
+            import_module("turnwise.processes.printer").print_last_line(
+                print_process_line, "up", "everything is stopped"
+            )
 
 
 def show_stack(settings: UpSettings, config: Path | None) -> dict[str, Any]:

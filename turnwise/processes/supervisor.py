@@ -8,11 +8,9 @@ the terminal or pipe may stop, and the children must be restarted and stopped al
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import http.client
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -31,20 +29,14 @@ from typing import BinaryIO, Self
 from turnwise.errors import ChildFailed
 from turnwise.processes import guard, ports
 from turnwise.processes.log_follower import LogFollower
+from turnwise.processes.printer import Printer, Say
 from turnwise.settings import child_environment
-
-Say = Callable[[str, str], None]
-"""Prints a line: a child's name, and the text."""
 
 _TICK_SECONDS = 0.05
 _PROBE_SECONDS = 1.0
 """Time limit of one request to a readiness URL."""
 PORT_RELEASE_SECONDS = 10.0
 """How long a restart waits for the port of the process that died."""
-MAX_UNPRINTED = 1000
-"""Lines that wait for the reader of the output; further ones are dropped, the children's logs have them."""
-PRINT_SECONDS = 2.0
-"""How long a stop waits until these lines are printed."""
 PERMANENT_STATUS = 2
 """Exit status of a child that a restart does not help: wrong settings, a taken port, an incomplete model."""
 
@@ -126,7 +118,7 @@ class Supervisor:
         """
         self._runs = [_Run(child, log_directory / f"{child.name}.log") for child in children]
         self._log_directory = log_directory
-        self._printer = _Printer(say or _say_nothing)
+        self._printer = Printer(say or _say_nothing)
         self._say = self._printer.print
         self._max_quick_deaths = max_quick_deaths
         self._quick_seconds = quick_seconds
@@ -185,6 +177,10 @@ class Supervisor:
         if self._thread.is_alive():
             self._thread.join()
         self._printer.close()
+
+    def say(self, name: str, text: str) -> None:
+        """Print a line after those that wait; do not wait for the reader of the output."""
+        self._printer.print(name, text)
 
     def pid(self, name: str) -> int | None:
         """Return the process id of a child's guard; None while it does not run."""
@@ -328,31 +324,6 @@ class Supervisor:
             self._say(run.child.name, "stopped")
         if run.state not in {State.FAILED, State.FINISHED}:
             run.state = State.STOPPED
-
-
-class _Printer:
-    """Prints lines in a thread of its own."""
-
-    def __init__(self, say: Say) -> None:
-        self._say = say
-        self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="supervisor output", daemon=True)
-        self._thread.start()
-
-    def print(self, name: str, text: str) -> None:
-        """Print a line later, unless too many wait."""
-        if self._lines.qsize() < MAX_UNPRINTED:
-            self._lines.put((name, text))
-
-    def close(self) -> None:
-        """Wait until all lines are printed, `PRINT_SECONDS` at most."""
-        self._lines.put(None)
-        self._thread.join(PRINT_SECONDS)
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):  # the reader has ended; the children's logs have the lines
-            while (line := self._lines.get()) is not None:
-                self._say(*line)
 
 
 def is_ready(ready: str | Callable[[], bool] | None) -> bool:
