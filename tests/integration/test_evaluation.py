@@ -129,6 +129,6 @@ def test_the_command_gets_the_proxys_address_a_temporary_key_and_the_version(pro
     with database.read() as conn:
         made = [key for key in keys.list_keys(conn) if key.name == "evaluation"]
     assert [key.revoked_at is not None for key in made] == ([True] if with_keys else [])
-    # A trainer that is killed revokes nothing: the key is valid for the 600 s of an evaluation and a minute.
+    # A trainer that is killed revokes nothing: the key is valid for the 600 s of an evaluation and an hour.
     lifetimes = [(key.expires_at - key.created_at).total_seconds() for key in made]
-    assert lifetimes == pytest.approx([660.0] * len(made), abs=60)
+    assert lifetimes == pytest.approx([4200.0] * len(made), abs=60)
