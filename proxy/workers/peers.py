@@ -164,6 +164,11 @@ class _ParentLink(asyncio.Protocol):
     def eof_received(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop also if the parent has ended without having read all messages: then the link breaks without an end."""
+        if exc is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
 
 def receive_setup(link: socket.socket) -> WorkerSetup:
     """Return the parent's first message.
