@@ -95,6 +95,7 @@ def test_request_ids_and_traces_are_taken_from_the_caller_passed_to_the_engine_a
     made = chat(proxy, **{"x-request-id": "two words", "traceparent": "00-xyz"})
     assert made.headers["x-request-id"] not in ("", "two words")
     assert httpx2.get(f"{proxy.url}/nowhere?key=secret").status_code == 404
+    wait_until(lambda: '"/nowhere"' in access.read_text(), "the last request is logged, which is after its answer")
     lines = [json.loads(line) for line in access.read_text().splitlines() if '"/readyz"' not in line]
     assert [(line["method"], line["path"], line["status"]) for line in lines] == [
         ("POST", "/v1/chat/completions", 200),
