@@ -45,6 +45,7 @@ class Metrics:
         self._directory = directory
         self._computed: list[tuple[Gauge, Callable[[], float]]] = []
         self._add_calls(self.registry)
+        self._add_refusals(self.registry)
         self._add_store(self.registry)
         self._add_engines(self.registry)
         self._add_process(self.registry)
@@ -102,6 +103,12 @@ class Metrics:
         self.queued_calls = Gauge(
             "turnwise_queued_calls", "Calls that wait in the queue of a limit", registry=r, multiprocess_mode=LIVE_SUM
         )
+        self.breaks = Counter(
+            "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"], registry=r
+        )
+
+    def _add_refusals(self, r: CollectorRegistry) -> None:
+        """Add the metrics of what was refused, repeated, handed over or removed."""
         self.limited = Counter("turnwise_limited", "Calls answered 429 by the limit reached", ["limit"], registry=r)
         self.refused = Counter(
             "turnwise_refused", "Requests that the proxy answered with its own error", ["code"], registry=r
@@ -132,9 +139,6 @@ class Metrics:
             "Turns that are stored without the experts that the engine returned, by what is wrong with these",
             ["reason"],
             registry=r,
-        )
-        self.breaks = Counter(
-            "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"], registry=r
         )
 
     def _add_store(self, r: CollectorRegistry) -> None:

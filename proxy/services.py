@@ -170,15 +170,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         log_format=settings.log_format,
     )
     await writer.start()
-    pool = EnginePool(
-        settings.engine,
-        metrics,
-        timeout_seconds=settings.engine_timeout_seconds,
-        max_concurrent_calls=settings.max_concurrent_calls,
-        wait_seconds=settings.engine_wait_seconds,
-        gone_seconds=settings.engine_gone_seconds,
-        access=engine_access(settings),
-    )
+    pool = _make_pool(settings, metrics)
     decoder = DecodingProcess()
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults, max_reply_bytes=settings.max_reply_bytes)
@@ -219,6 +211,18 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         events=Events(database, metrics),
         searches=asyncio.Semaphore(MAX_SEARCHES),
         peers=peers,
+    )
+
+
+def _make_pool(settings: ProxySettings, metrics: Metrics) -> EnginePool:
+    return EnginePool(
+        settings.engine,
+        metrics,
+        timeout_seconds=settings.engine_timeout_seconds,
+        max_concurrent_calls=settings.max_concurrent_calls,
+        wait_seconds=settings.engine_wait_seconds,
+        gone_seconds=settings.engine_gone_seconds,
+        access=engine_access(settings),
     )
 
 

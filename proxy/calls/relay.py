@@ -133,7 +133,7 @@ class Relay:
     async def _sample_whole(self, running: Running, left: asyncio.Future[None]) -> bytes | None:
         """Return the reply once its turns are stored; None if another process has stored its reply under the key."""
         with cancelled_when_client_leaves(left):
-            lane = running.lane or await self._admit(running)
+            lane = await self._admit(running)
             running.version_first = lane.version
             raw = await self._read_whole(running, lane)
         running.version_last = lane.version
@@ -182,7 +182,7 @@ class Relay:
         """
         held, has_sent, num_bytes, buffer = b"", False, 0, sse.EventBuffer()
         with cancelled_when_client_leaves(left):
-            lane = running.lane or await self._admit(running)
+            lane = await self._admit(running)
             running.version_first = lane.version
             with await self._post(running, lane) as answer:
                 while data := await self._next_part(answer, lane):
@@ -272,9 +272,10 @@ class Relay:
             self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
 
     async def _admit(self, running: Running) -> Lane:
-        """Take a lane of the pool; `_recorded` releases it."""
-        lane = running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
-        return lane
+        """Return the lane of a call that is repeated, or take one of the pool; `_recorded` releases it."""
+        if running.lane is None:
+            running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
+        return running.lane
 
     async def _post(self, running: Running, lane: Lane) -> Answer:
         self._faults.point("before_engine")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from proxy.dialects.base import Call
+from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
@@ -81,24 +82,20 @@ def _codex_agent(headers: Headers) -> str | None:
     return thread if thread != _header(*CODEX_SESSION)(headers, {}) else None
 
 
-CLAUDE_SESSION, CLAUDE_AGENT = b"x-claude-code-session-id", b"x-claude-code-agent-id"
-CODEX_SESSION, THREAD = (b"session-id", b"session_id"), b"thread-id"
+CLAUDE_AGENT = b"x-claude-code-agent-id"
 AGENT_HEADERS = frozenset({CLAUDE_AGENT, THREAD})
 """The headers that can name an agent."""
 NATIVE_IDS = (
     NativeId("claude-code", _header(CLAUDE_SESSION), lambda headers: _text(headers, CLAUDE_AGENT)),
     NativeId("codex", _header(*CODEX_SESSION, THREAD), _codex_agent),
-    NativeId("litellm", _header(b"x-litellm-session-id")),
-    NativeId("session-affinity", _header(b"x-session-affinity")),
+    NativeId("litellm", _header(LITELLM_SESSION)),
+    NativeId("session-affinity", _header(AFFINITY)),
     NativeId("claude-user", _claude_user),
     NativeId("conversation", _conversation),
     NativeId("prompt-cache-key", _unique_cache_key),
 )
 """In the order in which they are tried."""
-OWN_HEADER = "x-session-id"
-_OWN_HEADER = OWN_HEADER.encode()
-_PARENT_HEADER = b"x-parent-session-id"
-"""What opencode sends with the calls of a sub-agent, whose `X-Session-Id` is its own."""
+OWN_HEADER = OWN.decode()
 
 
 def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str]) -> None:
@@ -136,7 +133,7 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
 
 def _own_session(call: Call, headers: Headers) -> str | None:
     """Return the session of `X-Session-Id`; of a sub-agent the parent's, and set its own id as the agent's."""
-    own, parent = _text(headers, _OWN_HEADER), _text(headers, _PARENT_HEADER)
+    own, parent = _text(headers, OWN), _text(headers, PARENT)
     if parent is None:
         return own
     call.agent_id = call.agent_id or own

@@ -85,7 +85,6 @@ class Engine:
         self.returns_routing = False
         """Whether one of its replies had the experts of its tokens."""
         self.transfers = WeightTransfers(self.url, self.ask)
-        """Its weight transfers."""
         self.wait_until_serving: Callable[[], Awaitable[bool]] | None = None
         """Waits while it is absent and no other engine serves; returns whether it serves again."""
         self.observe_head: Callable[[float], None] | None = None

@@ -19,20 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from proxy.http.connections import LimitedHttp
+from proxy.http.session_headers import SESSION_HEADERS
 
 log = logging.getLogger(__name__)
 
-NAMES = (
-    b"x-parent-session-id",
-    b"x-session-id",
-    b"x-claude-code-session-id",
-    b"session-id",
-    b"session_id",
-    b"thread-id",
-    b"x-litellm-session-id",
-    b"x-session-affinity",
-)
-"""Headers that name a session; of several, the first of this list counts (see `proxy.continuation.identities`)."""
 SESSIONS_PATH = b"/sessions/"
 SESSION_KEY = b"Bearer tws-"
 """Begin of the `authorization` header with a key of one session."""
@@ -52,7 +42,7 @@ def session_name(data: bytes) -> bytes | None:
     if path.startswith(SESSIONS_PATH):
         return path[len(SESSIONS_PATH) :].split(b"/", 1)[0]
     headers = {name.lower(): value.strip() for name, _, value in (each.partition(b":") for each in lines)}
-    for name in NAMES:
+    for name in SESSION_HEADERS:
         if value := headers.get(name):
             return value
     key = headers.get(b"authorization", b"")
@@ -63,7 +53,7 @@ class SessionAffinity:
     """Hands connections to the other workers, and takes those that they hand over."""
 
     def __init__(self, directory: Path, index: int, num_workers: int, *, count: Callable[[], None]) -> None:
-        """Prepare; `count` is called for each connection that is handed to another worker.
+        """Prepare.
 
         Args:
             directory: Of this proxy alone; each worker has a socket in it.
@@ -168,6 +158,3 @@ class SessionAffinity:
             transport.pause_reading()  # uvloop starts to read after `connection_made`, whatever that has done
         if self._socket is None:  # uvicorn has told the other connections before this one was there
             protocol.shutdown()
-
-
-__all__ = ["SessionAffinity", "session_name"]

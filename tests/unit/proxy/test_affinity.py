@@ -153,16 +153,22 @@ def test_a_call_is_answered_where_it_arrives_if_its_worker_takes_none(tmp_path: 
     run(scenario())
 
 
+async def hand_over_while_stopping(http: aiohttp.ClientSession, url: str, workers: list[Worker]) -> asyncio.Task[int]:
+    """Hand a connection of worker 0 to worker 1, which is busy and then stops; return the request on it."""
+    stopping = workers[1].affinity
+    assert stopping._socket is not None
+    asyncio.get_running_loop().remove_reader(stopping._socket.fileno())  # it is busy
+    waiting = asyncio.create_task(ask(http, url, owned_by(1), b"{}"))
+    await asyncio.wait_for(workers[0].has_handed_over.wait(), 60)
+    stopping.close()
+    return waiting
+
+
 @LOOPS
 def test_connections_that_wait_while_a_worker_stops_are_served(tmp_path: Path, run: Run) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as (workers, urls), aiohttp.ClientSession() as http:
-            stopping = workers[1].affinity
-            assert stopping._socket is not None
-            asyncio.get_running_loop().remove_reader(stopping._socket.fileno())  # it is busy
-            waiting = asyncio.create_task(ask(http, urls[0], owned_by(1), b"{}"))
-            await asyncio.wait_for(workers[0].has_handed_over.wait(), 60)
-            stopping.close()
+            waiting = await hand_over_while_stopping(http, urls[0], workers)
             assert await waiting == 1
             assert not (tmp_path / "connections-1").exists()
 
@@ -200,15 +206,10 @@ def test_a_connection_is_not_read_while_a_request_in_its_first_bytes_waits(tmp_p
 def test_a_connection_taken_while_its_worker_stops_ends_with_its_reply(tmp_path: Path, run: Run) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as (workers, urls), aiohttp.ClientSession() as http:
-            stopping = workers[1].affinity
-            assert stopping._socket is not None
-            asyncio.get_running_loop().remove_reader(stopping._socket.fileno())  # it is busy
-            waiting = asyncio.create_task(ask(http, urls[0], owned_by(1), b"{}"))
-            await asyncio.wait_for(workers[0].has_handed_over.wait(), 60)
-            stopping.close()
+            waiting = await hand_over_while_stopping(http, urls[0], workers)
             assert await asyncio.wait_for(waiting, 60) == 1
             # uvicorn closes an idle connection after 600 s.
-            await until(lambda: not stopping._taking and not workers[1].state.connections)
+            await until(lambda: not workers[1].affinity._taking and not workers[1].state.connections)
 
     run(scenario())
 

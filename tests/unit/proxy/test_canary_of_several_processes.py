@@ -44,6 +44,16 @@ async def two_workers(stage: Stage, kind: PolicyKind) -> AsyncIterator[tuple[Pro
         yield driver, other
 
 
+@contextlib.asynccontextmanager
+async def on_trial(stage: Stage) -> AsyncIterator[Process]:
+    """Start a proxy of one worker that serves version 1, with version 2 on trial."""
+    async with stage.process(canary_share=0.5) as driver:
+        for version in (1, 2):
+            stage.publish(version)
+            await driver.follow()
+        yield driver
+
+
 async def open_sessions(process: Process, prefix: str, count: int = 16) -> tuple[list[Session], list[Session]]:
     """Open sessions; return those that the trial took, and the others."""
     opened = [(await process.writer.open(Session(session_id=f"{prefix}{number}")))[0] for number in range(count)]
@@ -129,11 +139,7 @@ async def test_a_trial_that_an_older_release_began_begins_again(stage: Stage, ki
 async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage, monkeypatch, lost: int):
     """Otherwise all later versions would wait for an engine that may never come back."""
     monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
-    async with stage.process(canary_share=0.5) as driver:
-        stage.publish(1)
-        await driver.follow()
-        stage.publish(2)
-        await driver.follow()
+    async with on_trial(stage) as driver:
         assert driver.versions == [1, 2]
         driver.pool.engines[lost].status.change(EngineState.ABSENT)
         for _ in range(3):
@@ -153,11 +159,7 @@ async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage,
 
 async def test_a_trial_continues_with_the_engine_that_came_back(stage: Stage, monkeypatch):
     monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
-    async with stage.process(canary_share=0.5) as driver:
-        stage.publish(1)
-        await driver.follow()
-        stage.publish(2)
-        await driver.follow()
+    async with on_trial(stage) as driver:
         driver.pool.engines[1].status.change(EngineState.ABSENT)
         await driver.follow()
         await driver.look()
