@@ -11,44 +11,41 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import transformers
-from learner import GOOD, POOR, Outcome, learn, serving_teachers, warmed_model
+from jobs import Job, run_jobs
+from learner import Outcome
 from recipes import CPU_SECONDS, OTHER_CPU_SECONDS, RECIPES, ROOT, TINY_ALONE, TINY_CPU_SECONDS
-from tiny import MAX_UPDATES, learn_tiny
-
-from turnwise.types import Json
 
 SEEDS = (0, 1, 2)
-TINY_RULE = {name for name, recipe in RECIPES.items() if recipe.num_imported}
-"""Recipes with imported sessions that know the tiny task's rule."""
 HEADER = ("algorithm", "seed", "held-out", "updates", "sessions", "sampled tokens", "staleness", "CPU s", "")
 
 
 def main() -> int:
     """Run the chosen algorithms and seeds; print the progress of each run, and a table of all runs."""
     options = _options()
-    transformers.utils.logging.disable_progress_bar()
     names = options.algorithm or [
         name for name, recipe in RECIPES.items() if not (recipe.coin if options.tiny else name in TINY_ALONE)
     ]
     seeds = options.seed or list(SEEDS)
-    print(_estimate(names, len(seeds), is_tiny=options.tiny), flush=True)
+    print(_estimate(names, len(seeds), options.jobs, is_tiny=options.tiny), flush=True)
     if options.estimate:
         return 0
+    given = {"models": options.models, "settings": dict(options.set), "max_updates": options.max_updates}
+    jobs = [Job(name=name, seed=seed, is_tiny=options.tiny, **given) for name, seed in itertools.product(names, seeds)]
     outcomes: list[Outcome] = []
-    for name, seed in itertools.product(names, seeds):
-        outcomes.append(_run(name, seed, options))
+    for outcome in run_jobs(jobs, options.jobs):
+        outcomes.append(outcome)
         if options.json:
             document = [dataclasses.asdict(outcome) for outcome in outcomes]
             options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     for line in _table(outcomes):
         print(line)
-    return 0 if all(outcome.passed for outcome in outcomes) else 1
+    passed = {(outcome.name, outcome.seed) for outcome in outcomes if outcome.passed}
+    return 0 if all((job.name, job.seed) in passed for job in jobs) else 1
 
 
 def _options() -> argparse.Namespace:
@@ -60,69 +57,25 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=JSON", help="of the trainer")
     parser.add_argument("--max-updates", type=int, help="instead of the recipe's own")
     parser.add_argument("--models", type=Path, default=ROOT / "runs/learning", help="where warmed models are kept")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes side by side")
     parser.add_argument("--estimate", action="store_true", help="print how long the runs will take, and end")
     parser.add_argument("--json", type=Path, help="write the outcomes there, after each run")
     options = parser.parse_args()
     if not options.all and not options.algorithm:
         parser.error("say which --algorithm, or --all")
-    if not options.tiny and any(name in TINY_RULE for name in options.algorithm or ()):
-        parser.error("imported sessions know the rule of the tiny task alone: add --tiny")
     return options
 
 
-def _estimate(names: list[str], num_seeds: int, *, is_tiny: bool) -> str:
+def _estimate(names: list[str], num_seeds: int, num_processes: int, *, is_tiny: bool) -> str:
     """Return how long the runs will take, from earlier runs."""
     each = [TINY_CPU_SECONDS if is_tiny else CPU_SECONDS.get(name, OTHER_CPU_SECONDS) for name in names]
     num_runs, minutes = len(names) * num_seeds, sum(each) * num_seeds / 60
-    return f"{num_runs} runs, about {minutes:.0f} CPU minutes on one core"
+    return f"{num_runs} runs, about {minutes:.0f} CPU minutes, {minutes / num_processes:.0f} on {num_processes} cores"
 
 
 def _setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     return name, json.loads(value)
-
-
-def _run(name: str, seed: int, options: argparse.Namespace) -> Outcome:
-    """Run a recipe, and keep the policy that it trained; first train its teachers, unless earlier runs kept them."""
-    recipe = dataclasses.replace(
-        RECIPES[name],
-        settings=RECIPES[name].settings | dict(options.set),
-        max_updates=options.max_updates or RECIPES[name].max_updates,
-    )
-    taught_by = {} if options.tiny else {each: options.models / f"{each}-{seed}" for each in recipe.taught_by}
-    for teacher, kept in taught_by.items():
-        if not kept.exists() and not _run(teacher, seed, options).passed:
-            raise SystemExit(f"{name} seed {seed} has no teacher: {teacher} seed {seed} has not learnt the task")
-    with tempfile.TemporaryDirectory(prefix="turnwise-learning-") as directory:
-        if options.tiny:
-            max_updates = options.max_updates or MAX_UPDATES
-            outcome = learn_tiny(name, recipe, seed, Path(directory), _say, max_updates=max_updates)
-        else:
-            with serving_teachers(list(taught_by.values())) as teachers:
-                outcome = learn(
-                    name,
-                    recipe,
-                    seed,
-                    warmed_model(options.models, seed),
-                    Path(directory),
-                    _say,
-                    teachers=teachers,
-                    kept=options.models / f"{name}-{seed}",
-                )
-    wanted = f"at least {GOOD}" if recipe.learns else f"at most {POOR}"
-    verdict = "which is" if outcome.passed else "which should be"
-    print(f"{name} seed {seed}: {outcome.before:.2f} → {outcome.after:.2f}, {verdict} {wanted}", flush=True)
-    return outcome
-
-
-def _say(outcome: Outcome, metrics: Json) -> None:
-    version, held_out = outcome.curve[-1]
-    print(
-        f"{outcome.name} seed {outcome.seed}  version {version:2d}  held-out {held_out:.2f}"
-        f"  entropy {metrics.get('entropy', 0):.2f}  kl {metrics.get('kl', 0):.4f}"
-        f"  clipped {metrics.get('clip_fraction', 0):.2f}  staleness {metrics.get('staleness_mean', 0):.1f}",
-        flush=True,
-    )
 
 
 def _table(outcomes: list[Outcome]) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from imported import import_sessions
 from in_process import Chain, InProcessProxy
 from recipes import DEMO_SETTINGS, ROOT, Recipe
 from teacher import serving_policy
@@ -86,6 +87,9 @@ class Run:
         workflow = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
         self.workflow = workflow.build_from_config(settings, enable_jit=False)
         self.state = self.workflow.setup(seed)
+        if recipe.num_imported:
+            is_paired = settings.mix_imported == "dpo"
+            import_sessions(self.db, model, directory, recipe.num_imported, seed, is_paired=is_paired)
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.proxy = InProcessProxy(self.db, load_chat_template(str(model), "string"), tokenizer.decode, seed)
         self.proxy.follow()

@@ -43,8 +43,7 @@ class Recipe:
     taught_by: tuple[str, ...] = ()
     """The recipes whose trained policies are the teachers on the demo's task; each teaches a share of the tasks."""
     num_imported: int = 0
-    """Imported groups in the ledger: a session of right tokens, and for DPO one of random tokens. For the tiny task
-    alone."""
+    """Imported groups in the ledger: a right session, and for DPO also a wrong one."""
 
 
 CALM = {"learning_rate": 3e-4, "max_grad_norm": 0.25, "aggregation": "session_mean"}

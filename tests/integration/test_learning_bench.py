@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from proxy.continuation.chat_template import load_chat_template
 from trainer.loop.off_policy import ReplayBuffer
@@ -23,7 +24,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "learning"
 NUM_GROUPS = 4
 OTHERS = ("gae_head", "cispo")
 """Recipes that learn the tiny task in `make test-all` alone."""
-MODULES = ("in_process", "recipes", "learner", "teacher", "json_server", "tiny")
+MODULES = ("in_process", "imported", "recipes", "learner", "teacher", "json_server", "tiny")
 SPEC = SmallModelSpec(
     hidden_size=64,
     intermediate_size=128,
@@ -133,6 +134,38 @@ def test_each_update_trains_turns_of_the_version_before_and_its_version_is_serve
         1: PolicyStatus.RETIRED,
         2: PolicyStatus.ACTIVE,
     }
+
+
+def test_imported_sessions_are_right_and_wrong_conversations_in_the_policys_own_format(bench, model, tmp_path):
+    """Their replies parse to the same tool calls as sampled ones, they are graded as in a run, and each batch mixes."""
+    recipe = bench.recipes.Recipe(
+        settings={"groups_per_batch": NUM_GROUPS, "mix_imported": "dpo", "mix_groups": 4, "mix_mu": 0.5},
+        coin=True,
+        groups_per_update=NUM_GROUPS,
+        num_imported=4,
+    )
+    run = bench.learner.Run(recipe, 0, model, tmp_path)
+    decode = AutoTokenizer.from_pretrained(model).decode
+    try:
+        with run.db.read() as conn:
+            rewards = {each.session_id: each.reward for each in queries.sessions(conn, SessionFilter(), limit=100)[0]}
+        imported = turns_by_session(run)
+        run.play_groups()
+        metrics = run.update()
+    finally:
+        run.close()
+    assert sorted(rewards.values()) == [0.0] * 4 + [1.0] * 4
+    for session_id, turns in imported.items():
+        records = [json.loads(message["content"]) for turn in turns[1:] for message in turn.messages]
+        replies = [bench.in_process.reply_message(decode(turn.token_ids[:-1])) for turn in turns]
+        looked_up = [reply["tool_calls"][0]["function"]["arguments"] for reply in replies[:-1]]
+        trail_of_bosses = [json.dumps({"name": record["boss"]}) for record in records[:-1] if "boss" in record]
+        is_right = looked_up[1:] == trail_of_bosses and replies[-1]["content"] == (
+            f'The answer is "{records[-1].get("city")}".' if records else None
+        )
+        assert is_right == (rewards[session_id] == 1.0)
+        assert {turn.chain_id for turn in turns} == {turns[0].turn_id}
+    assert metrics["num_imported_sessions"] == 8
 
 
 def test_replay_trains_on_older_turns_again(start):
