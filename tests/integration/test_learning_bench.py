@@ -22,8 +22,6 @@ from turnwise.types import Credit, PolicyStatus
 
 BENCH = Path(__file__).parents[2] / "bench" / "learning"
 NUM_GROUPS = 4
-OTHERS = ("gae_head", "cispo")
-"""Recipes that learn the tiny task in `make test-all` alone."""
 MODULES = ("in_process", "imported", "recipes", "learner", "teacher", "json_server", "tiny")
 SPEC = SmallModelSpec(
     hidden_size=64,
@@ -249,11 +247,11 @@ def test_a_run_reports_its_outcome_and_its_counts(bench, model, tmp_path):
     assert outcome.staleness == 0.5
 
 
-@pytest.mark.parametrize("name", ["grpo", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
+@pytest.mark.parametrize("name", ["grpo", "cispo", "decoupled", pytest.param("gae_head", marks=pytest.mark.slow)])
 def test_an_algorithm_learns_the_tiny_task(bench, name, tmp_path):
-    """From chance, 0.25, to more than 0.36 of the tokens right in 8 updates; held-out prompts."""
-    recipe = bench.recipes.RECIPES[name]
-    outcome = bench.tiny.learn_tiny(name, recipe, 0, tmp_path, lambda *_: None, max_updates=8)
-    assert outcome.before < 0.3
-    assert outcome.after > 0.36
-    assert (outcome.num_updates, outcome.num_sessions) == (8, 9 * 64)
+    """From chance, 0.25, to 0.85 of the tokens right on held-out prompts, in at most twice the usual updates."""
+    outcome = bench.tiny.learn_tiny(name, bench.recipes.RECIPES[name], 2, tmp_path, lambda *_: None)
+    assert outcome.before < 0.35
+    assert outcome.passed
+    assert outcome.after >= bench.tiny.ENOUGH
+    assert outcome.num_sessions == 64 * (outcome.num_updates + 1)
