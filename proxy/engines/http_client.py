@@ -225,13 +225,15 @@ class _Connection(asyncio.Protocol):
             self._transport.writelines(request)
             return
         self._is_sending = True
-        for part in in_steps(request):
+        *steps, last = in_steps(request)
+        for part in steps:
             self._transport.writelines(part)
             await asyncio.sleep(0)
             while self._is_full and self._answer is answer and not answer.status:
                 await answer.wait()
             if self._answer is not answer or answer.status:
                 return
+        self._transport.writelines(last)
         self._is_sending = False
 
     def pause_writing(self) -> None:
@@ -323,7 +325,7 @@ class _Connection(asyncio.Protocol):
         self._answer = None
         answer.end()
         self.resume()
-        if self._parser.should_keep_alive() and not self._is_sending:
+        if self._parser.should_keep_alive() and not (self._is_sending or self._is_full):
             self._may_be_stale = True
             self._idle.append(self)
         else:

@@ -21,8 +21,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON_HEADER = (b"content-type", b"application/json")
 SCANNED_HERE_BYTES = 32 * 2**10
 """Longer bodies are scanned in a thread."""
-JOINED_HERE_BYTES = 2**20
-"""Longer bodies are joined in a thread, without the interpreter's lock."""
+JOINED_HERE_BYTES = 4 * 2**20
+"""Longer bodies are joined in a thread, without the interpreter's lock. It takes 0.1 ms of CPU to use a thread, and 0.1
+ms to join a megabyte."""
 MAX_STRINGS = 131_072
 """Default of `max_json_strings`: most strings, keys included, in one request body."""
 
