@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 from support.proxies import running_proxy
 from support.waiting import wait_until
 
 from turnwise.client import Client
 from turnwise.fake_engine import Script, running_fake_engine
-from turnwise.processes.stack import free_port
 from turnwise.processes.supervisor import is_ready
 
 ROOT = Path(__file__).parents[2]

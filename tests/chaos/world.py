@@ -14,11 +14,11 @@ from chaos.parts import ProxyPart, TrainerPart
 from chaos.relay import Relay
 from support.control_plane import ask
 from support.database_clock import DatabaseClock
+from support.ports import free_port
 from support.private_postgres import PrivatePostgres
 from support.tiny_checkpoints import write_weights
 
 from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
-from turnwise.processes.stack import free_port
 from turnwise.store import keys
 from turnwise.store.database import Database
 

@@ -18,9 +18,10 @@ from compose.check import TRAIN_CONFIG
 from compose.compose_file import Service
 from compose.deadline import wait_until
 from compose.play import GROUP_SIZE, NUM_GROUPS, Proxy, play
+from support.ports import free_port
 from support.private_postgres import PrivatePostgres
 
-from turnwise.processes.stack import command, free_port
+from turnwise.processes.stack import command
 from turnwise.processes.supervisor import Child, State, Supervisor
 
 pytestmark = pytest.mark.postgres

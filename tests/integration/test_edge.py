@@ -10,11 +10,11 @@ import re
 import socket
 import ssl
 import subprocess
-import time
 from pathlib import Path
 
 import httpx2
 import pytest
+from support.ports import free_port
 from support.proxies import RunningProxy
 from support.waiting import wait_until
 
@@ -23,7 +23,6 @@ from proxy.services import engine_access
 from proxy.settings import ProxySettings
 from turnwise.errors import EngineUnavailable
 from turnwise.fake_engine import RunningFakeEngine
-from turnwise.processes.ports import free_port
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -67,10 +66,7 @@ def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_addr
         _, secret = keys.create_key(connection, "default", "admin", "me")
     database.close()
     with httpx2.Client(timeout=60) as http:
-        deadline = time.monotonic() + 30  # the proxy asks the store for keys every few seconds
-        while http.get(f"{proxy.v1}/sessions").status_code != 401:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: http.get(f"{proxy.v1}/sessions").status_code == 401, "the proxy has read the keys again")
         anonymous = http.get(f"{proxy.url}/readyz")
         assert (anonymous.status_code, anonymous.json()["engines"][0]["url"]) == (200, None)
         assert fake_engine.url not in anonymous.text

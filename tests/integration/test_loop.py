@@ -95,7 +95,7 @@ def test_rewards_become_a_served_version_and_a_killed_trainer_resumes(
             play_group(client, 1)
             first = wait_for_version(client, 1, log)
             os.killpg(trainer.pid, signal.SIGKILL)
-            trainer.wait(30)
+            trainer.wait(60)
         play_group(client, 2)
         play_group(client, 3)
         with running_trainer(proxy, engine.model_dir, tmp_path):

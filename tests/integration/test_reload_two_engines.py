@@ -21,11 +21,11 @@ from openai import APIError, AsyncOpenAI
 from support.checkpoints import Forward, forward_of, write_perturbed
 from support.control_plane import ask, publish, versions_of_engines
 from support.engines import RunningEngine, _end_group, _wait_healthy, load_own_weights
+from support.ports import free_port
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
 
 from turnwise.processes.engine_command import EngineSettings, build_command
-from turnwise.processes.stack import free_port
 from turnwise.types import Outcome
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -75,7 +75,7 @@ class Agent:
 
 
 def post(proxy: RunningProxy, path: str, body: dict[str, Any]) -> Any:
-    reply = httpx2.post(proxy.url + path, json=body, timeout=30)
+    reply = httpx2.post(proxy.url + path, json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     return reply.json()
 

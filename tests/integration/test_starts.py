@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.commands import run_turnwise
+from support.ports import free_port
 from support.private_postgres import PrivatePostgres
 from support.proxies import StartProxy
 
 from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
-from turnwise.processes.ports import free_port
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import Child, Supervisor
 

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_until
+from support.ports import free_port
+from support.waiting import WAIT_SECONDS, wait_until
 
 from turnwise.errors import ChildFailed
 from turnwise.processes import ports
@@ -230,7 +231,7 @@ def test_an_answer_of_another_process_on_the_childs_port_does_not_count(tmp_path
 
 
 def test_a_child_is_found_by_the_port_that_it_listens_on(tmp_path):
-    port = ports.free_port()
+    port = free_port()
     code = f"import socket, time\ns = socket.create_server(('127.0.0.1', {port}))\ntime.sleep(600)"
     child = Child(name="server", argv=_python(code), ready=lambda: not ports.is_free(port), port=port)
     with Supervisor([child], log_directory=tmp_path) as stack:
@@ -274,7 +275,9 @@ def test_a_program_that_does_not_exist_is_named_in_its_log(tmp_path):
 def test_a_child_that_ignores_the_term_signal_is_killed_after_its_grace(tmp_path):
     path = tmp_path / "pids"
     code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER.format(path=str(path))
-    child = Child(name="stubborn", argv=_python(code), ready=path.exists, grace_seconds=0.1)
+    child = Child(
+        name="stubborn", argv=_python(code), ready=lambda: path.exists() and bool(_pids(path)), grace_seconds=0.1
+    )
     with Supervisor([child], log_directory=tmp_path):
         started = time.monotonic()
     assert not _alive(_pids(path)[0])
@@ -304,11 +307,16 @@ def test_grandchildren_end_with_their_child(tmp_path):
 def test_remaining_processes_of_a_dead_childs_group_are_ended_before_its_restart(tmp_path):
     path = tmp_path / "pids"
     inner = SLEEPER.format(path=str(path))
-    code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {inner!r}])\ntime.sleep(1)"
+    code = f"""
+    import os, subprocess, sys, time
+    subprocess.Popen([sys.executable, "-c", {inner!r}])
+    while not os.path.exists({str(path)!r}) or not open({str(path)!r}).read():
+        time.sleep(0.02)
+    """
     child = Child(name="careless", argv=_python(code))
     with Supervisor([child], log_directory=tmp_path, first_delay_seconds=0.05) as stack:
         wait_until(lambda: stack.num_starts("careless") == 2, "it starts again")
-        assert not _alive(_pids(path)[0])
+        wait_until(lambda: not _alive(_pids(path)[0]), "the remaining process is gone")
 
 
 def _supervising_process(path: Path, logs: Path) -> subprocess.Popen[bytes]:
@@ -341,7 +349,7 @@ def test_no_process_outlives_a_killed_supervisor(tmp_path):
     pids = _pids(path)
     assert all(map(_alive, pids))
     process.kill()
-    process.wait(5)
+    process.wait(WAIT_SECONDS)
     process.stdout.close()
     wait_until(lambda: not any(map(_alive, pids)), "all processes are gone")
 
@@ -351,9 +359,9 @@ def test_ctrl_c_stops_everything(tmp_path):
     process = _supervising_process(path, tmp_path)
     pids = _pids(path)
     process.send_signal(signal.SIGINT)
-    process.wait(10)
+    process.wait(WAIT_SECONDS)
     process.stdout.close()
-    assert not any(map(_alive, pids))
+    wait_until(lambda: not any(map(_alive, pids)), "all processes are gone")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
@@ -363,7 +371,7 @@ def test_a_killed_guard_ends_with_its_child_and_is_restarted(tmp_path):
         first = _pids(path)[0]
         os.kill(stack.pid("sleeper"), signal.SIGKILL)
         wait_until(lambda: len(_pids(path)) == 2, "it runs a second time")
-        assert not _alive(first)
+        wait_until(lambda: not _alive(first), "the first process is gone")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Tenant:
 
     def __init__(self, proxy: RunningProxy, key: str | None) -> None:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self.http = httpx2.Client(base_url=proxy.url, headers=headers, timeout=30)
+        self.http = httpx2.Client(base_url=proxy.url, headers=headers, timeout=60)
 
     def call(self, session_id: str) -> str:
         """Make a call in a session and return its turn id."""

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.control_plane import metric
-from support.proxies import StartProxy
+from support.proxies import STOP_SECONDS, StartProxy
 from support.waiting import wait_until
 
 from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine
@@ -118,7 +118,7 @@ def test_a_failed_call_is_a_failed_span(
     reply = httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=sent(TRACE))
     assert reply.status_code == 500
     proxy.process.terminate()
-    proxy.process.wait(30)
+    proxy.process.wait(STOP_SECONDS)
     spans = collector.of_trace(TRACE, 3)
     assert spans["POST /v1/chat/completions"].status.code == ERROR
 
@@ -130,6 +130,7 @@ def test_calls_succeed_while_the_collector_is_unreachable(
     assert httpx2.post(f"{proxy.v1}/chat/completions", json=CHAT, headers=sent(TRACE)).status_code == 200
     # The call's three spans, besides those of the requests that waited until the proxy was ready.
     wait_until(lambda: metric(proxy, "turnwise_lost_spans_total") >= 3, "the lost spans are counted")
+    proxy.kill()  # its end would wait for the collector
 
 
 def test_without_the_setting_opentelemetry_is_not_imported() -> None:

@@ -14,6 +14,7 @@ from pydantic import PrivateAttr
 from support.control_plane import ask, metric, publish, wait_for_status
 from support.dialects import QUICK_ON_SQLITE
 from support.proxies import (
+    STOP_SECONDS,
     ProxyAndEngine,
     RunningProxy,
     is_process,
@@ -145,7 +146,7 @@ def test_a_killed_worker_loses_and_duplicates_no_turn_and_is_replaced(database_u
         assert_nothing_is_lost_or_doubled(agents, proxy, engine)
         found = workers(proxy)
         proxy.process.terminate()
-        assert proxy.process.wait(30) == 0
+        assert proxy.process.wait(STOP_SECONDS) == 0
         for pid in found:
             wait_until_gone(pid)
 

@@ -37,7 +37,7 @@ class Visit:
     def __init__(self, browser: Any, proxy: RunningProxy, **options: Any) -> None:
         self._context = browser.new_context(**{"viewport": {"width": 1100, "height": 800}} | options)
         self.page = self._context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(60_000)
         self.console: list[str] = []
         self._proxy = proxy
         self.page.on("console", lambda message: self.console.append(f"{message.type}: {message.text}"))

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 from support.control_plane import ask
+from support.ports import free_port
 
 from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
 from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin
-from turnwise.processes.stack import free_port
 from turnwise.processes.supervisor import is_ready, tail_of
 
 START_SECONDS = 400.0

@@ -22,7 +22,10 @@ from turnwise.fake_engine import RunningFakeEngine
 
 PAUSE_SECONDS = 0.05
 """Between two attempts of one call."""
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
+"""Limit of one attempt."""
+PROGRESS_SECONDS = 180.0
+"""Limit of a wait for replies."""
 CALLS_PER_SESSION = 5
 
 
@@ -165,9 +168,9 @@ class Agents:
 
 def wait_for(agents: Agents, count: int) -> None:
     """Wait until the agents have received this many more replies."""
-    before, deadline = agents.num_seen, time.monotonic() + PATIENCE_SECONDS
+    before, deadline = agents.num_seen, time.monotonic() + PROGRESS_SECONDS
     while agents.num_seen < before + count:
-        assert time.monotonic() < deadline, f"the agents do not get on: {agents.refusals}"
+        assert time.monotonic() < deadline, f"the agents get no further replies: {agents.refusals}"
         time.sleep(0.05)
 
 

@@ -56,13 +56,13 @@ class FakeNccl:
     def Group(self, unique_id: bytes, size: int, device: torch.device) -> Any:  # noqa: N802  a class there
         assert size == 2
         wire = self.wires[unique_id]
-        wire.joined.wait(10)
+        wire.joined.wait(60)
         return SimpleNamespace(broadcast=wire.sent.put, is_done=wire.sent.empty, abort=self._abort)
 
     def worker(self, unique_id: bytes, rank: int, world_size: int, device: object) -> Any:
         assert (rank, world_size) == (1, 2)
         wire = self.wires[unique_id]
-        wire.joined.wait(10)
+        wire.joined.wait(60)
 
         def broadcast(tensor: Tensor, src: int, stream: object = None) -> None:
             payload = wire.sent.get(timeout=60)

@@ -18,7 +18,7 @@ from turnwise.fake_engine.script import Fault, Rule, Script
 from turnwise.fake_engine.server import create_app
 from turnwise.fake_engine.tokens import write_tokenizer
 
-START_SECONDS = 10.0
+START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 
 

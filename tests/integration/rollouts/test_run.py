@@ -71,7 +71,7 @@ def test_a_term_signal_reaches_the_command_and_its_session_is_ended(url, client,
 def test_one_command_can_be_graded_and_limited(url, client, tmp_path):
     agent = write_agent(tmp_path, "ask('hello')\nimport time\ntime.sleep(600)\n")
     grader = write_program(tmp_path / "grade.sh", "#!/bin/sh\nexit 1\n")
-    options = ("--reward-command", "./grade.sh", "--timeout", "2", "--json")
+    options = ("--reward-command", "./grade.sh", "--timeout", "5", "--json")
     done = finished_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
     assert grader.exists()
     assert done.returncode == 124
@@ -153,7 +153,8 @@ time.sleep(600)
     (run,) = json.loads(done.stdout)["runs"]
     assert (run["termination_reason"], run["num_turns"]) == ("timeout", 1)
     (pid_file,) = tmp_path.glob("out/runs/*/work/orphan.pid")
-    assert b"611" not in command_line(int(pid_file.read_text()))
+    orphan = int(pid_file.read_text())
+    wait_for(lambda: b"611" not in command_line(orphan), "the end of the process that left its parent")
 
 
 def test_after_kill_9_the_same_command_finishes_without_repeating_a_finished_run(url, client, tmp_path):
@@ -174,10 +175,11 @@ ask('bye')
     process = start_run(tmp_path, *arguments)
     results = tmp_path / "out/results.jsonl"
     wait_for(lambda: results.exists() and results.read_text().count("\n") == 2, "two finished runs")
-    wait_for((tmp_path / "played-slow").exists, "the slow run")
+    slow = tmp_path / "played-slow"
+    wait_for(lambda: slow.exists() and slow.read_text().endswith("\n"), "the slow run")
     process.kill()
     process.communicate()
-    interrupted = int((tmp_path / "played-slow").read_text())
+    interrupted = int(slow.read_text())
     wait_for(lambda: not command_line(interrupted), "the end of the interrupted agent")
     (tmp_path / "go").touch()
     done = finished_run(tmp_path, *arguments)
@@ -413,7 +415,7 @@ def test_a_program_of_the_agent_reads_no_requests_of_other_runs(url, tmp_path):
     """`cat` without a file reads its standard input: were it the worker's, it would wait and take the next runs."""
     (tmp_path / "reading_agent.py").write_text(READS_INPUT)
     tasks = write_tasks(tmp_path, *({"task_id": str(number)} for number in range(6)))
-    options = ("--tasks", str(tasks), "--call", "reading_agent:play", "--parallel", "2", "--timeout", "30")
+    options = ("--tasks", str(tasks), "--call", "reading_agent:play", "--parallel", "2", "--timeout", "60")
     done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
     assert done.returncode == 0, done.stderr
     assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0] * 6
@@ -447,7 +449,7 @@ async def play(task, run):
 def test_the_coroutines_of_a_worker_share_one_event_loop(url, tmp_path):
     (tmp_path / "shared_agent.py").write_text(SHARED)
     tasks = write_tasks(tmp_path, {"task_id": "waits"}, {"task_id": "sets"})
-    options = ("--tasks", str(tasks), "--call", "shared_agent:play", "--parallel", "2", "--timeout", "20")
+    options = ("--tasks", str(tasks), "--call", "shared_agent:play", "--parallel", "2", "--timeout", "60")
     done = finished_run(tmp_path, "--proxy", url, *options, "--out", "out", "--json")
     assert done.returncode == 0, done.stderr
     assert [run["reward"] for run in json.loads(done.stdout)["runs"]] == [1.0, 1.0]

@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 import pytest
+from support.ports import free_port
 
 from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, without_credentials
 from proxy.engines.pool import EnginePool
@@ -13,7 +14,6 @@ from proxy.engines.state import SERVING, TRANSITIONS, EngineState, EngineStatus
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable
 from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
-from turnwise.processes.stack import free_port
 from turnwise.types import Session
 
 SESSION = Session(session_id="s")
@@ -178,7 +178,7 @@ async def test_a_call_that_finds_the_port_of_its_only_engine_closed_waits_for_th
         await asyncio.sleep(0.01)
     with running_fake_engine(port=port):
         engine.status.change(EngineState.READY)
-        with await asyncio.wait_for(call, 20) as answer:
+        with await asyncio.wait_for(call, 60) as answer:
             assert answer.status == 200
             await answer.read()
         engine.close()

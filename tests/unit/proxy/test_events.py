@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def next_event(listener: Listener) -> Event | None:
-    return await asyncio.wait_for(listener.next(), 30.0)
+    return await asyncio.wait_for(listener.next(), 60.0)
 
 
 @pytest.mark.usefixtures("quick")
@@ -160,4 +160,4 @@ def test_a_stream_has_live_turns_and_ends_when_the_server_stops(
     proxy.process.terminate()
     # The time to drain is for model calls; a stream does not use it.
     proxy.process.wait(120)
-    assert stream.is_over.wait(10)
+    assert stream.is_over.wait(60)

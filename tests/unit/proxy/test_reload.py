@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from support.migrated import migrated
+from support.ports import free_port
 from support.reload_stage import Process, Stage
 from support.waiting import wait_until
 
@@ -20,7 +21,6 @@ from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
 from turnwise.fake_engine import Script, running_fake_engine
-from turnwise.processes.stack import free_port
 from turnwise.store import leases, policies, tables
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, Session

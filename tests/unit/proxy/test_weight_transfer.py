@@ -242,7 +242,7 @@ async def test_a_trainer_that_is_killed_while_it_sends_changes_nothing_that_is_s
         with dying_trainer(stage, moment) as sender:
             stage.publish(2) if has_directory else publish_unwritten(stage, 2)
             await process.follow()
-            assert sender.wait(10) == -signal.SIGKILL
+            assert sender.wait(60) == -signal.SIGKILL
         served = 2 if has_directory else 1
         assert process.versions == [served, served]
         assert [loads[-1] for loads in stage.loads] == [f"v{served}"] * 2

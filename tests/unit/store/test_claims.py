@@ -214,7 +214,7 @@ def test_trainers_that_claim_at_once_share_the_groups_without_overlap(database: 
 
     def train(worker: int) -> None:
         own = Database(database_url, pool_size=1, lock_timeout_seconds=30)
-        barrier.wait(10)
+        barrier.wait(60)
         number = worker * 100
         deadline = time.monotonic() + 60
         # PostgreSQL skips rows that another trainer has locked, so an empty answer is not the end.

@@ -209,7 +209,7 @@ def test_kill_9_loses_no_turn_whose_commit_returned(database: Database, database
     finally:
         process.kill()
     values += [int(line) for line in process.stdout.read().split()]
-    process.wait(30)
+    process.wait(60)
     process.stdout.close()
     with database.read() as connection:
         stored = [entry.seq + 1 for entry in history.unknown_turns(connection, "default", "s", first=0, known=())[0]]
@@ -247,7 +247,7 @@ def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(data
     tokens: list[int | None] = []
 
     def acquire(owner: str) -> None:
-        barrier.wait(10)
+        barrier.wait(60)
         with database.write() as connection:
             tokens.append(acquire_lease(connection, "reload", owner, 60))
 
@@ -255,7 +255,7 @@ def test_one_of_several_processes_that_request_a_lease_concurrently_gets_it(data
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert sorted(tokens, key=str) == [1, None, None, None]
 
 

@@ -64,7 +64,7 @@ def test_processes_that_create_one_session_at_once_create_it_once(database: Data
     barrier = threading.Barrier(4)
 
     def create(_: int) -> bool:
-        barrier.wait(10)
+        barrier.wait(60)
         with database.write() as connection:
             return ledger.create_session(connection, Session(session_id="s", group_id="g", group_size=2))[1]
 

@@ -49,7 +49,7 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
     names = [f"s{number}" for number in range(12)]
 
     def open_all(worker: int) -> int:
-        barrier.wait(10)
+        barrier.wait(60)
         order = names if worker % 2 else names[::-1]
         with database.write() as connection:
             opened = opening.open_sessions(connection, [Session(session_id=name) for name in order])

@@ -64,7 +64,7 @@ def test_the_next_row_is_prepared_while_the_present_one_is_computed():
 
     rows = ahead([1, 2, 3], prepare)
     assert next(rows) == (1, 10)
-    assert both.wait(10)  # nobody has asked for the second row yet
+    assert both.wait(60)  # nobody has asked for the second row yet
     assert list(rows) == [(2, 20), (3, 30)]
     assert prepared == [(1, False), (2, False), (3, False)]
 

@@ -30,7 +30,7 @@ class Groups:
         self.num_aborted = 0
 
     def open(self, *_: object) -> Any:
-        assert self.can_join.wait(10)
+        assert self.can_join.wait(60)
         return SimpleNamespace(broadcast=self._send, is_done=self.done, abort=self._abort)
 
     def _send(self, payload: torch.Tensor) -> None:
