@@ -12,7 +12,7 @@ from chaos.world import world
 SEED = 9
 
 
-@pytest.mark.parametrize("seconds", [12.0, pytest.param(60.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [5.0, pytest.param(60.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def test_no_fault_loses_duplicates_crosses_or_blocks_a_turn(kind: str, seconds: float, tmp_path: Path):
     directory = tmp_path / "world"

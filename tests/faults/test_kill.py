@@ -26,12 +26,17 @@ from proxy.fault import POINTS
 from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 DIES_SECONDS = 120.0
-WRITERS = 3
+WRITERS = 2
 """Number of writing processes that are killed under one proxy."""
 KILLED_AT = [point for point in POINTS if point != "weights_received"]
 """The points that this engine and this trainer reach; `tests/faults/test_weight_transfer.py` has the other one."""
 REPETITIONS = [1, pytest.param(20, marks=pytest.mark.slow)]
-MOMENTS = [2, pytest.param(100, marks=pytest.mark.slow)]
+MOMENTS = [
+    pytest.param("sqlite", 2),
+    pytest.param("sqlite", 100, marks=pytest.mark.slow),
+    pytest.param("postgresql", 100, marks=[pytest.mark.postgres, pytest.mark.slow]),
+]
+"""Databases and numbers of kills. On PostgreSQL, `make test` kills at the named points that depend on the database."""
 STORING = ("before_commit", "in_transaction", "after_commit_before_reply")
 """The points whose result depends on the database."""
 
@@ -82,7 +87,7 @@ def test_a_kill_at_any_point_of_a_call_loses_and_duplicates_no_turn(
     report(ready, agents)
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize(("dialect", "moments"), MOMENTS)
 def test_a_kill_at_a_random_moment_under_32_streams_loses_and_duplicates_no_turn(
     slow_engine, database_url, tmp_path, moments
 ):

@@ -58,15 +58,17 @@ def test_a_proxy_without_keys_refuses_foreign_origins_rebound_hosts_and_forms(pr
 
 
 def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_address(
-    proxy: RunningProxy, fake_engine: RunningFakeEngine
+    proxy: RunningProxy, fake_engine: RunningFakeEngine, start_proxy
 ):
+    """A proxy that starts before the first key is created, and one that starts after that."""
     assert httpx2.get(f"{proxy.url}/readyz").json()["engines"][0]["url"] == fake_engine.url
     database = Database(proxy.database_url)
     with database.write() as connection:
         _, secret = keys.create_key(connection, "default", "admin", "me")
     database.close()
+    proxy = start_proxy(fake_engine.url, database_url=proxy.database_url)
     with httpx2.Client(timeout=60) as http:
-        wait_until(lambda: http.get(f"{proxy.v1}/sessions").status_code == 401, "the proxy has read the keys again")
+        assert http.get(f"{proxy.v1}/sessions").status_code == 401
         anonymous = http.get(f"{proxy.url}/readyz")
         assert (anonymous.status_code, anonymous.json()["engines"][0]["url"]) == (200, None)
         assert fake_engine.url not in anonymous.text

@@ -218,8 +218,14 @@ def test_a_plain_chat_reply_has_vllms_shape(name, real, fake, fake_running):
     assert [(each["finish_reason"], type(each["stop_reason"])) for each in ours["choices"]] == reasons
 
 
-@pytest.mark.parametrize("usage", STREAM_OPTIONS)
-@pytest.mark.parametrize("name", CHAT_CASES)
+@pytest.mark.parametrize(
+    ("name", "usage"),
+    [
+        pytest.param(name, usage, marks=() if (place + number) % 3 == 0 else pytest.mark.slow)
+        for place, name in enumerate(CHAT_CASES)
+        for number, usage in enumerate(STREAM_OPTIONS)
+    ],
+)
 def test_a_streamed_chat_reply_has_vllms_chunks(name, usage, real, fake, fake_running):
     case = {"model": "small", "messages": ASK, "temperature": 0, "max_tokens": 6, **CHAT_CASES[name]}
     plain = real.post(CHAT, json=case).raise_for_status().json()

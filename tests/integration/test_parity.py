@@ -2,6 +2,8 @@
 
 Only what differs between any two calls is left out: ids and times. Streams are compared by their joined content and by
 the keys of their opening, middle, ending and usage chunks, because chunk boundaries depend on timing.
+
+`make test` asks for each shape of a request once, as a whole reply or as a stream; `make test-all` for both.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx2
@@ -152,6 +154,21 @@ SHAPES = [
     *((CHAT, {"messages": [USER]} | shape, name) for name, shape in CHAT_SHAPES.items()),
     *((TEXT, {"prompt": "Hello"} | shape, f"text: {name}") for name, shape in TEXT_SHAPES.items()),
 ]
+
+
+def in_every_run(cases: Sequence[Any], ids: Sequence[str], *, one_of: int, first: int = 0) -> list[Any]:
+    """Return parameters of which `make test` runs one of so many, from the first one on; the others are slow tests."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name,
+            marks=() if place % one_of == first else pytest.mark.slow,
+        )
+        for place, (case, name) in enumerate(zip(cases, ids, strict=True))
+    ]
+
+
+SHAPE_NAMES = [name for _, _, name in SHAPES]
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no messages": (CHAT, {}),
     "empty messages": (CHAT, {"messages": []}),
@@ -290,7 +307,7 @@ def keys_by_kind(chunks: list[dict[str, Any]]) -> dict[str, set[str]]:
     return places
 
 
-@pytest.mark.parametrize(("path", "shape"), [shape[:2] for shape in SHAPES], ids=[shape[2] for shape in SHAPES])
+@pytest.mark.parametrize(("path", "shape"), in_every_run([shape[:2] for shape in SHAPES], SHAPE_NAMES, one_of=2))
 def test_a_reply_through_the_proxy_is_vllms_own(
     both: tuple[httpx2.Client, httpx2.Client], path: str, shape: dict[str, Any]
 ) -> None:
@@ -303,8 +320,12 @@ def test_a_reply_through_the_proxy_is_vllms_own(
 
 @pytest.mark.parametrize(
     ("path", "shape", "options"),
-    [(path, shape, STREAM_OPTIONS[place % 3]) for place, (path, shape, _) in enumerate(SHAPES)],
-    ids=[shape[2] for shape in SHAPES],
+    in_every_run(
+        [(path, shape, STREAM_OPTIONS[place % 3]) for place, (path, shape, _) in enumerate(SHAPES)],
+        SHAPE_NAMES,
+        one_of=2,
+        first=1,
+    ),
 )
 def test_a_stream_through_the_proxy_is_vllms_own(
     both: tuple[httpx2.Client, httpx2.Client], path: str, shape: dict[str, Any], options: dict[str, Any]
@@ -327,9 +348,10 @@ OLD = (USER, CALLED, {"role": "tool", "tool_call_id": "a", "content": "Oslo"})
 """Messages that the proxy leaves out once they are part of the ids that it sends."""
 RENDERED = ("prefilled", "no generation prompt", "truncated")
 """Shapes whose prompt the engine always renders."""
+GIVEN_IDS = [name for name in CHAT_SHAPES if name not in RENDERED]
 
 
-@pytest.mark.parametrize("name", [name for name in CHAT_SHAPES if name not in RENDERED])
+@pytest.mark.parametrize("name", in_every_run(GIVEN_IDS, GIVEN_IDS, one_of=5))
 def test_a_reply_after_given_ids_does_not_depend_on_the_messages_before_the_new_ones(
     both: tuple[httpx2.Client, httpx2.Client], name: str
 ) -> None:

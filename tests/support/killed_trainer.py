@@ -61,11 +61,7 @@ optimizer steps each, in rows of one session.
 KILLED_IN_EVERY_RUN = ("the trainer's state half written",)
 """Stages at which a trainer's process is killed in `make test`; the others are slow tests."""
 
-STAGES_IN_EVERY_RUN = (
-    "between two rows of a minibatch",
-    "the trainer's state half written",
-    "inside the publishing transaction",
-)
+STAGES_IN_EVERY_RUN = ("between two rows of a minibatch", "inside the publishing transaction")
 """The same for a trainer that ends by an exception, within the test's own process."""
 
 STAGES_BEHIND = {

@@ -30,7 +30,7 @@ def with_pool(use: Callable[[EnginePool], object], urls: list[str] = URLS, *, mo
         try:
             outcome = use(pool)
             if asyncio.iscoroutine(outcome):
-                await asyncio.wait_for(outcome, 5)
+                await asyncio.wait_for(outcome, 60)
         finally:
             pool.close()
 

@@ -36,11 +36,11 @@ def assert_bitwise_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize(
-    ("size", "division"),
+    ("size", "division", "steps"),
     [
-        (2, {"tensor_parallel": 2}),
+        (2, {"tensor_parallel": 2}, 1),
         *(
-            pytest.param(4, division, marks=pytest.mark.slow)
+            pytest.param(4, division, 2, marks=pytest.mark.slow)
             for division in (
                 {"tensor_parallel": 2},
                 {"context_parallel": 2},
@@ -51,14 +51,14 @@ def assert_bitwise_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) 
     ],
     ids=str,
 )
-def test_a_divided_run_resumes_bit_for_bit_and_one_process_reads_its_state(tmp_path, spec, size, division):
-    """Two steps, a state, new processes and two steps give the weights and moments of four steps in a row."""
-    _, straight = run(size, spec | division, tmp_path / "straight", 0, 4)
-    _, written = run(size, spec | division, tmp_path / "resumed", 0, 2)
-    read, resumed = run(size, spec | division, tmp_path / "resumed", 2, 4)
+def test_a_divided_run_resumes_bit_for_bit_and_one_process_reads_its_state(tmp_path, spec, size, division, steps):
+    """Some steps, a state, new processes and as many steps give the weights and moments of all steps in a row."""
+    _, straight = run(size, spec | division, tmp_path / "straight", 0, 2 * steps)
+    _, written = run(size, spec | division, tmp_path / "resumed", 0, steps)
+    read, resumed = run(size, spec | division, tmp_path / "resumed", steps, 2 * steps)
     assert_bitwise_equal(read, written)
     assert_bitwise_equal(resumed, straight)
-    assert_bitwise_equal(run(1, spec, tmp_path / "resumed", 4, 4)[0], straight)
+    assert_bitwise_equal(run(1, spec, tmp_path / "resumed", 2 * steps, 2 * steps)[0], straight)
 
 
 def test_no_process_writes_its_shards_before_the_first_one_has_cleared_the_directory(tmp_path):

@@ -159,7 +159,7 @@ def test_imported_sessions_are_trained_while_no_reward_differs(tmp_path, model):
     assert logprob(tmp_path / "policies" / "v000001", WANTED) > logprob(model, WANTED)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+@pytest.mark.parametrize("estimator", ["grpo", pytest.param("gae", marks=pytest.mark.slow)])
 def test_a_run_with_imported_sessions_resumes_bit_for_bit(tmp_path, model, estimator):
     """Two batches at once, or one and then one after a restart; one imported group of two is drawn for each."""
     changes = {"mix_imported": "sft", "mix_groups": 1, "groups_per_batch": 1, "estimator": estimator}

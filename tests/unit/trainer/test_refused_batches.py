@@ -36,8 +36,20 @@ class RefusingLoss:
         return -tokens.logprobs * tokens.advantages
 
 
-@pytest.mark.parametrize("extra", [{}, GAE, {"checkpoint_every": 3}], ids=["policy", "critic", "no state on disk"])
-@pytest.mark.parametrize("first_row", [1, 3], ids=["new optimizer", "later batch"])
+NO_STATE = {"checkpoint_every": 3}
+
+
+@pytest.mark.parametrize(
+    ("first_row", "extra"),
+    [
+        pytest.param(1, {}, id="new optimizer-policy"),
+        pytest.param(3, GAE, id="later batch-critic"),
+        pytest.param(3, NO_STATE, id="later batch-no state on disk"),
+        pytest.param(1, GAE, id="new optimizer-critic", marks=pytest.mark.slow),
+        pytest.param(1, NO_STATE, id="new optimizer-no state on disk", marks=pytest.mark.slow),
+        pytest.param(3, {}, id="later batch-policy", marks=pytest.mark.slow),
+    ],
+)
 def test_a_batch_that_is_refused_after_an_optimizer_step_leaves_weights_and_optimizers_as_they_were(
     tmp_path, model, monkeypatch, first_row, extra
 ):

@@ -92,7 +92,7 @@ def published(ledger):
         return {policy.version: policy for policy in policies.list_policies(conn)[0]}
 
 
-@pytest.mark.parametrize("workflow", ["on_policy", "off_policy"])
+@pytest.mark.parametrize("workflow", ["on_policy", pytest.param("off_policy", marks=pytest.mark.slow)])
 def test_a_poisoned_update_is_kept_and_not_served_and_the_next_one_starts_before_it(tmp_path, model, ledger, workflow):
     """Also by a trainer that starts again in between: the third update comes from version 0 as well."""
     play(ledger, model)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from support import trainer_ledger
 from support.killed_trainer import STAGES, STAGES_IN_EVERY_RUN, dying
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, train
+from support.waiting import wait_until
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from trainer.learning.losses import loss_of
@@ -205,18 +206,33 @@ def test_groups_that_are_too_old_are_dropped(tmp_path, model, ledger):
     train(settings)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
-    timer = threading.Timer(0.5, workflow.env.stop)
-    timer.start()
+
+    def stop_once_it_is_dropped():
+        try:
+            wait_until(lambda: groups_by_status(ledger).get("dropped"), "the group is dropped")
+        finally:
+            workflow.env.stop()
+
+    stopping = threading.Thread(target=stop_once_it_is_dropped)
+    stopping.start()
     metrics, _ = workflow.step(state)
-    timer.join()
+    stopping.join()
     workflow.close()
     assert metrics == {}
     assert groups_by_status(ledger) == {"trained": 3, "dropped": 1}
 
 
 def test_a_signal_ends_the_run_and_leaves_no_claimed_group(tmp_path, model, ledger):
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def send_once_it_is_handled():
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not before, "the trainer handles the signal")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sending = threading.Thread(target=send_once_it_is_handled)
+    sending.start()
     assert run(settings_for(tmp_path, model)) == 0
+    sending.join()
     assert groups_by_status(ledger) == {}
 
 
