@@ -265,21 +265,21 @@ def measured(database: Database, query: Query) -> tuple[float, int]:
     spent, counted = [], []
     for _ in range(REPEATS):
         before = 0 if is_sqlite else num_blocks(database)
-        with contextlib.suppress(_UndoneError), database.write() as connection:
+        with contextlib.suppress(UndoneError), database.write() as connection:
             started = clock()
             query(connection)
             spent.append(clock() - started)
-            raise _UndoneError
+            raise UndoneError
         if not is_sqlite:
             counted.append(num_blocks(database) - before)
     if is_sqlite:
-        with contextlib.suppress(_UndoneError), database.write() as connection:
+        with contextlib.suppress(UndoneError), database.write() as connection:
             counted.append(num_instructions(connection, query))
-            raise _UndoneError
+            raise UndoneError
     return min(spent) * 1e3, min(counted)
 
 
-class _UndoneError(Exception):
+class UndoneError(Exception):
     """Ends a transaction without a commit."""
 
 

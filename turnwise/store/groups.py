@@ -62,7 +62,7 @@ def close_stalled_groups(
 def imported_groups(conn: sa.Connection) -> list[int]:
     """Return the keys of the complete groups of imported sessions, oldest first; dropped groups are left out."""
     unusable = (GroupStatus.OPEN.value, GroupStatus.DROPPED.value)
-    wanted = sa.select(groups.c.group_pk).where(groups.c.imported.is_not(None), groups.c.status.not_in(unusable))
+    wanted = sa.select(groups.c.group_pk).where(groups.c.imported == 1, groups.c.status.not_in(unusable))
     return list(conn.execute(wanted.order_by(groups.c.group_pk)).scalars())
 
 
@@ -157,7 +157,10 @@ def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
     dialect = conn.dialect.name
     conn.execute(
         sa.update(groups)
-        .where(is_among(dialect, groups.c.group_pk, "group_pks"), groups.c.status == GroupStatus.TRAINED.value)
+        # With the concatenation SQLite searches by the keys, not by the status, which most groups have.
+        .where(
+            is_among(dialect, groups.c.group_pk, "group_pks"), groups.c.status.concat("") == GroupStatus.TRAINED.value
+        )
         .values(status=GroupStatus.READY.value, ready_at=to_micros(utc_now()), reason="revised"),
         {"group_pks": members(dialect, group_pks)},
     )

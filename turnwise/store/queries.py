@@ -193,7 +193,9 @@ def _select_sessions_of_turns(dialect: str) -> sa.Select[*tuple[Any, ...]]:
         sa.select(tables.turns.c.turn_id, tables.sessions.c.session_id)
         .join_from(tables.turns, tables.sessions)
         .where(
-            is_among(dialect, tables.turns.c.turn_id, "turn_ids"), tables.sessions.c.tenant == sa.bindparam("tenant")
+            is_among(dialect, tables.turns.c.turn_id, "turn_ids"),
+            # With the concatenation SQLite searches by the ids, not through all turns of the tenant.
+            tables.sessions.c.tenant.concat(sa.literal_column("''")) == sa.bindparam("tenant"),
         )
     )
 

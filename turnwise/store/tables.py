@@ -183,6 +183,14 @@ groups = sa.Table(
     sa.Index("ix_groups_tenant", "tenant", "status"),
     sa.Index("ix_groups_activity", "status", "last_active_at"),
     sa.Index("ix_groups_finished", "status", "num_finished"),
+    # Most groups are not imported, and not indexed.
+    sa.Index(
+        "ix_groups_imported",
+        "imported",
+        "group_pk",
+        sqlite_where=sa.text("imported IS NOT NULL"),
+        postgresql_where=sa.text("imported IS NOT NULL"),
+    ),
 )
 """The unit of claiming. A session without a group id has a group of size 1 with the session's id. `imported` is 1 for
 groups of imported sessions, which only SFT and DPO train; null otherwise."""

@@ -1,0 +1,298 @@
+"""Calls of every function of `turnwise.store` that sends statements, on a store that `support.store_fill` fills.
+
+Each call runs in a transaction that is rolled back, so that all of them share one store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import sqlalchemy as sa
+from support.ledger_samples import make_turn
+from support.store_fill import acknowledge, claim, inferred_turn, opened
+
+from turnwise.store import (
+    archived_rows,
+    arms,
+    changes,
+    claims,
+    engine_activity,
+    evaluations,
+    experiences,
+    forks,
+    groups,
+    history,
+    idempotency,
+    imports,
+    keys,
+    leases,
+    ledger,
+    opening,
+    policies,
+    queries,
+    regression,
+    retention,
+    roles,
+    search,
+    session_changes,
+    session_records,
+    trained,
+    trainer_status,
+    update_summaries,
+    usage,
+    weight_servers,
+)
+from turnwise.store.engine_activity import Activity
+from turnwise.store.experiences import SessionFilter
+from turnwise.store.search import Contents
+from turnwise.store.trainer_status import TrainerStatus
+from turnwise.types import (
+    Label,
+    Outcome,
+    PolicyKind,
+    PolicyVersion,
+    Reward,
+    Role,
+    Session,
+    SessionStatus,
+    Split,
+    Turn,
+    utc_now,
+)
+
+NOW = utc_now()
+WEEK = datetime.timedelta(days=7)
+CONTENTS = Contents(min_reward=0.0, outcome=Outcome.EXACT, reason="r", policy_version=0, text="question")
+Ask = Callable[[sa.Connection], Any]
+
+
+def _rewards(conn: sa.Connection) -> None:
+    """Post rewards for a session, a step and a turn twice with the same key; the repetition gets the first answer."""
+    lines = [
+        Reward(session_id="s", tenant="t", value=1.0),
+        Reward(session_id="s", tenant="t", step=0, value=1.0),
+        Reward(session_id="", turn_id="t-s-t1", tenant="t", value=1.0),
+        Reward(session_id="done", tenant="t", value=1.0),
+        Reward(session_id="unrewarded", tenant="t", value=1.0),
+    ]
+    for _ in range(2):
+        ledger.add_rewards(conn, lines, idempotency_key="k", retrain=True)
+
+
+def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archived_rows.Row]]:
+    found = retention.over_since(conn, NOW + WEEK, after_pk=0, limit=2)
+    assert found
+    return {name: list(archived_rows.select_rows(conn, name, found)) for name in archived_rows.TABLES}
+
+
+def _archive(conn: sa.Connection) -> None:
+    """Move sessions that are over out of the tables and back."""
+    rows_of = _rows_to_archive(conn)
+    conn.execution_options(yield_per=0, stream_results=False)  # reading rows in portions has changed them
+    retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, after_pk=0, limit=2))
+    assert all(archived_rows.insert_session(conn, each) for each in archived_rows.grouped(rows_of))
+
+
+def _lease(conn: sa.Connection) -> None:
+    token = leases.acquire_lease(conn, "reload", "one", 60)
+    assert leases.acquire_lease(conn, "reload", "two", 60) is None
+    assert token is not None
+    leases.under_lease(conn, "reload", token, 60, policies.activate_policy, 1)
+    leases.release_lease(conn, "reload", token)
+
+
+def _pins(conn: sa.Connection) -> None:
+    policies.publish_next(conn, "a-model", PolicyKind.FULL, metrics={})
+    policies.choose_policy(conn, 1, pin=False)
+    policies.pinned_version(conn)
+    policies.choose_policy(conn, 1, pin=True)
+    policies.choose_policy(conn, 2, pin=False)
+    policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model"))
+    policies.publish_policy(conn, PolicyVersion(version=3, path="/no/model"))
+    with contextlib.suppress(Exception):
+        policies.choose_policy(conn, 3, pin=True)
+
+
+def _versions(conn: sa.Connection) -> None:
+    policies.prepare_trial(conn, 1)
+    policies.try_policy(conn, 1, 0.5)
+    policies.record_arms(conn, 1, {})
+    policies.reconsider_policy(conn, 1)
+    policies.fail_policy(conn, 1, "an error")
+    evaluations.record_evaluation(conn, 1, {"reward_mean": 1.0})
+
+
+def _keys(conn: sa.Connection) -> None:
+    key_id, key = keys.create_key(conn, "t", keys.Role.AGENT, "another key")
+    keys.verify_key(conn, key)
+    keys.get_key(conn, key_id)
+    keys.record_use(conn, key_id)
+    keys.list_keys(conn, "t")
+    keys.revoke_key(conn, key_id, tenant="t")
+    usage.add_usage(conn, {("t", key_id, 1): 5})
+    usage.used_tokens(conn, "t", key_id, since_day=1)
+    usage.used_by_key(conn, "t", since_day=1)
+    usage.key_budget(conn, "t", key_id)
+
+
+def _regroup(conn: sa.Connection) -> None:
+    """Move a session from its own group to another, and set the size of that group."""
+    changed = Session(session_id="s", tenant="t", group_id="g", group_size=3)
+    session_changes.change_session(conn, changed, {"group_id"})
+    session_changes.change_session(conn, changed, {"group_size"})
+    session_changes.change_session(conn, changed, {"group_size"})
+
+
+def _session(session_id: str, **fields: Any) -> Session:
+    return Session(session_id=session_id, tenant="t", **fields)
+
+
+TENANT = SessionFilter(tenant="t")
+OF_TENANT: dict[str, Ask] = {
+    "a page of sessions": lambda c: queries.sessions(c, TENANT),
+    "a later page": lambda c: queries.sessions(c, TENANT, after="over"),
+    "sessions of a task": lambda c: queries.sessions(c, SessionFilter(tenant="t", task_id="x")),
+    "sessions of a group": lambda c: queries.sessions(c, SessionFilter(tenant="t", group_id="g")),
+    "sessions of a split": lambda c: queries.sessions(c, SessionFilter(tenant="t", split=Split.EVAL)),
+    "labelled sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", label="golden")),
+    "open sessions": lambda c: queries.sessions(c, SessionFilter(tenant="t", status=SessionStatus.OPEN)),
+    "a search": lambda c: search.search_sessions(c, TENANT, CONTENTS),
+    "a later search": lambda c: search.search_sessions(c, TENANT, CONTENTS, after="over"),
+    "a search without contents": lambda c: search.search_sessions(c, TENANT, Contents()),
+    "a search by rewards": lambda c: search.search_sessions(c, TENANT, Contents(min_reward=0.0)),
+    "changes": lambda c: changes.read_state(c, "t"),
+    "the credit of a session": lambda c: experiences.session_credit(c, _pk(c, "over")),
+    "a page of turns": lambda c: queries.turns(c, "t", "s", whole_prompt=False),
+    "a later page of turns": lambda c: queries.turns(c, "t", "s", after="t-s-t1"),
+    "whole turns": lambda c: queries.turns(c, "t", "s"),
+    "a turn": lambda c: queries.turn(c, "t", "t-s-t1"),
+    "an added turn": lambda c: queries.turn(c, "t", "t-s-t1", whole_prompt=False),
+    "a turn's tokens": lambda c: history.full_tokens(c, "t-s-t1"),
+    "a turn's session": lambda c: queries.session_of_turn(c, "t", "t-s-t1"),
+    "a turn's path": lambda c: session_records.turn_path(c, "t", "t-s-t2"),
+    "a session's unknown turns": lambda c: history.unknown_turns(c, "t", "s", first=0, known=()),
+    "a conversation": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4),
+    "a dialogue": lambda c: history.sessions_of_conversation(c, "t", "k", [b"d"], limit=4, by="dialogue_digest"),
+    "a conversation of the Responses API": lambda c: history.newest_in_conversation(c, "t", "s", "conv"),
+    "a repeated call": lambda c: queries.turn_by_request(c, "t", "s", "key"),
+    "counts of a tenant": lambda c: queries.counts(c, "t"),
+    "the number of a tenant's sessions": lambda c: session_records.count_sessions(c, TENANT),
+    "an export of a tenant": lambda c: list(session_records.session_records(c, TENANT)),
+    "experiences of a tenant": lambda c: list(experiences.experiences(c, TENANT)),
+    "experiences of groups": lambda c: list(experiences.experiences_of_groups(c, [1])),
+    "last updates of sessions": lambda c: trained.last_updates(c, "t", ["s"]),
+    "versions of an evaluation": lambda c: evaluations.versions_sampled(c, [("t", "held-out"), ("t", "none")]),
+    "imported sessions": lambda c: imports.imported_digests(c, "t", ["s"]),
+    "what a session waits for": lambda c: groups.describe_training(c, _session("member", group_id="g")),
+    "a new session": lambda c: ledger.create_session(c, _session("n", group_id="g2")),
+    "a new session of a group": lambda c: ledger.create_session(c, _session("n", group_id="g")),
+    "a session that exists": lambda c: ledger.create_session(c, _session("s")),
+    "sessions of calls": lambda c: opening.open_sessions(c, [_session(name) for name in ("n", "m", "s")]),
+    "a changed session": lambda c: session_changes.change_session(c, _session("s", metadata={"a": 1}), {"metadata"}),
+    "a changed group": _regroup,
+    "a turn to append": lambda c: ledger.append_turns(c, [_turn()]),
+    "a turn that is stored": lambda c: ledger.append_turns(c, [inferred_turn("t8")]),
+    "a fork": lambda c: forks.fork_session(c, _session("f"), "t-s-t2", before=False),
+    "a fork again": lambda c: [forks.fork_session(c, _session("f"), "t-s-t2", before=True) for _ in range(2)],
+    "a chain's role": lambda c: roles.set_chain_role(c, "t", "t-s-t1", Role.SIDE),
+    "rewards": _rewards,
+    "a label": lambda c: session_changes.set_label(c, "t", "s", Label(label="golden")),
+    "a removed label": lambda c: session_changes.remove_label(c, "t", "over", "golden"),
+    "an end": lambda c: ledger.end_session(c, "t", "s", reward=Reward(session_id="s", tenant="t", value=1.0)),
+    "keys and their usage": _keys,
+    "a deleted session": lambda c: retention.delete_session(c, "t", "s"),
+    "a deleted tenant": lambda c: retention.delete_tenant(c, "t"),
+    "a tenant without sessions": lambda c: retention.delete_tenant(c, "nobody"),
+}
+"""Calls of one tenant: their work must not grow with the data of others."""
+
+GROWING_WITH_THE_TENANT = frozenset(
+    {
+        "a page of sessions",
+        "a later page",
+        "sessions of a task",
+        "labelled sessions",
+        "open sessions",
+        "a search",
+        "a later search",
+        "a search without contents",
+        "a search by rewards",
+        "changes",
+        "counts of a tenant",
+        "the number of a tenant's sessions",
+        "an export of a tenant",
+        "experiences of a tenant",
+        "a deleted tenant",
+    }
+)
+"""Of the calls of one tenant, those that read many of its sessions. The others read one session, turn or group."""
+
+OF_ALL: dict[str, Ask] = {
+    "labelled sessions of all tenants": lambda c: queries.sessions(c, SessionFilter(label="golden")),
+    "the newest eval sessions": lambda c: queries.sessions(c, SessionFilter(split=Split.EVAL), limit=10),
+    "the regression set": lambda c: regression.regression_set(c, 4, ["golden"], roles=set(Role)),
+    "summaries of updates": lambda c: (acknowledge(c, 2, "over"), update_summaries.summarise_updates(c, "t")),
+    "updates": lambda c: trained.list_updates(c, "t"),
+    "later updates": lambda c: (trained.list_updates(c, "t", after=9), queries.updates(c, after=9)),
+    "the last update": lambda c: (queries.last_update(c), queries.last_update(c, "trainer")),
+    "digests of an update": lambda c: trained.trained_digests(c, 1),
+    "groups for the metrics": queries.unfinished_groups,
+    "imported groups": groups.imported_groups,
+    "claimable groups": lambda c: (claims.num_claimable(c), claims.num_claimable(c, with_imported=True)),
+    "a claim": lambda c: claim(c, min_policy_version=-1),
+    "a claim with imports": lambda c: claim(c, with_imported=True),
+    "a renewed claim": lambda c: claims.renew(opened(c), claim(c), 60),
+    "a released claim": lambda c: claims.release(opened(c), claim(c)),
+    "a dead trainer's claim": lambda c: claims.take_back(opened(c), "trainer"),
+    "an update": lambda c: acknowledge(c, 2, "over"),
+    "the oldest version in flight": lambda c: claims.oldest_version_in_flight(c, NOW - WEEK),
+    "a canary's arms": lambda c: arms.arms_since(c, NOW - WEEK, (0, 1)),
+    "policies": lambda c: (policies.list_policies(c), policies.list_policies(c, after=1)),
+    "served policies": lambda c: (policies.active_policy(c), policies.active_and_canary(c)),
+    "failed policies": lambda c: policies.failed_versions(c, [1]),
+    "pins": _pins,
+    "states of a version": _versions,
+    "a lease": _lease,
+    "engine activity": lambda c: [engine_activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
+    "idle shares of engines": lambda c: engine_activity.idle_shares(c, [(NOW - WEEK, NOW)]),
+    "trainers": lambda c: trainer_status.report_status(
+        c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)
+    ),
+    "weights in memory": lambda c: (
+        weight_servers.announce_weights(c, "trainer", "http://trainer", NOW),
+        weight_servers.weight_urls(c),
+    ),
+    "all keys": lambda c: (keys.any_keys(c), keys.tenants_with_keys(c), keys.list_keys(c), keys.server_secret(c)),
+    "idle sessions": lambda c: ledger.expire_idle_sessions(c, NOW + WEEK),
+    "stalled groups": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "train"),
+    "stalled groups to drop": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "drop"),
+    "old answers": lambda c: idempotency.forget_answers(c, NOW - WEEK),
+    "old sessions": lambda c: retention.prune(c, NOW + WEEK),
+    "rows to archive": _rows_to_archive,
+    "an archive": _archive,
+}
+"""Calls of the trainer and of maintenance, which are of all tenants."""
+
+OF_THE_WHOLE_STORE: dict[str, Ask] = {
+    "an export of everything": lambda c: list(session_records.session_records(c, SessionFilter())),
+    "the number of all sessions": lambda c: session_records.count_sessions(c, SessionFilter()),
+    "counts of the store": queries.counts,
+    "all updates": trained.all_updates,
+    "evaluated versions": evaluations.evaluated_versions,
+}
+"""Calls of commands that read everything, by their purpose."""
+
+CALLS = {**OF_TENANT, **OF_ALL, **OF_THE_WHOLE_STORE}
+
+
+def _pk(conn: sa.Connection, session_id: str) -> int:
+    return int(queries.lock_session(conn, "t", session_id).session_pk)
+
+
+def _turn() -> Turn:
+    parent = dataclasses.replace(make_turn("t2"), turn_id="t-s-t2")
+    return make_turn("t9", parent, session_id="s", tenant="t", request_key="k")

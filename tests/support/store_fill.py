@@ -1,0 +1,165 @@
+"""A store with one small tenant, `t`, and as many groups of others as a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import sqlalchemy as sa
+from support.ledger_samples import add_session, finish, make_turn
+
+from turnwise.store import claims, keys, ledger, rows, session_changes, tables
+from turnwise.store.database import Database
+from turnwise.store.statements import insert_rows
+from turnwise.types import (
+    GroupStatus,
+    Label,
+    PolicyVersion,
+    Reward,
+    Session,
+    SessionStatus,
+    Split,
+    Turn,
+    UpdateRecord,
+)
+
+OTHERS = ("other-0", "other-1", "other-2", "other-3", "other-4")
+FIRST_PKS = (1_000_000, 2_000_000)
+"""Of the groups and sessions of other tenants, and of more of the small one."""
+
+
+class OneTransaction:
+    """A store whose transactions are all the same open one."""
+
+    def __init__(self, conn: sa.Connection) -> None:
+        self._conn = conn
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """Return the open transaction."""
+        yield self._conn
+
+
+def claim(conn: sa.Connection, **fields: Any) -> claims.Claim:
+    """Claim the groups that are ready."""
+    held = claims.claim(opened(conn), "trainer", max_groups=4, lease_seconds=60, **fields)
+    assert held is not None
+    return held
+
+
+def opened(conn: sa.Connection) -> Database:
+    """Return the transaction as a store."""
+    return cast("Database", OneTransaction(conn))
+
+
+def acknowledge(conn: sa.Connection, update_id: int, session_id: str) -> None:
+    """Record an update that trained one session of the claimed groups, and dropped the others."""
+    held = claim(conn)
+    refused = {group.key: "refused" for group in held.groups if group.group_id != session_id}
+    update = UpdateRecord(
+        update_id=update_id,
+        trainer_id="trainer",
+        policy_version=update_id,
+        num_groups=1,
+        num_sessions=1,
+        num_tokens=2,
+    )
+    policy = PolicyVersion(version=update_id, path="a-model", update_id=update_id)
+    claims.ack(conn, held, update, policy, refused, {("t", session_id): {f"t-{session_id}-t1": 0.5}})
+
+
+def fill(database: Database) -> None:
+    """Store what the calls of the small tenant `t` read and change."""
+    add_session(database, "s", tenant="t", turns=2)
+    add_session(database, "done", tenant="t")
+    finish(database, "done", tenant="t")
+    with database.write() as conn:
+        acknowledge(conn, 1, "done")
+    add_session(database, "over", tenant="t")
+    finish(database, "over", tenant="t")
+    add_session(database, "member", tenant="t", group_id="g")
+    add_session(database, "unrewarded", tenant="t")
+    add_session(database, "held-out", tenant="t", split=Split.EVAL)
+    finish(database, "held-out", tenant="t")
+    with database.write() as conn:
+        ledger.append_turns(conn, [inferred_turn("t8")])
+        ledger.end_session(conn, "t", "unrewarded")
+        session_changes.set_label(conn, "t", "over", Label(label="golden"))
+        keys.create_key(conn, "t", keys.Role.AGENT, "a key")
+
+
+def inferred_turn(turn_id: str) -> Turn:
+    """Return a turn of a call without a session's name, and with a request key."""
+    return make_turn(
+        turn_id,
+        session_id="s",
+        tenant="t",
+        request_key="key",
+        inferred_by="k",
+        history_digest=b"d",
+        dialogue_digest=b"d",
+        policy_version_last=1,
+    )
+
+
+def fill_more(database: Database, num_groups: int, tenants: Sequence[str] = OTHERS) -> None:
+    """Store groups of these tenants, with one session each, in all states."""
+    packed: dict[sa.Table, list[dict[str, Any]]] = {
+        table: []
+        for table in (
+            tables.groups,
+            tables.sessions,
+            tables.turns,
+            tables.rewards,
+            tables.trained_sessions,
+            tables.session_labels,
+            tables.idempotency,
+        )
+    }
+    for number in range(num_groups):
+        place, at = divmod(number, len(tenants))
+        for table, row in _more_rows(tenants[at], place, FIRST_PKS[tenants[at] == "t"] + number):
+            packed[table].append(row)
+    with database.write() as conn:
+        for table, batch in packed.items():
+            insert_rows(conn, table, batch)
+
+
+def _more_rows(tenant: str, place: int, pk: int) -> Iterator[tuple[sa.Table, dict[str, Any]]]:
+    statuses = (GroupStatus.OPEN, GroupStatus.TRAINED, GroupStatus.DROPPED)
+    status = statuses[place % 3]
+    is_open = status is GroupStatus.OPEN
+    group_id = f"g-{place}"
+    yield (
+        tables.groups,
+        {
+            "group_pk": pk,
+            "tenant": tenant,
+            "group_id": group_id,
+            "group_size": 2,
+            "status": status.value,
+            "num_sessions": 1,
+            "num_finished": 0 if is_open else 1,
+            "last_active_at": 0,
+            "fencing_token": 1,
+            "update_id": None if is_open else 1,
+        },
+    )
+    session = Session(session_id=f"s-{group_id}", tenant=tenant, task_id="x", group_id=group_id)
+    ended = {} if is_open else {"status": SessionStatus.ENDED.value}
+    yield (
+        tables.sessions,
+        {**rows.session_row(session, pk), "session_pk": pk, "num_turns": 2, "num_rewards": 1, **ended},
+    )
+    for seq in range(2):
+        turn = make_turn(f"t{seq}", seq=seq, step=seq, inferred_by=f"key-of-{tenant}", history_digest=b"d")
+        turn = dataclasses.replace(turn, turn_id=f"{tenant}-{group_id}-{seq}", dialogue_digest=b"d")
+        yield tables.turns, rows.turn_row(turn, pk)
+    yield tables.rewards, rows.reward_row(Reward(session_id="", value=1.0), pk)
+    trained_in = {"session_pk": pk, "update_id": 1, "policy_version": 1, "advantages": "{}"}
+    yield tables.trained_sessions, trained_in
+    yield tables.session_labels, rows.LABELS.row(Label(label="golden"), session_pk=pk, tenant=tenant)
+    answer = {"tenant": tenant, "key": group_id, "body_digest": b"", "answer": "[]", "created_at": 0}
+    yield tables.idempotency, answer
