@@ -54,7 +54,7 @@ test: setup lint .conformance/.installed ## Run the tests that a commit must pas
 	$(BIN)/python -m pytest $(WORKERS) $(RERUNS) -m "not slow"
 
 test-all: setup lint .conformance/.installed .demo-agent/.installed .harnesses/.installed ## Run the slow ones too
-	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile thorough
 
 chaos: setup ## Break every part under load, on SQLite and PostgreSQL: make chaos MINUTES=30 SEED=7
 	cd tests && ../$(BIN)/python -m chaos --minutes $(MINUTES) $(if $(filter command line environment,$(origin SEED)),--seed $(SEED))
@@ -112,7 +112,7 @@ demo-agent: .venv/.demo .demo-agent/.installed ## Watch mini-swe-agent, unmodifi
 	cd tests && ../$(BIN)/python -m harnesses --install-only
 	touch $@
 
-harnesses: .harnesses/.installed ## Play pinned agents from npm and PyPI through the proxy (ARGS=--resume goes on), and write docs/agents.md
+harnesses: .harnesses/.installed ## Play pinned agents from npm and PyPI through the proxy (ARGS=--resume continues an unfinished table), and write docs/agents.md
 	cd tests && ../$(BIN)/python -m harnesses $(ARGS)
 
 .PHONY: harnesses

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
+import hypothesis
 import pytest
 from support.migrated import migrated, migrated_file
 from support.private_postgres import PrivatePostgres, binary
@@ -25,6 +26,11 @@ pytest_plugins = [
 
 # Two test processes and their children share the cores, and idle threads of torch occupy a core while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# `make test` repeats the same examples in each run; `make test-all` looks for new ones, and for many more of them.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=24, derandomize=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=192)
+hypothesis.settings.load_profile("quick")
 
 # Where a test names no time limit, a busy machine gets more than the client's five seconds.
 for _part in ("connect", "read", "write", "pool"):

@@ -100,7 +100,7 @@ class CountingSpanProcessor(SpanProcessor):
         """Export a batch; return whether that succeeded."""
         try:
             return self._exporter.export(batch) is SpanExportResult.SUCCESS
-        except Exception:  # any exporter: the thread goes on with the next batch
+        except Exception:  # any exporter: the thread continues with the next batch
             log.exception("%d spans are lost: their exporter failed", len(batch))
             return False
 

@@ -320,7 +320,7 @@ async def with_message_pieces(sampled: list[Sampled], call: Call) -> list[Sample
 
 
 def _chain_role(turn: Turn, plan: Plan) -> Role:
-    """Return the role that the turns after this one have: a side call within a chain is not what it goes on as."""
+    """Return the role that the turns after this one have: a side call does not change the role of its chain."""
     if plan.parent is not None and turn.parent_turn_id is not None:
         return plan.parent.role
     return turn.role or Role.MAIN

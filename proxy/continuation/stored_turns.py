@@ -1,6 +1,6 @@
 """Stored turns as the continuation knows them.
 
-A turn is read with the messages that it adds. What depends on the messages before it goes on from its parent.
+A turn is read with the messages that it adds. Values that depend on earlier messages start from those of its parent.
 """
 
 from __future__ import annotations

@@ -20,4 +20,4 @@ HOSTED_TOOLS = frozenset(
         *("url_context", "google_maps"),
     }
 )
-"""Known names, which the metric tells apart; all other names count as `other`."""
+"""Known names: each is a label value of the metric. All other names count as `other`."""

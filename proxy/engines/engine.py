@@ -305,7 +305,7 @@ class Engine:
         await self.ask("POST", "/sleep", seconds=seconds, level=str(level), mode="keep")
 
     async def wake(self, part: str, *, seconds: float) -> None:
-        """Take back memory: `weights`, or `kv_cache`; sampling goes on once it has both."""
+        """Take back memory: `weights`, or `kv_cache`; sampling resumes once the engine has both."""
         await self.ask("POST", "/wake_up", seconds=seconds, tags=part)
 
     async def load_weights(self, path: str, *, seconds: float) -> None:

@@ -82,7 +82,7 @@ class Edge:
 
     @staticmethod
     def _exporting(tracer: Tracer, send: Send) -> Send:
-        """Return `send` of the lifespan that exports the last spans before it tells the server that all has ended."""
+        """Return `send` of the lifespan: it exports the last spans before it reports the end of the shutdown."""
 
         async def send_after_export(message: Message) -> None:
             if message["type"].startswith("lifespan.shutdown"):

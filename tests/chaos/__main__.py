@@ -27,7 +27,7 @@ def main() -> int:
     broken = 0
     for kind in asked.database or KINDS:
         with world(kind, Path(tempfile.mkdtemp(prefix="turnwise-chaos-"))) as running:
-            report = Storm(running, seed, lambda line: print(line, flush=True)).blow(asked.minutes * 60)
+            report = Storm(running, seed, lambda line: print(line, flush=True)).run(asked.minutes * 60)
         print(report.summary)
         print(invariants.shortened(report.violations))
         broken += len(report.violations)

@@ -55,7 +55,7 @@ class Storm:
         self._checked = self._started
         self.report = Report(seed)
 
-    def blow(self, seconds: float) -> Report:
+    def run(self, seconds: float) -> Report:
         """Break parts until the time is up, restore them, wait for the end of all work, and check everything."""
         crowd = self._world.crowd
         try:

@@ -18,6 +18,6 @@ def test_no_fault_loses_duplicates_crosses_or_blocks_a_turn(kind: str, seconds: 
     directory = tmp_path / "world"
     directory.mkdir()
     with world(kind, directory) as running:
-        report = Storm(running, SEED, print).blow(seconds)
+        report = Storm(running, SEED, print).run(seconds)
     print(report.summary)
     assert not report.violations, invariants.shortened(report.violations)

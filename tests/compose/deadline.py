@@ -29,4 +29,4 @@ def wait_until(what: str, seconds: float, look: Callable[[], Found | None], *, s
         if found:
             return found
         time.sleep(1.0)
-    raise CheckError(f"waited {seconds:.0f} s in vain for {what}", service)
+    raise CheckError(f"waited {seconds:.0f} s without success for {what}", service)

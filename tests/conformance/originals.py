@@ -46,7 +46,7 @@ class Scripted:
     def ask(self, step_num: int) -> Json:
         return {"model": "m", "messages": [{"role": "user", "content": f"step {step_num}"}], "n": self.plan.get("n", 1)}
 
-    def goes_on(self, step_num: int) -> bool:
+    def continues(self, step_num: int) -> bool:
         if step_num == self.plan.get("break"):
             raise RuntimeError("the tool crashed")
         return step_num != self.plan.get("stop")
@@ -57,7 +57,7 @@ class Scripted:
     def step(self, step_num: int) -> bool:
         for _ in range(self.plan["calls"][step_num]):
             self.talk(self.ask(step_num))
-        return self.goes_on(step_num)
+        return self.continues(step_num)
 
     def talk(self, body: Json) -> None:
         if not self.plan.get("stream"):
@@ -73,7 +73,7 @@ class Scripted:
         client = self.model.get_openai_async_client()
         for _ in range(self.plan["calls"][step_num]):
             await client.chat.completions.create(**self.ask(step_num))
-        return self.goes_on(step_num)
+        return self.continues(step_num)
 
     async def reward_async(self, exps: list[Any], *args: int, **kwargs: int) -> float:
         return self.judge(exps, *args, **kwargs)

@@ -94,7 +94,7 @@ class Crew:
         trainer.process = _start(trainer.command, trainer.output)
         self.release()
 
-    def kill_for_good(self) -> None:
+    def kill_without_restart(self) -> None:
         """`kill -9` a trainer that holds groups; the others have to wait until its lease expires."""
         trainer = self._holder()
         trainer.process.kill()
@@ -281,7 +281,7 @@ def test_every_experience_is_acked_exactly_once_under_kills_stops_and_clock_jump
             finish(database, range(GROUP_SIZE * int(wave[0]), GROUP_SIZE * (int(wave[-1]) + 1)))
             if number < len(waves) - 1:
                 faults[number % len(faults)]()
-        crew.kill_for_good()
+        crew.kill_without_restart()
         clock.jump(LAST_JUMP)
         _wait_for(num_experiences // GROUP_SIZE, lambda: num_trained(database), "groups trained")
         assert crew.is_alive()

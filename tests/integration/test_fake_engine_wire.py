@@ -161,10 +161,10 @@ def _chunks(response: httpx2.Response) -> list[dict[str, Any]]:
 
 
 def _by_kind(chunks: list[dict[str, Any]]) -> dict[str, Shape]:
-    """Sort a stream's chunks by what they are for, and return the shape of each sort.
+    """Group a stream's chunks by their purpose, and return the shape of each group.
 
-    Which part of a message a chunk brings hangs on where tokens end and on how many are sent at once. So what deltas
-    bring is a sort of its own, whichever chunk it came in, and middle and ending chunks are compared without it.
+    The part of a message in a chunk depends on where tokens end and on how many are sent at once. So all deltas form
+    one group, whichever chunks they are in, and middle and ending chunks are compared without their deltas.
     """
     places: dict[str, list[Any]] = {"opening": [], "rest": [], "usage": [], "deltas": []}
     for chunk in chunks:

@@ -77,7 +77,7 @@ def test_a_retry_gets_the_answer_that_could_not_be_delivered_once(
     lock = sqlite3.connect(proxy.database_url.removeprefix("sqlite:///"), isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
     with pytest.raises(httpx2.TimeoutException):
-        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=CHAT, timeout=1.0)
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=CHAT, timeout=3.0)
     lock.execute("ROLLBACK")
     lock.close()
     ids = [post(proxy, url=proxy.session_v1("s"), x_stainless_retry_count="1").json()["id"] for _ in range(2)]
@@ -113,7 +113,7 @@ def test_a_key_at_two_proxies_at_once_is_one_turn(
     """The reply that is stored second is replaced by the stored one; a stream that has begun ends with an error."""
     one = start_proxy(fake_engine.url)
     other = start_proxy(fake_engine.url, database_url=one.database_url)
-    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi, this takes a while.", pace_seconds=0.05)))
+    fake_engine.answer(Rule(contains="Hello.", reply=Reply(text="Hi, this takes a while.", pace_seconds=0.1)))
     replies: list[httpx2.Response] = []
 
     def call(proxy: RunningProxy) -> None:

@@ -65,7 +65,7 @@ def test_a_sub_agent_without_a_path_is_in_the_session_of_its_harness(proxy: Runn
 
 
 def test_after_a_compaction_both_chains_are_one_trajectory_and_the_reward_reaches_both(proxy: RunningProxy):
-    """The summary is a side call of the first chain; the agent goes on under its system message without a history."""
+    """The summary is a side call of the first chain; the agent continues with its system message, without a history."""
     first = call(proxy, CODER, USER, tools=TOOLS)
     reply = {"role": "assistant", "content": "Fix the bug."}
     compact = {"role": "user", "content": "Summarize our conversation so far."}

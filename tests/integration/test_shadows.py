@@ -67,7 +67,7 @@ def test_a_turn_of_a_single_session_becomes_a_group_of_replies_to_the_same_promp
     assert [each["prompt_length"] for each in trained] == [len(prompt)] * 3
     assert trained[0]["tokens"][len(prompt) :] == second["choices"][0]["token_ids"]
     assert metric(proxy, "turnwise_turns_total") == 4
-    assert metric(proxy, "turnwise_shadow_turns_total", result="sampled") == 4
+    wait_until(lambda: metric(proxy, "turnwise_shadow_turns_total", result="sampled") == 4, "all four are counted")
 
 
 def test_shadow_samples_stay_below_their_share_of_tokens(fake_engine: RunningFakeEngine, start_proxy: StartProxy):

@@ -13,6 +13,7 @@ import httpx2
 import orjson
 import pytest
 from support.proxies import RunningProxy
+from support.waiting import wait_until
 
 from proxy.http.asgi import parse_object
 from turnwise.errors import TooLarge
@@ -20,14 +21,6 @@ from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
 
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 PATIENCE_SECONDS = 60.0
-
-
-def wait_until(holds, what: str) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def chat(proxy: RunningProxy) -> int:
@@ -40,11 +33,11 @@ def test_a_stopped_writing_process_fails_its_calls_at_their_deadline_and_is_repl
 ):
     """Without the deadline, all calls hang while /readyz answers 200."""
     proxy = start_proxy(fake_engine.url, "--commit-timeout-seconds", "1")
-    assert chat(proxy) == 200
+    wait_until(lambda: chat(proxy) == 200, "a turn is committed within a second")
     stopped = proxy.writing_process()
     os.kill(stopped, signal.SIGSTOP)
     assert chat(proxy) == 503
-    wait_until(lambda: chat(proxy) == 200, "the writing process was not replaced")
+    wait_until(lambda: chat(proxy) == 200, "the writing process is replaced")
     assert proxy.writing_process() != stopped
 
 
@@ -62,7 +55,8 @@ def test_readiness_asks_the_writing_process(fake_engine: RunningFakeEngine, star
 
 def test_a_client_that_stops_reading_is_disconnected_and_its_slot_is_freed(fake_engine: RunningFakeEngine, start_proxy):
     """With one slot and without the deadline, every other call gets 429 for ever."""
-    proxy = start_proxy(fake_engine.url, "--client-stall-seconds", "1", "--max-concurrent-calls", "1")
+    proxy = start_proxy(fake_engine.url, "--client-stall-seconds", "2", "--max-concurrent-calls", "1")
+    fake_engine.calls.clear()  # the calls of the proxy's probe
     fake_engine.answer(Rule(contains="much", reply=Reply(text="much to read " * 8_000)))
     body = orjson.dumps({"model": "fake", "stream": True, "messages": [{"role": "user", "content": "much"}]})
     address = ("127.0.0.1", int(proxy.url.rpartition(":")[2]))
@@ -71,12 +65,13 @@ def test_a_client_that_stops_reading_is_disconnected_and_its_slot_is_freed(fake_
         client.connect(address)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
         client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
-        wait_until(lambda: chat(proxy) == 429, "the call did not take the slot")
-        wait_until(lambda: chat(proxy) == 200, "the slot was not freed")
-    wait_until(lambda: any(view.turn.outcome == "aborted" for view in proxy.turns()), "no aborted turn is stored")
+        wait_until(lambda: fake_engine.calls, "the call has the slot")
+        wait_until(lambda: chat(proxy) == 429, "other calls are refused")
+        wait_until(lambda: chat(proxy) == 200, "the slot is free again")
+    wait_until(lambda: any(view.turn.outcome == "aborted" for view in proxy.turns()), "the aborted turn is stored")
 
 
-NUM_TRIES = 5
+NUM_TRIES = 20
 HOSTILE = b'{"messages":[' + b"[]," * (4 * 2**20 // 3) + b"[]]}"
 
 
@@ -84,10 +79,12 @@ async def test_a_body_of_four_megabytes_of_empty_arrays_is_refused_without_block
     """Decoding it is the longest step in the proxy: it holds the interpreter lock for the whole text.
 
     The longest pause of the loop is compared with the time that decoding takes on this machine. Another process can
-    pause this one, so the shortest of several tries counts.
+    pause this one, so one of several tries has to succeed.
     """
-    decoding = seconds_to_decode()
-    assert min([await longest_pause() for _ in range(NUM_TRIES)]) < decoding / 2
+    for _ in range(NUM_TRIES):
+        if await longest_pause() < seconds_to_decode() / 2:
+            return
+    pytest.fail("the event loop was blocked in each of the tries")
 
 
 def seconds_to_decode() -> float:

@@ -34,7 +34,7 @@ FAILING_RANK = 1
 def resume_and_train(
     spec: dict[str, Any], directory: Path, start: int, stop: int, *, is_sharded: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Resume after `start` optimizer steps, go on until `stop`, and write the state of each; 0 is a new run.
+    """Resume after `start` optimizer steps, train until step `stop`, and write the state; 0 is a new run.
 
     Returns:
         Weights and moments as they were read, and as they were written.

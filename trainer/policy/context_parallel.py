@@ -123,8 +123,8 @@ def register_attention(group: ContextGroup, implementation: str) -> str:
 def spread(values: Tensor, index: Tensor, count: int, group: ContextGroup) -> Tensor:
     """Return the values of all processes' trained tokens. [own] to [count].
 
-    Each process goes on with all of them and computes the same loss, so on the way back it takes its own gradients
-    alone.
+    Each process computes the same loss from all of them, so the backward pass keeps only the gradients of its own
+    tokens.
     """
     return cast("Tensor", _Spread.apply(values, index, count, group.group))  # type: ignore[no-untyped-call]
 

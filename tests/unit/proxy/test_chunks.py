@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.calls import chunks
@@ -137,7 +137,6 @@ CALLS: list[tuple[type[Dialect], Json]] = [
 
 
 @pytest.mark.parametrize(("dialect", "body"), CALLS)
-@settings(max_examples=60, deadline=None)
 @given(events=streams(), cuts=st.lists(st.integers(1, 900), max_size=12))
 def test_a_stream_gives_the_same_reply_however_it_is_cut(
     dialect: type[Dialect], body: Json, events: list[bytes], cuts: list[int]

@@ -1,4 +1,4 @@
-"""A request of many megabytes is decoded in another process, with the same result, while the event loop goes on."""
+"""A request of many megabytes is decoded in another process, with the same result, while the event loop runs."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_fields_that_no_template_reads_are_ignored(one, other):
 UNREAD = ["provider_specific_fields", "thinking_blocks", "reasoning_details", "id", "refusal", "annotations", "x"]
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is slow
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine is slow
 @given(
     st.dictionaries(st.sampled_from(UNREAD), st.one_of(st.none(), st.text(), st.lists(st.text()), st.integers())),
     st.sampled_from(

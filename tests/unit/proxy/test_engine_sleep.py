@@ -69,7 +69,7 @@ async def follow_until_computing(process: Process, trainer: Trainer) -> None:
 async def test_an_engine_sleeps_while_the_trainer_computes_and_wakes_with_the_served_version(
     stage: Stage, process: Process, level, reloads
 ):
-    """At level 2 its weights are lost, and loaded before sampling goes on. A call in between waits and is answered."""
+    """At level 2 its weights are lost, and loaded before sampling resumes. A call in between waits and is answered."""
     engine = stage.engines[0]
     trainer = Trainer(stage, level)
     await follow_until_computing(process, trainer)

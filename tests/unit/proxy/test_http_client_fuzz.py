@@ -15,7 +15,7 @@ from proxy.engines.http_client import HttpClient
 SILENCE_SECONDS = 5.0
 BODIES = st.lists(st.binary(max_size=40), max_size=6)
 CUTS = st.lists(st.integers(0, 400), max_size=8)
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def chunked(parts: list[bytes]) -> bytes:

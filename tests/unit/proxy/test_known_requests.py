@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.continuation.conversation import call_has_media, read_conversation
@@ -140,7 +140,6 @@ def engine_body(call: Call) -> Any:
     return orjson.loads(b"".join(encode_request(call.dialect.engine_body(call, None, {"n": 1}))))
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     edits=st.lists(st.tuples(st.integers(0, 8), st.lists(MESSAGE, max_size=4)), min_size=2, max_size=6),
     head=FIELDS,

@@ -125,7 +125,7 @@ def answered(continuation, messages: list[dict], replied: int, reply: Reply, *, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings.default.max_examples // 8, suppress_health_check=list(HealthCheck))
 @given(conversation=conversations(), ended=st.booleans(), keep_thinking=st.booleans())
 def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation, ended, keep_thinking):
     """On random conversations with tools and thinking, for every template: the same ids, or the same refusal."""

@@ -229,7 +229,7 @@ async def test_an_ended_session_that_an_application_named_continues_in_a_linked_
     assert seen == [("named", None), ("named~2", "named"), ("named~3", "named~2")]
 
 
-async def test_what_is_remembered_of_sessions_that_are_over_is_bounded_and_found_again(
+async def test_the_memory_of_ended_sessions_is_bounded_and_the_store_has_those_that_were_dropped(
     writer: Writer, database: CountedReads
 ):
     sessions = Sessions(database, writer, ProxySettings(cache_sessions=2), Metrics())

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -19,7 +19,6 @@ TOKENIZER = copy.deepcopy(small_tokenizer())
 ENCODE = text_encoder(TOKENIZER)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(PARTS | st.text(max_size=8), max_size=30).map("".join))
 def test_any_text_gets_the_ids_of_encode(text: str) -> None:
     assert ENCODE(text) == TOKENIZER.encode(text, add_special_tokens=False)

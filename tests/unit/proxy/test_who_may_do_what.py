@@ -112,8 +112,9 @@ def test_model_calls_are_open_to_the_roles_that_may_call(world: World, role: str
     is_refused = "call" not in MAY[role] or role.startswith("session")
     assert (reply.status_code == 403) == is_refused, reply.text
     if "call" in MAY[role]:
-        namesake = world.ask("POST", "/sessions/theirs-other/v1/chat/completions", key, CHAT)
-        assert namesake.status_code == (403 if role.startswith("session") else 200)
+        # For this tenant the name is unknown: the call opens a session of that name in its own tenant.
+        reply = world.ask("POST", "/sessions/theirs-other/v1/chat/completions", key, CHAT)
+        assert reply.status_code == (403 if role.startswith("session") else 200)
     theirs = world.ask("GET", "/v1/sessions/theirs-other", world.keys["theirs", "admin"]).json()
     assert theirs["num_turns"] == 1  # no call of this tenant is in it
 

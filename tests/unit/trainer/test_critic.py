@@ -164,7 +164,7 @@ def test_the_critic_learns_to_predict_the_rewards(tmp_path, model, critic):
 
 
 def test_a_critic_that_was_not_saved_starts_with_new_weights(tmp_path, model, caplog):
-    """A run goes on under GAE after another estimator, and the log says that the critic is new."""
+    """A run continues with GAE after another estimator, and the log contains a line about the new critic."""
     settings = play(tmp_path, model, groups_per_batch=1, total_batches=1, estimator="rloo")
     train(settings)
     train(settings.model_copy(update={"total_batches": 2, "estimator": "gae"}))
