@@ -329,7 +329,7 @@ class Relay:
             self._count(running, endings)
             self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
         if self.on_stored is not None:
-            self.on_stored(running, endings[0].outcome, found.role)
+            self.on_stored(running, Outcome(endings[0].outcome), found.role)
         for turn in known[:1]:
             for correction in corrections(turn, forest):
                 await self._correct(correction, forest)
@@ -356,7 +356,7 @@ class Relay:
     def _count(self, running: Running, endings: list[Ending]) -> None:
         metrics = self._metrics
         for ending in endings:
-            metrics.turns_of(ending.outcome.value, ending.reason or "").inc()
+            metrics.turns_of(ending.outcome, ending.reason or "").inc()
         metrics.tokens_of("sampled").inc(sum(len(each.token_ids) for each in running.captured.choices.values()))
         metrics.tokens_of("prompt").inc(running.num_prompt_tokens)
         if running.plan.reason is not None:

@@ -108,7 +108,8 @@ class Ending(NamedTuple):
 
     turn_id: str
     """Another id than the turn's own if a turn with the same request key was stored first."""
-    outcome: Outcome
+    outcome: str
+    """The value of an `Outcome`: pickling an enum takes as long as the rest."""
     reason: str | None
     chain_id: str
     routing_problem: RoutingProblem | None = None
@@ -278,7 +279,7 @@ class Committer:
         results: dict[int, Any] = {}
         opens = [(job.number, job.work) for job in batch if isinstance(job.work, Session)]
         appends = [(job.number, [complete(each) for each in job.work]) for job in batch if isinstance(job.work, list)]
-        with self._database.write() as connection:
+        with self._database.write_often() as connection:
             if opens:
                 opened = opening.open_sessions(connection, [session for _, session in opens])
                 results |= zip((number for number, _ in opens), opened, strict=True)
@@ -310,10 +311,9 @@ def _ending(connection: Connection, completed: Completed, *, is_new: bool) -> En
     new = completed.turn
     if is_new:
         row = new.row
-        outcome = Outcome(row["outcome"])
-        return Ending(row["turn_id"], outcome, row["reason"], row["chain_id"], completed.routing_problem)
+        return Ending(row["turn_id"], row["outcome"], row["reason"], row["chain_id"], completed.routing_problem)
     turn = new_turns.stored_turn(connection, new)
-    return Ending(turn.turn_id, turn.outcome, turn.reason, turn.chain_id)
+    return Ending(turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id)
 
 
 def answer(connection: Connection) -> None:

@@ -51,6 +51,33 @@ def test_a_write_that_raises_is_rolled_back(database: Database) -> None:
         assert queries.counts(connection).sessions == {}
 
 
+def test_a_kept_connection_is_replaced_after_a_transaction_that_failed(database: Database) -> None:
+    """A transaction that raises is rolled back; PostgreSQL also closes the connection itself."""
+
+    def create(session_id: str) -> sa.Connection:
+        with database.write_often() as connection:
+            ledger.create_session(connection, Session(session_id=session_id))
+            if session_id == "refused":
+                raise RuntimeError
+            return connection
+
+    first = create("a")
+    assert create("b") is first
+    with pytest.raises(RuntimeError):
+        create("refused")
+    second = create("c")
+    assert first.closed
+    if database.dialect == "postgresql":
+        pid = second.connection.driver_connection.info.backend_pid  # type: ignore[union-attr]
+        with database.write() as connection:
+            connection.execute(sa.select(sa.func.pg_terminate_backend(pid)))
+        with pytest.raises(StoreUnavailable):
+            create("lost")
+        create("d")
+    with database.read() as connection:
+        assert queries.counts(connection).sessions == {"open": 3 + (database.dialect == "postgresql")}
+
+
 def test_commits_are_durable(database: Database) -> None:
     """SQLite: WAL, synchronous = FULL (2) and foreign keys; PostgreSQL: synchronous_commit on."""
     with database.write() as connection:

@@ -12,8 +12,8 @@ from support.ledger_samples import add_session
 from turnwise.errors import Conflict
 from turnwise.store import ledger, opening, queries, tables
 from turnwise.store.database import Database
-from turnwise.store.rows import dump
-from turnwise.types import Session, Split
+from turnwise.store.rows import TURNS, dump
+from turnwise.types import JsonText, Session, Split, Turn
 
 
 def test_each_session_is_stored_as_if_it_were_created_alone(database: Database) -> None:
@@ -99,3 +99,22 @@ def test_the_session_of_a_call_is_the_one_that_the_api_created(database: Databas
     with database.write() as connection:
         stored, _ = ledger.create_session(connection, Session(session_id="s", task_id="kim"))
         assert opening.open_sessions(connection, [Session(session_id="s", opened_by="call")]) == [(stored, False)]
+
+
+def test_a_turn_that_another_process_stores_has_the_row_that_it_would_have_here() -> None:
+    """Documents are sent as text if they are ASCII, and otherwise as they are; free text is repaired in both."""
+    texts = ["plain", "ä", "\x7f\0", "\ud800"]
+    turn = Turn(
+        turn_id="t",
+        session_id="s",
+        chain_id="t",
+        model="m\0",
+        messages=[{"role": "user", "content": texts[0]}],
+        response={"content": texts[1], "reasoning": texts[2]},
+        tools=[{"name": texts[3]}],
+        sampling={"temperature": 0.5, "n": 2**70, "prompt": JsonText(b"[1]")},
+    )
+    packed = TURNS.pack(turn)
+    assert TURNS.unpack(packed) == TURNS.row(turn)
+    assert '[{"role":"user","content":"plain"}]' in packed
+    assert [kind for kind in map(type, packed) if kind in (list, dict)] == [list, dict, dict]
