@@ -1,9 +1,10 @@
-"""Measure whether shadow samples delay calls on a real vLLM: `python bench/shadow_delay.py [--rounds 3] [--calls 24]`.
+"""Measure whether shadow samples delay calls on a real vLLM: `python bench/shadow_delay.py [--rounds 2] [--calls 20]`.
 
 One vLLM serves the demo's model on the CPU. A proxy without and a proxy with shadow samples take turns in front of it,
 each in blocks of equal calls: a few agents, each with single-turn sessions and pauses between them. With shadow samples
 every turn is chosen, and their tokens have no bound, so that the engine is busy with them in nearly every pause of all
-agents that is longer than `shadow_idle_seconds`. Printed: the latency of the calls, and what was sampled beside them.
+agents that is longer than `shadow_idle_seconds`. The pauses are random, with the median of published agent traces by
+default. Printed: the latency of the calls, what was sampled beside them, and the CPU time of the engine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import statistics
 import sys
@@ -34,8 +36,9 @@ from turnwise.store.database import Database
 
 MODEL = "small"
 REPLY_TOKENS = 24
-LONGEST_PAUSE = 3.0
-NUM_UNTIMED = 4
+MEDIAN_PAUSE = 4.2
+"""Time between two turns in the published traces of coding agents that `bench/agents.py` follows, seconds."""
+NUM_UNTIMED = 3
 """Calls at the start of a block that are not measured."""
 WARM_UP_STEPS = 20
 """Of the model's training: replies have a fixed length, whatever they say."""
@@ -50,18 +53,28 @@ class Measured:
     block_medians: list[float] = dataclasses.field(default_factory=list)
     num_sampled: float = 0.0
     num_interrupted: float = 0.0
+    engine_cpu_seconds: float = 0.0
 
 
 @contextlib.contextmanager
-def engine(directory: Path) -> Iterator[str]:
-    """Run vLLM with the demo's model until the block ends; yield its URL."""
+def engine(directory: Path) -> Iterator[tuple[str, int]]:
+    """Run vLLM with the demo's model until the block ends; yield its URL and the id of its first process."""
     model = build_small_model(directory / "model", SmallModelSpec(num_warm_up_steps=WARM_UP_STEPS))
     settings = EngineSettings(model=str(model), served_model_name=MODEL, port=free_port(), weight_transfer=False)
     started = build_command(settings, gpu=False)
     variables = [f"{name}={value}" for name, value in started.environment.items()]
     url = f"http://127.0.0.1:{settings.port}"
-    with running(["env", *variables, *started.argv], f"{url}/health"):
-        yield url
+    with running(["env", *variables, *started.argv], f"{url}/health") as process:
+        yield url, process.pid
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of all below it."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return own + sum(cpu_seconds(child) for child in children)
 
 
 @contextlib.contextmanager
@@ -78,12 +91,12 @@ def proxy(engine_url: str, flags: tuple[str, ...]) -> Iterator[str]:
             yield url
 
 
-def play(url: str, number: int, num_calls: int, seconds: list[float]) -> None:
+def play(url: str, number: int, num_calls: int, pause: float, seconds: list[float]) -> None:
     """Send an agent's calls one after the other, with pauses; note how long each one took."""
     rng = random.Random(f"agent/{number}")
     http = HTTPConnection(urlsplit(url).netloc, timeout=60)
     for index in range(num_calls):
-        time.sleep(rng.uniform(0, LONGEST_PAUSE))
+        time.sleep(rng.uniform(0, 2 * pause))
         message = {"role": "user", "content": f"Follow each boss from {rng.randrange(10**6)}. Which city?"}
         body = {"model": MODEL, "messages": [message], "max_completion_tokens": REPLY_TOKENS, "ignore_eos": True}
         started = time.perf_counter()
@@ -97,15 +110,18 @@ def play(url: str, number: int, num_calls: int, seconds: list[float]) -> None:
     http.close()
 
 
-def run_block(url: str, num_agents: int, num_calls: int, measured: Measured) -> None:
+def run_block(url: str, options: argparse.Namespace, measured: Measured) -> None:
     """Let the agents play, and add what was measured."""
     seconds: list[float] = []
-    agents = [threading.Thread(target=play, args=(url, number, num_calls, seconds)) for number in range(num_agents)]
+    agents = [
+        threading.Thread(target=play, args=(url, number, options.calls, options.pause, seconds))
+        for number in range(options.agents)
+    ]
     for agent in agents:
         agent.start()
     for agent in agents:
         agent.join()
-    if len(seconds) != num_agents * (num_calls - NUM_UNTIMED):
+    if len(seconds) != options.agents * (options.calls - NUM_UNTIMED):
         raise RuntimeError("an agent failed; its error is above")
     measured.seconds += seconds
     measured.block_medians.append(statistics.median(seconds))
@@ -124,22 +140,29 @@ def run_block(url: str, num_agents: int, num_calls: int, measured: Measured) -> 
 def main() -> int:
     """Run the blocks in alternation, and print a table and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="blocks of each way")
-    parser.add_argument("--agents", type=int, default=2)
-    parser.add_argument("--calls", type=int, default=24, help="of each agent in a block")
+    parser.add_argument("--rounds", type=int, default=2, help="blocks of each way")
+    parser.add_argument("--agents", type=int, default=3)
+    parser.add_argument("--calls", type=int, default=20, help="of each agent in a block")
+    parser.add_argument("--pause", type=float, default=MEDIAN_PAUSE, help="median between two calls, seconds")
     options = parser.parse_args()
     found = {way: Measured() for way in WAYS}
-    with tempfile.TemporaryDirectory(prefix="turnwise-shadow-delay-") as directory, engine(Path(directory)) as url:
+    with (
+        tempfile.TemporaryDirectory(prefix="turnwise-shadow-delay-") as directory,
+        engine(Path(directory)) as (url, pid),
+    ):
         for number in range(options.rounds):
             for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:
                 with proxy(url, WAYS[way]) as proxy_url:
-                    run_block(proxy_url, options.agents, options.calls, found[way])
-    print("| shadow samples | calls | p50 ms | p95 ms | sampled | interrupted |\n|---|---|---|---|---|---|")
+                    before = cpu_seconds(pid)
+                    run_block(proxy_url, options, found[way])
+                    found[way].engine_cpu_seconds += cpu_seconds(pid) - before
+    print("| shadow samples | calls | p50 ms | p95 ms | sampled | interrupted | engine CPU s |")
+    print("|---|---|---|---|---|---|---|")
     quantiles = {way: statistics.quantiles(each.seconds, n=20) for way, each in found.items()}
     for way, each in found.items():
         p50, p95 = (1000 * quantiles[way][index] for index in (9, 18))
         counts = f"{each.num_sampled:.0f} | {each.num_interrupted:.0f}"
-        print(f"| {way} | {len(each.seconds)} | {p50:.1f} | {p95:.1f} | {counts} |")
+        print(f"| {way} | {len(each.seconds)} | {p50:.1f} | {p95:.1f} | {counts} | {each.engine_cpu_seconds:.0f} |")
     for name, index in (("p50", 9), ("p95", 18)):
         print(f"{name} with / without: {quantiles['with'][index] / quantiles['without'][index]:.2f}")
     medians = zip(found["with"].block_medians, found["without"].block_medians, strict=True)

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,15 +35,28 @@ class Recorder(Protocol):
 
 
 class ChainRecorder:
-    """Passes everything on to several recorders."""
+    """Passes everything on to several recorders; one that fails does not stop the training or the others."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = list(recorders)
+        self.num_lost = 0
+        """Records that a recorder did not take."""
 
     def write(self, scalars: Scalars, step: int) -> None:
         """Record with each of them."""
         for recorder in self._recorders:
-            recorder.write(scalars, step)
+            try:
+                recorder.write(scalars, step)
+            except Exception as error:  # noqa: BLE001  a full disk, a network or anybody's code; the ledger has it too
+                self.num_lost += 1
+                log.warning(
+                    "%s did not record step %d (%d records are lost so far): %s: %s",
+                    type(recorder).__name__,
+                    step,
+                    self.num_lost,
+                    type(error).__name__,
+                    error,
+                )
 
     def add(self, recorder: Recorder) -> None:
         """Record with one more."""
@@ -62,8 +76,8 @@ class JsonLines:
         self._path = path
 
     def write(self, scalars: Scalars, step: int) -> None:
-        """Append a line."""
-        line = {"at": utc_now().isoformat(), "step": step, **scalars}
+        """Append a line; a number that is not finite, which JSON does not have, is null."""
+        line = {"at": utc_now().isoformat(), "step": step, **_without_infinities(scalars)}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False, default=str) + "\n")
 
@@ -174,6 +188,13 @@ class Trackio:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _without_infinities(scalars: Scalars) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in scalars.items()
+    }
 
 
 def _numbers(scalars: Scalars) -> dict[str, float]:

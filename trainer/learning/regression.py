@@ -112,8 +112,16 @@ def judge(shifts: Sequence[Shift], rule: GateRule) -> GateResult:
     """Return whether a version with these shifts may be published.
 
     A set of fewer than two good sessions refuses nothing. A mean counts as fallen when it is below the limit by
-    `NUM_STANDARD_ERRORS` standard errors.
+    `NUM_STANDARD_ERRORS` standard errors. A version that gives a session no finite logprob is refused in any case: a
+    mean with a NaN in it compares as neither above nor below a limit.
     """
+    broken = [shift for shift in shifts if not math.isfinite(shift.nats)]
+    if broken:
+        reason = (
+            f"the logprobs of {len(broken)} of {len(shifts)} sessions are not finite under these weights: "
+            f"{_named(broken[:NUM_NAMED])}"
+        )
+        return GateResult(gauges={"gate_num_not_finite": len(broken)}, reason=reason)
     good = [shift for shift in shifts if shift.is_good]
     bad = [shift for shift in shifts if shift.is_good is False]
     kept, kept_error = _mean([shift.nats for shift in good])

@@ -70,30 +70,30 @@ class Transfer:
     """One version on its way to one engine."""
 
     def __init__(self, payload: Tensor, rendezvous: Rendezvous, rule: WeightRule, num_workers: int) -> None:
-        self._payload = payload
-        self._rendezvous = rendezvous
         self._rule = rule
         self._num_workers = num_workers
         self.error: str | None = None
         """Why it failed; None while it runs and after it succeeded."""
-        self._thread = threading.Thread(target=self._send, name="weights", daemon=True)
+        # The thread alone refers to the payload, which is as large as the model, and to the rendezvous and its port.
+        # Both are released when it ends, while the result stays known.
+        self._thread = threading.Thread(target=self._send, args=(payload, rendezvous), name="weights", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         """Wait for its end."""
         self._thread.join()
 
-    def _send(self) -> None:
+    def _send(self, payload: Tensor, rendezvous: Rendezvous) -> None:
         try:
             channel = Channel(
-                self._rendezvous.store,
+                rendezvous.store,
                 rank=0,
                 size=1 + self._num_workers,
                 transport=self._rule.weight_transport,
-                address=self._rendezvous.host,
+                address=rendezvous.host,
                 seconds=self._rule.weight_seconds,
             )
-            channel.broadcast(self._payload, CHUNK_BYTES)
+            channel.broadcast(payload, CHUNK_BYTES)
             if not channel.agree(is_good=True):
                 self.error = "an engine's worker did not receive it whole"
         except TransferFailed as error:

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from support import dying_weights
 from support.dying_weights import weights
 from support.migrated import migrated
 from support.reload_stage import Stage
+from support.waiting import wait_until
 
 from proxy.engines.state import EngineState
 from proxy.reload import transfer
@@ -91,6 +93,19 @@ async def test_engines_get_a_version_from_memory_and_need_no_directory(stage: St
         assert stage.loads == [["memory:1", "memory:2"]] * 2
         assert stage.statuses() == ["retired", "active"]
         assert all(engine.state.running.is_set() for engine in stage.engines)
+
+
+async def test_a_sent_version_is_freed_when_newer_ones_take_its_place(stage: Stage, trainer: WeightServer):
+    """Not kept by the results of its transfers: the trainer's memory holds `weight_versions` versions, not one a send."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+    async with stage.process() as process:
+        for version in (1, 2, 3, 4):
+            trainer.held.hold(version, weights(version), NO_PROBE)
+            kept.append(weakref.ref(trainer.held.find(version).buffer))
+            publish_unwritten(stage, version)
+            await process.follow()
+            assert process.versions == [version, version]
+    wait_until(lambda: [buffer() is None for buffer in kept] == [True, True, False, False], "old versions are freed")
 
 
 async def test_a_version_received_as_a_delta_equals_the_whole_version_bit_for_bit(

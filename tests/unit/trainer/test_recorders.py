@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import importlib.machinery
+import json
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
-from trainer.recorders import ProgressLine, TensorBoard, Trackio, WeightsAndBiases
+from trainer.recorders import ChainRecorder, JsonLines, ProgressLine, TensorBoard, Trackio, WeightsAndBiases
 from turnwise.errors import SettingsError
 
 LINES = [
@@ -22,6 +23,21 @@ LINES = [
 def record(recorder) -> None:
     for scalars, step in LINES:
         recorder.write(scalars, step)
+
+
+def test_a_recorder_that_fails_stops_neither_the_training_nor_the_other_recorders(tmp_path, caplog):
+    """Here the file is on a full disk, to which nothing can be written."""
+    chain = ChainRecorder([JsonLines(Path("/dev/full")), JsonLines(tmp_path / "trainer.jsonl")])
+    record(chain)
+    assert chain.num_lost == len(LINES)
+    assert len((tmp_path / "trainer.jsonl").read_text().splitlines()) == len(LINES)
+    assert "JsonLines did not record step 1 (4 records are lost so far): OSError: [Errno 28]" in caplog.text
+
+
+def test_a_number_that_is_not_finite_is_recorded_as_null(tmp_path):
+    JsonLines(tmp_path / "trainer.jsonl").write({"loss": float("nan"), "kl": float("-inf"), "tokens": 3}, 1)
+    (line,) = (tmp_path / "trainer.jsonl").read_text().splitlines()
+    assert {name: json.loads(line)[name] for name in ("loss", "kl", "tokens")} == {"loss": None, "kl": None, "tokens": 3}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
