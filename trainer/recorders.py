@@ -72,12 +72,12 @@ class JsonLines:
     """One JSON object a line. The file is open only while a line is written, so a crash loses no line."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
 
     def write(self, scalars: Scalars, step: int) -> None:
         """Append a line; a number that is not finite, which JSON does not have, is null."""
         line = {"at": utc_now().isoformat(), "step": step, **_without_infinities(scalars)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False, default=str) + "\n")
 

@@ -177,6 +177,10 @@ def train(settings: TrainerSettings) -> Any:
     """Run a trainer in this process until its last batch; return its state."""
     kind = OffPolicyWorkflow if settings.workflow == "off_policy" else OnPolicyWorkflow
     workflow = kind.build_from_config(settings, enable_jit=False)
-    state = workflow.learn(workflow.setup(settings.seed))
+    try:
+        state = workflow.learn(workflow.setup(settings.seed))
+    except BaseException:
+        workflow.checkpoints.close()  # the end of a process releases it too
+        raise
     workflow.close()
     return state

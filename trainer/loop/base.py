@@ -117,21 +117,23 @@ class RLWorkflow(abc.ABC):
 
         Raises:
             BadCheckpoint: The ledger names a version whose state is not on disk.
-            SettingsError: A setting changed that cannot change within a run.
+            SettingsError: A setting changed that cannot change within a run, or the directory of the versions belongs
+                to another trainer or run.
         """
         world = self.agent.world
+        if world.is_first:
+            self.checkpoints.open()
         self._apply_memory_limits(world.share(read_limits(self.config.policies_dir) if world.is_first else None))
         last: UpdateRecord | None = world.share(self.env.last_update() if world.is_first else None)
         state = self._state_of(last.policy_version if last else 0, seed, reports_changes=True)
         if world.is_first:
+            self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version if last else 0))
             self.env.open(directory.base_version(self.config.model))
             self._serve_weights()
         self.commits.start(world, last.policy_version if last else 0)
         self.agent.find_row_tokens(0 if last else self._moments_bytes())
         if last is None:
             return self._post_setup(state)
-        if world.is_first:
-            self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version))
         log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
         if last.policy_version:
             place = self.checkpoints.policy_directory(last.policy_version)
@@ -176,6 +178,7 @@ class RLWorkflow(abc.ABC):
             self.weights.close()
         self.env.close()
         self.recorder.close()
+        self.checkpoints.close()
 
     def _apply_memory_limits(self, limits: MemoryLimits) -> None:
         """Avoid what did not fit into memory before a restart."""

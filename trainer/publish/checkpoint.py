@@ -5,6 +5,8 @@ What engines read and what the trainer resumes from are siblings, `v000007/` wit
 renamed, so a directory with a final name is complete. The ledger, not the disk, says which version counts; `latest`
 is a convenience for people.
 
+One trainer at a time writes into a directory: it holds a lock that the kernel releases with its process.
+
 The tensors of a state are a checkpoint of `torch.distributed.checkpoint`: each process writes and reads its own shards,
 and a run can go on with another number of processes.
 """
@@ -12,24 +14,35 @@ and a run can go on with another number of processes.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import logging
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from turnwise import version_directory
-from turnwise.errors import BadCheckpoint
+from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.types import Json
 from turnwise.version_directory import LATEST, STATE_FILE
 
+log = logging.getLogger(__name__)
+
 TENSORS = "tensors"
 """In a version's state directory: the checkpoint of its tensors."""
+LOCK = ".lock"
+"""File in the directory that the trainer which writes into it has locked."""
+WRITING = ".writing-"
+"""Prefix of a directory that is not complete."""
+REPLACED = ".replaced-"
+"""Prefix of a directory that a new one takes the place of."""
 
 
 class Checkpoints:
@@ -38,9 +51,38 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int) -> None:
         self.directory = directory
         self._keep = keep
-        directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(".writing-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # the other processes of a trainer remove it at the same time
+        self._lock: TextIO | None = None
+
+    def open(self) -> None:
+        """Take the directory for this trainer, and remove what a killed one left incomplete; in its first process.
+
+        Raises:
+            SettingsError: Another trainer uses the directory, or nothing can be written into it.
+        """
+        if self._lock is not None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.directory / LOCK)
+            for replaced in self.directory.glob(f"{REPLACED}*"):
+                place = self.directory / replaced.name.removeprefix(REPLACED)
+                if place.exists():
+                    shutil.rmtree(replaced, ignore_errors=True)
+                else:
+                    replaced.replace(place)
+        except OSError as error:
+            raise SettingsError(
+                f"policies_dir {str(self.directory)!r} cannot be used: {error}; name a directory that this user can "
+                "write into"
+            ) from error
+        for leftover in self.directory.glob(f"{WRITING}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another trainer use the directory."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def policy_directory(self, version: int) -> Path:
         """Return the directory of a version, for engines."""
@@ -121,9 +163,21 @@ class Checkpoints:
             ) from error
 
     def discard_after(self, version: int) -> None:
-        """Remove versions that were written but never committed: a crash came in between."""
-        for newer in [found for found in self.versions() if found > version]:
-            self._remove(newer)
+        """Remove the version that was written after this one and not published: a crash came in between.
+
+        Raises:
+            SettingsError: There are more of them. No crash leaves more than one, so the database is another one, or an
+                older copy; they are not removed.
+        """
+        newer = [found for found in self.versions() if found > version]
+        if newer and newer[-1] > version + 1:
+            raise SettingsError(
+                f"policies_dir {str(self.directory)!r} holds versions up to {newer[-1]}, but the database knows none "
+                f"after {version}: it is the database of another run, or an older copy. Name the right database or "
+                "another policies_dir; to go on from this database, move the newer versions away"
+            )
+        for found in newer:
+            self._remove(found)
 
     def prune(self, protected: set[int]) -> list[int]:
         """Remove all but the newest `keep` versions and the protected ones; return what was removed."""
@@ -135,7 +189,7 @@ class Checkpoints:
 
     def versions(self) -> list[int]:
         """Return the versions on disk, oldest first."""
-        return version_directory.find_versions(self.directory)
+        return version_directory.find_versions(self.directory) if self.directory.is_dir() else []
 
     def _remove(self, version: int) -> None:
         # The state goes first: a version without state can still be served, one without weights cannot be resumed.
@@ -161,22 +215,47 @@ def _without_warning() -> Iterator[None]:
 
 def _staging(place: Path) -> Path:
     """Return where a directory is written; all processes of a trainer agree on it."""
-    return place.parent / f".writing-{place.name}"
+    return place.parent / f"{WRITING}{place.name}"
+
+
+def _locked(path: Path) -> TextIO:
+    """Open a file and lock it until it is closed.
+
+    Raises:
+        SettingsError: Another process has locked it.
+    """
+    file = path.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            file.close()
+            raise SettingsError(
+                f"another trainer uses policies_dir {str(path.parent)!r}: two would overwrite each other's versions. "
+                "Stop it, or name another policies_dir and database"
+            ) from error
+        log.warning("%s cannot be locked (%s): make sure that no other trainer uses this directory", path, error)
+    return file
 
 
 @contextlib.contextmanager
 def _appearing(place: Path) -> Iterator[Path]:
-    """Yield an empty directory; when the block succeeds, sync it and rename it to its place."""
-    staging = _staging(place)
+    """Yield an empty directory; when the block succeeds, sync it and rename it to its place.
+
+    What was in its place is complete there or aside at each moment, and `Checkpoints.open` puts it back.
+    """
+    staging, replaced = _staging(place), place.parent / f"{REPLACED}{place.name}"
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
+    staging.mkdir(parents=True)
     try:
         yield staging
         for path in [*staging.rglob("*"), staging]:
             _sync(path)
-        shutil.rmtree(place, ignore_errors=True)
+        if place.exists():
+            place.replace(replaced)
         staging.replace(place)
         _sync(place.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -96,7 +96,7 @@ async def test_engines_get_a_version_from_memory_and_need_no_directory(stage: St
 
 
 async def test_a_sent_version_is_freed_when_newer_ones_take_its_place(stage: Stage, trainer: WeightServer):
-    """Not kept by the results of its transfers: the trainer's memory holds `weight_versions` versions, not one a send."""
+    """The results of its transfers do not keep it: the memory holds `weight_versions` versions, not one a transfer."""
     kept: list[weakref.ref[torch.Tensor]] = []
     async with stage.process() as process:
         for version in (1, 2, 3, 4):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ from support.gloo_worlds import run_world
 from support.trainer_ledger import load_model, make_model
 from support.world_tasks import held_after_resume, resume_and_train, write_first_process_last
 from torch import Tensor
-
-from trainer.publish.checkpoint import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -95,20 +91,3 @@ def test_each_layout_reads_the_state_of_another_one_bit_for_bit(tmp_path, spec):
     _, expected = run(1, spec, tmp_path / "one", 0, len(layouts))
     for name, value in expected.items():
         torch.testing.assert_close(written[name], value, atol=5e-5, rtol=0)
-
-
-def test_processes_that_start_together_remove_what_a_killed_write_left(tmp_path):
-    """Each of them removes it while the others do."""
-    leftover = tmp_path / ".writing-v000001.trainer"
-    leftover.mkdir()
-    for number in range(1_000):
-        (leftover / str(number)).touch()
-    together = threading.Barrier(4)
-
-    def start(_: int) -> None:
-        together.wait()
-        Checkpoints(tmp_path, keep=1)
-
-    with ThreadPoolExecutor(4) as processes:
-        list(processes.map(start, range(4)))
-    assert not leftover.exists()

@@ -37,7 +37,11 @@ def test_a_recorder_that_fails_stops_neither_the_training_nor_the_other_recorder
 def test_a_number_that_is_not_finite_is_recorded_as_null(tmp_path):
     JsonLines(tmp_path / "trainer.jsonl").write({"loss": float("nan"), "kl": float("-inf"), "tokens": 3}, 1)
     (line,) = (tmp_path / "trainer.jsonl").read_text().splitlines()
-    assert {name: json.loads(line)[name] for name in ("loss", "kl", "tokens")} == {"loss": None, "kl": None, "tokens": 3}
+    assert {name: json.loads(line)[name] for name in ("loss", "kl", "tokens")} == {
+        "loss": None,
+        "kl": None,
+        "tokens": 3,
+    }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -1,0 +1,120 @@
+"""The directory of the versions belongs to one trainer, and no kill leaves it without a complete version."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
+
+from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.publish.checkpoint import Checkpoints
+from turnwise.errors import SettingsError
+from turnwise.version_directory import find_versions
+
+HOLDS_AND_DIES = """
+import pathlib, sys
+from trainer.publish.checkpoint import Checkpoints
+held = Checkpoints(pathlib.Path(sys.argv[1]), keep=1)
+held.open()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "policies"
+
+
+def test_a_second_trainer_on_the_same_directory_is_refused_until_the_first_one_is_killed(place):
+    """It removes nothing: what the first one is writing looks like what a killed trainer left."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_AND_DIES, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout.readline() == "held\n"
+        (place / ".writing-v000001").mkdir()
+        second = Checkpoints(place, keep=1)
+        with pytest.raises(SettingsError, match="another trainer uses policies_dir"):
+            second.open()
+        assert (place / ".writing-v000001").exists()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        second.open()
+    assert not (place / ".writing-v000001").exists()
+    second.close()
+
+
+def test_a_trainer_that_is_started_twice_ends_with_a_sentence_and_leaves_the_first_ones_groups(tmp_path, model, ledger):
+    """Under the same trainer_id it would otherwise take them back, and the first one would lose its batch."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=3)
+    settings = settings_for(tmp_path, model, total_batches=1)
+    first = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = first.setup(0)
+    claimed = first._claim(first._position(state))
+    second = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    with pytest.raises(SettingsError, match="another trainer uses policies_dir"):
+        second.setup(0)
+    second.close()
+    _, state = first._train(state, claimed, 0.0)
+    assert state.progress.policy_version == 1
+    first.close()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "policies").write_text("a file")
+    with pytest.raises(SettingsError, match=r"policies' cannot be used: .* name a directory that this user can write"):
+        Checkpoints(tmp_path / "policies", keep=1).open()
+
+
+def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them(tmp_path, model, ledger):
+    """As with the name of another run's database, or a backup: one newer version is a crash's, two are not."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=6)
+    train(settings_for(tmp_path, model, total_batches=2))
+    for version in ("v000004", "v000004.trainer"):
+        shutil.copytree(tmp_path / "policies" / version.replace("4", "2"), tmp_path / "policies" / version)
+    with pytest.raises(SettingsError, match="holds versions up to 4, but the database knows none after 2"):
+        train(settings_for(tmp_path, model, total_batches=3))
+    assert find_versions(tmp_path / "policies") == [1, 2, 4]
+    new_ledger(tmp_path / "other.db").close()
+    with pytest.raises(SettingsError, match="holds versions up to 4, but the database knows none after 0"):
+        train(settings_for(tmp_path, model, database=f"sqlite:///{tmp_path / 'other.db'}"))
+    for version in ("v000004", "v000004.trainer"):
+        (tmp_path / "policies" / version).rename(tmp_path / "policies" / version.replace("4", "3"))
+    train(settings_for(tmp_path, model, total_batches=2))
+    assert find_versions(tmp_path / "policies") == [1, 2]
+
+
+def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypatch):
+    """Killed at any rename, the next trainer finds the old state or the new one."""
+    checkpoints = Checkpoints(place, keep=1)
+    checkpoints.open()
+    checkpoints.write_state(1, {"count": 1}, {"w": torch.zeros(1)})
+    found: list[int] = []
+    replace = Path.replace
+
+    def killed_before(self: Path, target: Path) -> Path:
+        if place not in self.parents:  # of the trainer that starts again
+            return replace(self, target)
+        copy = place.parent / f"killed-{len(found)}"
+        shutil.copytree(place, copy)
+        (copy / ".lock").unlink()
+        restarted = Checkpoints(copy, keep=1)
+        restarted.open()
+        found.append(restarted.read_state(1)["count"])
+        restarted.close()
+        return replace(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed_before)
+        checkpoints.write_state(1, {"count": 2}, {"w": torch.zeros(1)})
+    # Before the old one is moved aside, before the new one takes its place, and at the pointer `latest`.
+    assert found == [1, 1, 2]
+    assert checkpoints.read_state(1)["count"] == 2
+    assert not list(place.glob(".replaced-*"))
+    checkpoints.close()
