@@ -43,7 +43,7 @@ def read_outcomes(path: Path) -> dict[str, float]:
         SettingsError: the file cannot be read, or a line is no outcome.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--check {str(path)!r} cannot be read: {error}; give a JSON Lines file") from error
     found: dict[str, float] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.client import AsyncClient
-from turnwise.errors import Conflict, GraderFailed
+from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, ProxyUnavailable, TooLarge
 from turnwise.rewards import transcript
 from turnwise.rewards.agreement import Agreement, agreement, read_outcomes, require, session_rewards, units_of
 from turnwise.rewards.judge import SOURCE as JUDGE
@@ -44,7 +44,7 @@ class Counts:
     num_without_reward: int = 0
     """Sessions for which the source gave no reward, on purpose."""
     num_failed: int = 0
-    """Sessions that are left without a reward after all attempts."""
+    """Sessions that are left without a reward: all attempts failed, or the proxy does not take what was decided."""
     num_retries: int = 0
     value_sum: float = 0.0
     last_error: str | None = None
@@ -76,10 +76,18 @@ class Poster:
         self.stopping = asyncio.Event()
 
     async def run(self) -> Counts:
-        """Go through the ended sessions; with `watch` until stopped."""
+        """Go through the ended sessions; with `watch` until stopped, also while the proxy is not available.
+
+        Raises:
+            ProxyUnavailable: the proxy cannot be reached, without `watch`.
+        """
         while not self.stopping.is_set():
-            units = [unit async for unit in self._units()]
-            await asyncio.gather(*(self._handle(unit) for unit in units))
+            try:
+                await self._handle_all()
+            except ProxyUnavailable as error:
+                if not self._settings.watch:
+                    raise
+                self._say(f"{self.counts.line()}, trying again: {error}")
             if not self._settings.watch or self._is_full():
                 break
             try:
@@ -88,6 +96,18 @@ class Poster:
             except TimeoutError:
                 continue
         return self.counts
+
+    async def _handle_all(self) -> None:
+        """Decide on all units of now.
+
+        Raises:
+            ProxyUnavailable: the proxy cannot be reached; what was decided on before is posted.
+        """
+        units = [unit async for unit in self._units()]
+        outcomes = await asyncio.gather(*(self._handle(unit) for unit in units), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
 
     async def measure(self, outcomes: Mapping[str, float]) -> Agreement:
         """Let the source decide on sessions of known outcome, without posting; return its agreement.
@@ -150,7 +170,9 @@ class Poster:
                 return
             try:
                 await self._decide(sessions)
-            except GraderFailed as error:
+            except (GraderFailed, InvalidRequest, NotFound, TooLarge) as error:
+                # Also a turn that the source made up, or a session that was deleted meanwhile: the next start would
+                # meet it again, so it must not end this process.
                 self.counts.num_failed += len(sessions)
                 self.counts.last_error = f"session {sessions[0]['session_id']}: {error}"
                 self._given_up |= {session["session_id"] for session in sessions}
@@ -199,6 +221,8 @@ class Poster:
     def _record(self, session_ids: Sequence[str]) -> None:
         """Write durably that these sessions have their reward."""
         with self._path.open("a", encoding="utf-8") as file:
+            if file.tell() and not self._path.read_bytes().endswith(b"\n"):
+                file.write("\n")  # the last line was cut by a kill or a full disk; it is decided again
             file.writelines(json.dumps({"session_id": session_id}) + "\n" for session_id in session_ids)
             file.flush()
             os.fsync(file.fileno())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,10 +65,10 @@ class PythonSource:
         self._name = settings.function
 
     async def decide(self, documents: Sequence[Json]) -> list[Reward]:
-        """Call the function with one session, in a thread."""
+        """Call the function with one session, in a thread that does not keep this process alive if it hangs."""
         (document,) = documents
         try:
-            value = await asyncio.to_thread(self._function, document)
+            value = await _in_daemon_thread(self._function, document)
             if inspect.isawaitable(value):
                 value = await value
         except Exception as error:  # the function is anybody's code; its failure is counted by the caller
@@ -75,6 +77,32 @@ class PythonSource:
 
     async def close(self) -> None:
         """Hold nothing."""
+
+
+async def _in_daemon_thread(function: Callable[[Json], Any], document: Json) -> Any:
+    """Return what the function returns; `asyncio.to_thread` would wait for a hanging one at the process's end."""
+    loop = asyncio.get_running_loop()
+    returned: asyncio.Future[Any] = loop.create_future()
+
+    def call() -> None:
+        value, failure = None, None
+        try:
+            value = function(document)
+        except Exception as error:  # noqa: BLE001  raised again where it is awaited
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(finish, value, failure)
+
+    def finish(value: Any, failure: Exception | None) -> None:
+        if returned.done():  # the time limit has passed
+            return
+        if failure is None:
+            returned.set_result(value)
+        else:
+            returned.set_exception(failure)
+
+    threading.Thread(target=call, name="grader", daemon=True).start()
+    return await returned
 
 
 class NextStateSource:

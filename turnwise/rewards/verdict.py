@@ -50,7 +50,7 @@ def read_verdict(output: bytes, exit_status: int) -> list[Reward]:
         GraderFailed: it gave none that can be used.
     """
     text = output.decode(errors="replace").strip()
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]  # `splitlines` would cut strings at U+2028 too
     if lines and all(line.lstrip().startswith("{") for line in lines):
         _check_success(exit_status)
         return _from_lines(lines)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from turnwise.client import AsyncClient
-from turnwise.errors import Conflict, GraderFailed, NotFound
+from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, TooLarge
 from turnwise.processes.limited import split_command, with_script
 from turnwise.rewards import transcript
 from turnwise.rewards.command import CommandGrader
@@ -66,8 +66,9 @@ class Grading:
                 error = f"the grader failed: {failure}"
         try:
             return await self._reward_and_end(run.session_id, rewards, played.termination_reason), error
-        except NotFound as failure:  # of a turn that the grader made up: the session stays without a reward
-            error = f"the reward has no target: {failure}"
+        except (InvalidRequest, NotFound, TooLarge) as failure:
+            # A turn that the grader made up, or a name that the proxy refuses: the session stays without a reward.
+            error = f"the proxy does not take the reward: {failure}"
             return await self._client.end_session(run.session_id, reason=played.termination_reason), error
 
     async def _reward_and_end(self, session_id: str, rewards: Sequence[Reward], reason: str) -> Json:

@@ -115,10 +115,10 @@ def read_results(path: Path) -> list[RunResult]:
     if not path.exists():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):  # `splitlines` would also cut texts at U+0085 and U+2028
         try:
             fields = json.loads(line)
-        except ValueError:
+        except ValueError:  # also a character that was cut
             continue
         found.append(RunResult(**fields))
     return found

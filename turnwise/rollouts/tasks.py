@@ -71,7 +71,7 @@ def load_tasks(path: Path, split: str | None = None) -> list[Task]:
         SettingsError: the file cannot be read, a line is not a task, two lines have one id, or no task is left.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` would cut texts at U+2028 too
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SettingsError(f"cannot read the tasks file {str(path)!r}: {reason}; give a JSON Lines file") from error

@@ -102,6 +102,65 @@ def test_a_source_that_fails_is_retried_and_then_skipped(proxy, client, tmp_path
     assert (client.session("good")["reward"], client.session("bad")["reward"]) == (1.0, None)
 
 
+def test_a_function_that_never_returns_fails_at_its_time_limit_and_does_not_keep_the_process(proxy, client, tmp_path):
+    (tmp_path / "mine.py").write_text("import threading\ndef grade(session):\n    threading.Event().wait()\n")
+    play(client, "s0", "a")
+    limits = ("--timeout", "0.1", "--votes", "1", "--attempts", "1")
+    status, counts, _ = finished(tmp_path, proxy, "--source", "python", "--function", "mine:grade", *limits)
+    assert (status, counts["num_failed"]) == (1, 1)
+
+
+def test_a_reward_that_the_proxy_refuses_leaves_its_session_alone_without_one(proxy, client, tmp_path):
+    """Here the grader makes up a turn and a name; the process goes on, or it would end there after each start."""
+    (tmp_path / "mine.py").write_text(
+        "def grade(session):\n"
+        "    name = session['session']['session_id']\n"
+        "    wrong = {'unknown': {'turn_id': 'made-up', 'value': 1}, 'invalid': {'name': 'x' * 9999, 'value': 1}}\n"
+        "    return wrong.get(name, 1)\n"
+    )
+    for name in ("good", "unknown", "invalid"):
+        play(client, name, "a")
+    status, counts, stderr = finished(tmp_path, proxy, "--source", "python", "--function", "mine:grade")
+    assert (status, counts["num_rewards"], counts["num_failed"]) == (1, 1, 2), stderr
+    assert [client.session(name)["reward"] for name in ("good", "unknown", "invalid")] == [1.0, None, None]
+
+
+KILLED_AT = """
+import os, signal, sys
+from turnwise.client import AsyncClient
+from turnwise.commands.cli import main
+from turnwise.rewards.posting import Poster
+owner, name = {"before the post": (AsyncClient, "rewards"), "after the post": (Poster, "_record")}[sys.argv.pop(1)]
+setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+main()
+"""
+"""`turnwise`, killed at a point of a verdict."""
+
+
+@pytest.mark.parametrize(("point", "stands"), [("before the post", 2.0), ("after the post", 1.0)])
+def test_a_kill_between_verdict_post_and_state_file_gives_the_session_one_reward(
+    proxy, client, tmp_path, point, stands
+):
+    """The grader decides otherwise the second time: what was posted before the kill stands, and nothing is added."""
+    (tmp_path / "mine.py").write_text(
+        "import pathlib\n"
+        "def grade(session):\n"
+        "    asked = pathlib.Path('asked')\n"
+        "    asked.write_text((asked.read_text() if asked.exists() else '') + 'x')\n"
+        "    return len(asked.read_text())\n"
+    )
+    play(client, "s0", "a")
+    arguments = ("--source", "python", "--function", "mine:grade")
+    argv = [sys.executable, "-c", KILLED_AT, point, "reward", "--proxy", proxy.url, *arguments]
+    killed = subprocess.run(argv, check=False, cwd=tmp_path, capture_output=True, timeout=DEADLINE_SECONDS)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert client.session("s0")["reward"] == (1.0 if point == "after the post" else None)
+    assert finished(tmp_path, proxy, *arguments)[0] == 0
+    assert client.session("s0")["reward"] == stands
+    assert finished(tmp_path, proxy, *arguments)[1]["num_sessions"] == 0
+    assert (tmp_path / "asked").read_text() == "xx"
+
+
 def test_the_next_user_message_rewards_the_turn_before_it(proxy, client, tmp_path):
     play(client, "s0", "do it", "No, the other one", "Thanks")
     status, counts, stderr = finished(tmp_path, proxy, "--source", "next_state")

@@ -43,6 +43,17 @@ def test_a_line_that_a_kill_truncated_is_dropped_and_later_lines_are_intact(tmp_
         assert [key[2] for key in results.finished] == ["t1", "t3"]
 
 
+def test_a_character_that_a_full_disk_truncated_and_a_line_separator_inside_of_a_text_are_read(tmp_path):
+    """The Unicode line separator U+2028 is no end of a line of JSON Lines."""
+    separated = dataclasses.replace(result("t1"), error="first\u2028second\u0085third")
+    with Results(tmp_path, {}) as results:
+        results.add(separated)
+    with (tmp_path / "results.jsonl").open("ab") as file:
+        file.write('{"session_id": "s-ü'.encode()[:-1])
+    with Results(tmp_path, {}) as results:
+        assert list(results.finished.values()) == [separated]
+
+
 def test_only_one_process_at_a_time_may_write_a_directory(tmp_path):
     with Results(tmp_path, {}), pytest.raises(SettingsError, match="another `turnwise run`"):
         Results(tmp_path, {})
