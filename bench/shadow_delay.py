@@ -1,10 +1,11 @@
 """Measure whether shadow samples delay calls on a real vLLM: `python bench/shadow_delay.py [--rounds 2] [--calls 20]`.
 
-One vLLM serves the demo's model on the CPU. A proxy without and a proxy with shadow samples take turns in front of it,
-each in blocks of equal calls: a few agents, each with single-turn sessions and pauses between them. With shadow samples
-every turn is chosen, and their tokens have no bound, so that the engine is busy with them in nearly every pause of all
-agents that is longer than `shadow_idle_seconds`. The pauses are random, with the median of published agent traces by
-default. Printed: the latency of the calls, what was sampled beside them, and the CPU time of the engine.
+One vLLM serves the demo's model on the CPU. Proxies without shadow samples, with the default share of them, and with
+them for every turn take turns in front of it, each in blocks of equal calls: a few agents, each with single-turn
+sessions and pauses between them. For every turn and without a bound on their tokens, the engine is busy with shadow
+samples in nearly every pause of all agents that is longer than `shadow_idle_seconds`. The pauses are random, with the
+median of published agent traces by default. Printed: the latency of the calls, what was sampled beside them, and the
+CPU time of the engine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ NUM_UNTIMED = 3
 """Calls at the start of a block that are not measured."""
 WARM_UP_STEPS = 20
 """Of the model's training: replies have a fixed length, whatever they say."""
-WAYS = {"without": (), "with": ("--shadow-replies", "3", "--shadow-turns", "1", "--shadow-tokens", "1000")}
+WITHOUT = "without"
+WAYS = {
+    WITHOUT: (),
+    "default share": ("--shadow-replies", "3"),
+    "every turn": ("--shadow-replies", "3", "--shadow-turns", "1", "--shadow-tokens", "1000"),
+}
 
 
 @dataclasses.dataclass(slots=True)
@@ -163,10 +169,11 @@ def main() -> int:
         p50, p95 = (1000 * quantiles[way][index] for index in (9, 18))
         counts = f"{each.num_sampled:.0f} | {each.num_interrupted:.0f}"
         print(f"| {way} | {len(each.seconds)} | {p50:.1f} | {p95:.1f} | {counts} | {each.engine_cpu_seconds:.0f} |")
-    for name, index in (("p50", 9), ("p95", 18)):
-        print(f"{name} with / without: {quantiles['with'][index] / quantiles['without'][index]:.2f}")
-    medians = zip(found["with"].block_medians, found["without"].block_medians, strict=True)
-    print("p50 with / without, by round:", " ".join(f"{with_ / without:.2f}" for with_, without in medians))
+    for way in list(WAYS)[1:]:
+        p50, p95 = (quantiles[way][index] / quantiles[WITHOUT][index] for index in (9, 18))
+        medians = zip(found[way].block_medians, found[WITHOUT].block_medians, strict=True)
+        by_round = " ".join(f"{one / without:.2f}" for one, without in medians)
+        print(f"{way} / {WITHOUT}: p50 {p50:.2f} (by round: {by_round}), p95 {p95:.2f}")
     return 0
 
 

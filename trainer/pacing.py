@@ -16,6 +16,8 @@ from typing import Literal
 from pydantic import Field
 
 from turnwise.settings import Settings
+from turnwise.store.claims import LONGEST_LEASE_SECONDS
+from turnwise.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,35 @@ class PacingRule(Settings):
     when_pinned: Literal["wait", "train_pinned"] = "wait"
     """While a pinned version is too far behind: `wait` until it is released, or `train_pinned`: go back to the pinned
     version's weights and train from there. Neither drops groups."""
+
+
+class SourceRule(PacingRule):
+    """When a batch is complete, and how long it is held."""
+
+    trainer_id: str = "trainer"
+    """Name under which groups are claimed. A process that restarts under it takes over the groups that it held. Each
+    running process needs its own."""
+    groups_per_batch: int = Field(default=32, ge=1)
+    """Groups of a whole batch."""
+    wait_seconds: float | None = 60.0
+    """How long to wait for a whole batch once a group is ready; then a smaller batch is trained. None has no limit."""
+    first_wait_seconds: float = Field(default=5.0, ge=0)
+    """The same for the first batch of a run, where it is shorter than `wait_seconds`."""
+    refill_seconds: float | None = Field(default=None, ge=0)
+    """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None
+    trains a smaller batch."""
+    lease_seconds: float = Field(default=60.0, gt=0, le=LONGEST_LEASE_SECONDS)
+    """How long a claim lasts without renewal. The trainer renews it while it works."""
+    poll_seconds: float = Field(default=0.5, gt=0)
+    """Longest pause between two queries for ready groups."""
+    stalled_seconds: float | None = 900.0
+    """Close a group without activity for this long; None leaves it open."""
+    stalled_policy: Literal["train", "drop"] = "train"
+    """Train a stalled group without its missing sessions, or drop it."""
+    reward_bonus_coeff: float = 0.0
+    """Bonus for a step that is better than the one before it."""
+    train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
+    """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,10 @@ from pydantic import Field, SecretStr, model_validator
 from trainer.learning.optimizer import OptimizerRule
 from trainer.learning.regression import GateRule
 from trainer.learning.selection import SelectionRule
+from trainer.pacing import SourceRule
 from trainer.policy.agent import AgentRule
 from trainer.policy.model import PolicySpec
 from trainer.publish.weight_server import WeightRule
-from trainer.source import SourceRule
 from turnwise.types import PolicyKind
 from turnwise.version_directory import weight_files
 

@@ -1,7 +1,8 @@
 """The ledger as the trainer's environment: it hands out finished, rewarded groups and takes acks.
 
 A claimed batch is a lease, which a thread renews while the trainer works on it. A trainer that hangs or dies loses its
-groups without further action, and one that restarts under the same name takes them over at once.
+groups without further action, and one that restarts under the same name takes them over at once. An outage of the
+database does not end the trainer.
 """
 
 from __future__ import annotations
@@ -10,55 +11,27 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Literal, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
-from pydantic import Field
 
 from trainer.lease import Lease
-from trainer.pacing import Look, PacingRule, Position, Rewind, WaitingLog, why_held
+from trainer.outages import SteadyClock, outlast
+from trainer.pacing import Look, Position, Rewind, SourceRule, WaitingLog, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.experience import Experience
 from turnwise.store import claims, evaluations, experiences, groups, policies, queries, regression, weight_servers
-from turnwise.store.claims import LONGEST_LEASE_SECONDS
-from turnwise.store.database import Database, clock, from_micros
+from turnwise.store.database import Connection, Database, clock, from_micros
 from turnwise.store.regression import SessionLabels
 from turnwise.store.trained import Advantages
 from turnwise.store.trainer_status import TrainerStatus, report_status
-from turnwise.types import GroupKey, PolicyVersion, Role, SessionKey, UpdateRecord
+from turnwise.types import GroupKey, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
 
-
-class SourceRule(PacingRule):
-    """When a batch is complete, and how long it is held."""
-
-    trainer_id: str = "trainer"
-    """Name under which groups are claimed. A process that restarts under it takes over the groups that it held. Each
-    running process needs its own."""
-    groups_per_batch: int = Field(default=32, ge=1)
-    """Groups of a whole batch."""
-    wait_seconds: float | None = 60.0
-    """How long to wait for a whole batch once a group is ready; then a smaller batch is trained. None has no limit."""
-    first_wait_seconds: float = Field(default=5.0, ge=0)
-    """The same for the first batch of a run, where it is shorter than `wait_seconds`."""
-    refill_seconds: float | None = Field(default=None, ge=0)
-    """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None
-    trains a smaller batch."""
-    lease_seconds: float = Field(default=60.0, gt=0, le=LONGEST_LEASE_SECONDS)
-    """How long a claim lasts without renewal. The trainer renews it while it works."""
-    poll_seconds: float = Field(default=0.5, gt=0)
-    """Longest pause between two queries for ready groups."""
-    stalled_seconds: float | None = 900.0
-    """Close a group without activity for this long; None leaves it open."""
-    stalled_policy: Literal["train", "drop"] = "train"
-    """Train a stalled group without its missing sessions, or drop it."""
-    reward_bonus_coeff: float = 0.0
-    """Bonus for a step that is better than the one before it."""
-    train_roles: list[Role] = Field(default=[Role.MAIN, Role.SUB_AGENT])
-    """Roles of chains whose turns are trained; turns of other roles stay in the prompts."""
+Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +89,7 @@ class Source(Protocol):
         """Return the highest version that was ever published."""
 
     def versions_in_use(self) -> set[int]:
-        """Return the versions that may be asked for: active, pinned, newest good."""
+        """Return the versions that may be asked for: active, on trial, pinned, newest good."""
 
     def best_versions(self, count: int) -> set[int]:
         """Return so many versions with the best evaluations, by mean reward."""
@@ -147,6 +120,7 @@ class LedgerSource:
         self._with_imported = with_imported
         self._closed = threading.Event()
         self._leases: dict[claims.Claim, Lease] = {}
+        self._clock = SteadyClock()
 
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`.
@@ -164,14 +138,12 @@ class LedgerSource:
                 continue
             self._report_status(f"training on {len(claim.groups)} groups", None)
             self._leases[claim] = Lease(self._db, claim, self._rule.lease_seconds)
-            with self._db.read() as conn:
-                pinned = policies.pinned_version(conn)
             return ClaimedBatch(
                 claim=claim,
                 experiences=self._read(claim),
                 waited_seconds=time.monotonic() - started,
                 held_seconds=waiting.held_seconds,
-                pinned=pinned,
+                pinned=self._found(policies.pinned_version),
             )
 
     def refill(self, batch: ClaimedBatch, num_groups: int, at: Position) -> ClaimedBatch | None:
@@ -202,18 +174,21 @@ class LedgerSource:
         )
 
     def _claim(self, max_groups: int, at: Position) -> claims.Claim | None:
-        return claims.claim(
-            self._db,
-            self._rule.trainer_id,
-            max_groups=max_groups,
-            lease_seconds=self._rule.lease_seconds,
-            min_policy_version=at.min_policy_version,
-            with_imported=self._with_imported,
-        )
+        def claim() -> claims.Claim | None:
+            return claims.claim(
+                self._db,
+                self._rule.trainer_id,
+                max_groups=max_groups,
+                lease_seconds=self._rule.lease_seconds,
+                min_policy_version=at.min_policy_version,
+                with_imported=self._with_imported,
+            )
+
+        return outlast(claim, self._closed)
 
     def _read(self, claim: claims.Claim) -> list[Experience]:
-        with self._db.read() as conn:
-            return list(
+        return self._found(
+            lambda conn: list(
                 experiences.experiences_of_groups(
                     conn,
                     claim.group_pks,
@@ -222,11 +197,25 @@ class LedgerSource:
                     with_imported=self._with_imported,
                 )
             )
+        )
+
+    def _found(self, query: Callable[[Connection], Found]) -> Found:
+        """Return what a query finds, also after an outage of the database."""
+
+        def read() -> Found:
+            with self._db.read() as conn:
+                return query(conn)
+
+        return outlast(read, self._closed)
 
     def publish(self, policy: PolicyVersion) -> None:
         """Announce a version; its groups stay claimed until `ack`."""
-        with self._db.write() as conn:
-            policies.publish_policy(conn, policy)
+
+        def write() -> None:
+            with self._db.write() as conn:
+                policies.publish_policy(conn, policy)
+
+        outlast(write, self._closed)
 
     def ack(self, finished: Sequence[FinishedBatch]) -> None:
         """Record batches, their groups and their versions in one transaction; a batch recorded before is left out.
@@ -234,11 +223,15 @@ class LedgerSource:
         Raises:
             LeaseLost: The lease of a batch ran out and another trainer has a group; nothing was recorded.
         """
+
+        def write() -> None:
+            with self._db.write() as conn:
+                for one in finished:
+                    claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained)
+
         for one in finished:
             self._end_lease(one.batch.claim)
-        with self._db.write() as conn:
-            for one in finished:
-                claims.ack(conn, one.batch.claim, one.update, one.policy, one.refused, one.trained)
+        outlast(write, self._closed)
 
     def open(self, base: PolicyVersion) -> None:
         """Take over what an earlier process held; in an empty ledger publish version 0.
@@ -259,38 +252,36 @@ class LedgerSource:
 
     def newest_version(self) -> int:
         """Return the highest version that was ever published, failed ones included."""
-        with self._db.read() as conn:
-            newest, _ = policies.list_policies(conn, limit=1)
+        newest, _ = self._found(lambda conn: policies.list_policies(conn, limit=1))
         return newest[0].version if newest else 0
 
     def versions_in_use(self) -> set[int]:
-        """Return the active, the pinned and the newest good version."""
-        with self._db.read() as conn:
-            found = [policies.active_policy(conn), policies.newest_policy(conn)]
-            pinned = policies.pinned_version(conn)
+        """Return the active version, the one on trial, the pinned and the newest good one."""
+        found = self._found(lambda conn: [*policies.active_and_canary(conn), policies.newest_policy(conn)])
+        pinned = self._found(policies.pinned_version)
         return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
 
     def best_versions(self, count: int) -> set[int]:
         """Return so many versions with the best evaluations, by mean reward; of equal ones the newer."""
         if not count:
             return set()
-        with self._db.read() as conn:
-            measured = evaluations.evaluated_versions(conn)
+        measured = self._found(evaluations.evaluated_versions)
         return set(sorted(measured, key=lambda version: (measured[version], version))[-count:])
 
     def regression_set(self, num_sessions: int, labels: Collection[str]) -> tuple[list[Experience], SessionLabels]:
         """Return the chains of the newest held-out and the newest labelled sessions, and their labels."""
-        with self._db.read() as conn:
-            return regression.regression_set(conn, num_sessions, labels, roles=self._rule.train_roles)
+        return self._found(
+            lambda conn: regression.regression_set(conn, num_sessions, labels, roles=self._rule.train_roles)
+        )
 
     def imported(self, num_groups: int, rng: np.random.Generator) -> list[Experience]:
         """Return the chains of so many imported groups, drawn at random; of all where there are fewer."""
-        with self._db.read() as conn:
-            stored = groups.imported_groups(conn)
-            drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
-            return list(
-                experiences.experiences_of_groups(conn, drawn, roles=self._rule.train_roles, with_imported=True)
-            )
+        stored = self._found(groups.imported_groups)
+        drawn = [stored[index] for index in sorted(rng.permutation(len(stored))[:num_groups])]
+        roles = self._rule.train_roles
+        return self._found(
+            lambda conn: list(experiences.experiences_of_groups(conn, drawn, roles=roles, with_imported=True))
+        )
 
     def announce_weights(self, url: str | None) -> None:
         """Store where the weights in memory are handed out; None removes the address.
@@ -316,6 +307,8 @@ class LedgerSource:
                 claims.release(self._db, held, "the trainer stopped")
             except LeaseLost:
                 log.info("the groups of an unfinished batch were taken by another trainer already")
+            except StoreUnavailable as error:
+                log.warning("the groups of an unfinished batch are free when their lease ends: %s", error)
         self._db.close()
 
     def _end_lease(self, held: claims.Claim) -> None:
@@ -381,6 +374,8 @@ class LedgerSource:
     def _close_stalled(self, now: datetime) -> None:
         if self._rule.stalled_seconds is None:
             return
+        if self._clock.seconds_since_jump(now) < self._rule.stalled_seconds:
+            return  # a running session looks stalled until its next call
         since = now - timedelta(seconds=self._rule.stalled_seconds)
         with self._db.write() as conn:
             closed = groups.close_stalled_groups(conn, since, self._rule.stalled_policy, now)

@@ -13,7 +13,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
 from proxy.engines.probe import token_logprobs
@@ -29,8 +31,14 @@ from turnwise.version_directory import Probe, read_probe
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NUM_PROBED = 16
 """Tokens of a checkpoint's probe whose logprobs the engine is asked for."""
+
+
+NUM_READERS = 4
+"""Threads that read directories. A file system that does not answer blocks some of them, and no other thread."""
 
 
 class Loader:
@@ -48,20 +56,39 @@ class Loader:
         """Tells the proxy's other workers what an engine has loaded, before it samples with it."""
         self._faults = faults
         self._transfers = transfers
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="version-files")
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.
 
         Raises:
             BadCheckpoint: naming what is wrong.
+            ReloadFailed: its files were not read in time.
         """
         if not is_own_model(policy, engine) and await self._transfers.offer(policy, engine) is None:
             await self._check_directory(policy, engine)
 
     async def _check_directory(self, policy: PolicyVersion, engine: Engine) -> None:
-        await asyncio.to_thread(check_policy, policy.path, policy.kind, engine.model_path)
-        await asyncio.to_thread(check_tokenizer, policy.path, engine.model_path)
-        await asyncio.to_thread(check_values, policy.path)
+        await self._read(policy, lambda: check_policy(policy.path, policy.kind, engine.model_path))
+        await self._read(policy, lambda: check_tokenizer(policy.path, engine.model_path))
+        await self._read(policy, lambda: check_values(policy.path))
+
+    async def _read(self, policy: PolicyVersion, read: Callable[[], T]) -> T:
+        """Read files of a version in a thread.
+
+        Raises:
+            ReloadFailed: they were not read in time, as on a network file system that does not answer.
+        """
+        seconds = self._settings.reload_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.get_running_loop().run_in_executor(self._readers, read)
+        except TimeoutError as error:
+            raise ReloadFailed(
+                f"the files in {policy.path!r} were not read within {seconds:g} s (--reload-timeout-seconds): check "
+                "that their file system answers",
+                is_transient=True,
+            ) from error
 
     async def exchange(self, engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:
         """Make the engine serve the target, or on failure the last good version; return the pause, seconds.
@@ -184,7 +211,7 @@ class Loader:
 
     async def probe(self, policy: PolicyVersion, engine: Engine) -> Probe | None:
         """Return a version's text with its logprobs, from its directory or from the trainer; None without one."""
-        found = await asyncio.to_thread(read_probe, Path(policy.path))
+        found = await self._read(policy, lambda: read_probe(Path(policy.path)))
         if found is not None:
             return found
         offer = await self._transfers.offer(policy, engine)

@@ -70,17 +70,14 @@ class Transfers:
         """Return where a version can be had for an engine; None if only from its directory."""
         if policy.kind is not PolicyKind.FULL or self._has_refused(engine):
             return None
-        for url in await self._urls():
-            found = await ask_trainer(url, "GET", f"/versions/{policy.version}", {}, ANSWER_SECONDS)
-            if found is not None:
-                return Offer(policy.version, url, probe_from(found.get("probe")))
+        for url, found in await self._answers(f"/versions/{policy.version}", ANSWER_SECONDS):
+            return Offer(policy.version, url, probe_from(found.get("probe")))
         return None
 
     async def wanted_sleep(self) -> SleepWish | None:
         """Return a trainer's request that engines sleep; None where no trainer that answers has one."""
-        for url in await self._urls():
-            found = await ask_trainer(url, "GET", "/engines", {}, CONNECT_SECONDS)
-            if found is not None and found.get("sleep_level"):
+        for url, found in await self._answers("/engines", CONNECT_SECONDS):
+            if found.get("sleep_level"):
                 return SleepWish(url, int(found["sleep_level"]))
         return None
 
@@ -176,6 +173,16 @@ class Transfers:
             return True
         refused_at = self._refused_at.get(engine.url)
         return refused_at is not None and time.monotonic() - refused_at < REFUSED_SECONDS
+
+    async def _answers(self, path: str, seconds: float) -> list[tuple[str, Json]]:
+        """Return the address and the answer of each trainer that answers, the latest announcement first.
+
+        All are asked at the same time: the address of a machine that is gone may not answer at all, and remains in the
+        ledger until a trainer of its name starts again.
+        """
+        urls = await self._urls()
+        answers = await asyncio.gather(*(ask_trainer(url, "GET", path, {}, seconds) for url in urls))
+        return [(url, answer) for url, answer in zip(urls, answers, strict=True) if answer is not None]
 
     async def _urls(self) -> list[str]:
         def read() -> list[str]:

@@ -57,8 +57,8 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     """Claim and ack until the test ends the process; the source gives no batch while no group is ready."""
     clock = WrongClock(float(skew_seconds), Path(jumps))
     types.utc_now = clock.now  # before the modules that import it from there
-    from trainer.pacing import Position
-    from trainer.source import FinishedBatch, LedgerSource, SourceRule
+    from trainer.pacing import Position, SourceRule
+    from trainer.source import FinishedBatch, LedgerSource
     from turnwise.errors import LeaseLost
     from turnwise.store import queries
     from turnwise.store.database import Database

@@ -19,10 +19,10 @@ from trainer.build import OptimizerLike, make_agent, optimizer_factory
 from trainer.loop.evaluator import Evaluator, LedgerEvaluator
 from trainer.loop.state import State
 from trainer.loop.workflows import OnPolicyWorkflow
-from trainer.pacing import Position
+from trainer.pacing import Position, SourceRule
 from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
-from trainer.source import ClaimedBatch, LedgerSource, Source, SourceRule
+from trainer.source import ClaimedBatch, LedgerSource, Source
 from turnwise.experience import Experience
 from turnwise.store import experiences
 from turnwise.store.database import Database

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,39 @@ async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
         stage.publish(3)
         await process.follow()
         assert stage.statuses() == ["published", "retired", "active"]
+
+
+def replace_by_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def restore(pipe: Path) -> None:
+    """Put the file back, and end the thread that reads the pipe."""
+    os.close(os.open(pipe, os.O_WRONLY))
+    pipe.unlink()
+    pipe.write_text("{}")
+
+
+async def test_a_directory_that_does_not_answer_is_given_up_in_time_and_tried_again(stage: Stage):
+    """As on a network file system that stalls; here a pipe without a writer. Without a limit no round would end."""
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.follow()
+        stalled = Path(stage.publish(2), "config.json")
+        replace_by_pipe(stalled)
+        loader = process.reloader._loader
+        unhurried = loader._settings
+        loader._settings = unhurried.model_copy(update={"reload_timeout_seconds": 0.2})
+        async with asyncio.timeout(60):
+            await process.follow()
+        assert (process.versions, stage.statuses()) == ([1, 1], ["active", "published"])
+        assert process.reloader._attempts.count == 1
+        restore(stalled)
+        loader._settings = unhurried
+        process.reloader._attempts.not_before = 0.0
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([2, 2], ["retired", "active"])
 
 
 async def test_a_pin_takes_precedence_over_newer_versions_until_it_is_removed(stage: Stage):

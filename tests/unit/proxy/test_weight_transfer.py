@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from support.reload_stage import Stage
 from support.waiting import wait_until
 
 from proxy.engines.state import EngineState
+from proxy.metrics import Metrics
 from proxy.reload import transfer
 from trainer.publish.held_versions import HeldVersions
 from trainer.publish.weight_server import WeightRule, WeightServer
@@ -190,6 +192,31 @@ async def test_a_version_that_is_no_longer_in_memory_is_read_from_its_directory(
         await process.follow()
         assert process.versions == [1, 1]
         assert stage.loads == [["memory:3", "v1"]] * 2
+
+
+async def test_trainers_that_are_gone_are_asked_at_the_same_time_as_the_one_that_answers(
+    stage: Stage, trainer: WeightServer, monkeypatch
+):
+    """Their addresses accept no connection and refuse none; a trainer's name that changes leaves one behind each."""
+    asked: list[str] = []
+    all_asked = asyncio.Event()
+
+    async def ask(url, *_):
+        asked.append(url)
+        if len(asked) == 4:
+            all_asked.set()
+        await all_asked.wait()
+        return {"probe": None} if url == trainer.url else None
+
+    monkeypatch.setattr(transfer, "ask_trainer", ask)
+    for number in range(3):
+        with stage.database.write() as connection:
+            weight_servers.announce_weights(connection, f"gone-{number}", f"http://gone/{number}", datetime.now(UTC))
+    transfers = transfer.Transfers(stage.database, Metrics(), seconds=60)
+    async with stage.process() as process, asyncio.timeout(60):
+        offer = await transfers.offer(PolicyVersion(version=1, path="v1"), process.pool.engines[0])
+    assert offer is not None
+    assert offer.url == trainer.url
 
 
 async def test_an_engine_without_the_backend_reads_directories(stage: Stage, trainer: WeightServer):

@@ -9,8 +9,8 @@ import pytest
 from support.ledger_samples import add_session, finish
 from support.waiting import wait_until
 
-from trainer.pacing import Look, PacingRule, Position, Rewind, describe_wait, why_held
-from trainer.source import LedgerSource, SourceRule
+from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, describe_wait, why_held
+from trainer.source import LedgerSource
 from turnwise.store import claims, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import PolicyVersion

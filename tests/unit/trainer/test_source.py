@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from support.ledger_samples import add_session, finish, make_turn
@@ -14,13 +16,14 @@ from support.waiting import wait_until
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule, select
 from trainer.loop.workflows import OnPolicyWorkflow
-from trainer.pacing import Position
-from trainer.source import FinishedBatch, LedgerSource, SourceRule
+from trainer.outages import SteadyClock
+from trainer.pacing import Position, SourceRule
+from trainer.source import FinishedBatch, LedgerSource
 from turnwise.store import ledger as ledger_of
 from turnwise.store import queries
-from turnwise.store.database import Database
+from turnwise.store.database import Database, to_micros
 from turnwise.store.trainer_status import TrainerStatus
-from turnwise.types import Reward, Role, UpdateRecord
+from turnwise.types import Reward, Role, UpdateRecord, utc_now
 
 PATIENCE_SECONDS = 60.0
 STALLED_SECONDS = 0.3
@@ -134,6 +137,45 @@ def test_a_refusal_drops_only_the_group_of_the_named_tenant(database):
     with database.read() as connection:
         assert queries.counts(connection, "acme").groups == {"trained": 1}
         assert queries.counts(connection, "zeta").groups == {"dropped": 1}
+
+
+def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, caplog):
+    """Here another connection holds SQLite's write lock for longer than a write waits for it."""
+    add_session(ledger, "s")
+    finish(ledger, "s")
+    impatient = Database(f"sqlite:///{tmp_path}/ledger.db", lock_timeout_seconds=0.05)
+    source = source_for(impatient)
+    batch = source.next_batch(Position())
+    update = UpdateRecord(update_id=1, trainer_id="t", policy_version=1, num_groups=1, num_sessions=1, num_tokens=2)
+    acking = threading.Thread(target=source.ack, args=([FinishedBatch(batch=batch, update=update)],))
+    with ledger.write():
+        acking.start()
+        wait_until(lambda: "the database is not available, trying again" in caplog.text, "the trainer has tried")
+    acking.join(timeout=PATIENCE_SECONDS)
+    assert groups(ledger) == {"trained": 1}
+    source.close()
+
+
+def test_a_jump_of_the_clock_stalls_no_group():
+    """As when a virtual machine resumes; a clock that differs by a few seconds has not jumped."""
+    clock, now = SteadyClock(), utc_now()
+    assert clock.seconds_since_jump(now) == math.inf
+    assert clock.seconds_since_jump(now + timedelta(seconds=20)) == math.inf
+    assert clock.seconds_since_jump(now + timedelta(hours=3)) < 1000.0
+    assert clock.seconds_since_jump(now + timedelta(hours=3)) < 1000.0
+    assert clock.seconds_since_jump(now) < 1000.0
+
+
+def test_a_running_group_is_not_closed_after_a_jump_of_the_clock(database, monkeypatch):
+    play_incomplete_group(database)
+    source = source_for(database, stalled_seconds=900.0)
+    assert source._look(Position()).num_ready == 0
+    later = to_micros(utc_now() + timedelta(hours=4))
+    monkeypatch.setattr("trainer.source.clock", lambda _: later)
+    assert source._look(Position()).num_ready == 0
+    assert groups(database) == {"open": 1}
+    restarted = source_for(database, stalled_seconds=900.0)
+    assert restarted._look(Position()).num_ready == 1, "without a jump that it has seen"
 
 
 def test_the_reason_of_the_trainers_wait_is_stored(database):

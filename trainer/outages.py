@@ -1,0 +1,72 @@
+"""What the trainer does when the database is not available, or its clock jumps: it waits, and loses no work.
+
+A lease that runs out meanwhile does no harm, since the acknowledgement checks the fencing tokens.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from turnwise.errors import StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 10.0
+JUMP_SECONDS = 30.0
+"""Difference to this process's own clock from which on the database's clock counts as having jumped."""
+
+
+def outlast(operation: Callable[[], Result], stopped: threading.Event) -> Result:
+    """Return what an operation on the ledger returns; repeat it while the database is not available.
+
+    Args:
+        operation: It can be repeated, also after a commit whose answer was lost.
+        stopped: Once it is set, an operation that fails is not repeated.
+
+    Raises:
+        StoreUnavailable: The database is not available, and the trainer is to stop.
+    """
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return operation()
+        except StoreUnavailable as error:
+            if stopped.is_set():
+                raise
+            log.warning("the database is not available, trying again in %.1f s: %s", pause, error)
+            stopped.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+class SteadyClock:
+    """Compares the database's clock with this process's monotonic clock.
+
+    After a jump forward, as when a virtual machine resumes, all sessions look as if they had been idle for its length.
+    """
+
+    def __init__(self) -> None:
+        self._offset: float | None = None
+        self._jumped_at = -math.inf
+
+    def seconds_since_jump(self, now: datetime.datetime) -> float:
+        """Return for how long the database's clock has run evenly; infinite if no jump was seen.
+
+        Args:
+            now: The database's time.
+        """
+        monotonic = time.monotonic()
+        offset = now.timestamp() - monotonic
+        if self._offset is not None and abs(offset - self._offset) > JUMP_SECONDS:
+            log.warning("the database's clock jumped by %.0f s", offset - self._offset)
+            self._jumped_at = monotonic
+        self._offset = offset
+        return monotonic - self._jumped_at
