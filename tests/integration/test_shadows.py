@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
 import orjson
+import pytest
 from support.control_plane import metric
-from support.proxies import STOP_SECONDS, RunningProxy, StartProxy
+from support.proxies import STOP_SECONDS, RunningProxy, StartProxy, running_proxy
 from support.waiting import assert_stays, wait_until
 
 from turnwise.client import Client
@@ -68,6 +71,29 @@ def test_a_turn_of_a_single_session_becomes_a_group_of_replies_to_the_same_promp
     assert trained[0]["tokens"][len(prompt) :] == second["choices"][0]["token_ids"]
     assert metric(proxy, "turnwise_turns_total") == 4
     wait_until(lambda: metric(proxy, "turnwise_shadow_turns_total", result="sampled") == 4, "all four are counted")
+
+
+@pytest.mark.parametrize("point", ["before_commit:2", "after_commit_before_reply:2"])
+def test_a_proxy_killed_in_a_shadow_sample_leaves_the_real_turn_alone_and_no_group_to_train(
+    fake_engine: RunningFakeEngine, database_url: str, tmp_path: Path, point: str
+):
+    """The first commit is the agent's turn, the second the shadow reply's. The next proxy samples for later turns."""
+    fault = {"TURNWISE_PROXY_FAULT": point}
+    with (
+        running_proxy(fake_engine.url, database_url, tmp_path, *FLAGS, environment=fault) as killed,
+        Client(killed.url) as client,
+    ):
+        first = call(client.create_session(session_id="s").base_url, FIRST)
+        assert killed.process.wait(STOP_SECONDS) == -signal.SIGKILL
+    with running_proxy(fake_engine.url, database_url, tmp_path, *FLAGS) as proxy, Client(proxy.url) as client:
+        assert [turn["turn_id"] for turn in client.turns("s")] == [first["id"]]
+        assert shadows(client, first["id"]) == []
+        reply = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+        second = call(client.create_session(session_id="s").base_url, FIRST, reply, SECOND)
+        assert second["prompt_token_ids"][: len(first["prompt_token_ids"])] == first["prompt_token_ids"]
+        wait_until(lambda: len(shadows(client, second["id"])) == 3, "the turn's group is complete")
+        assert client.session("s")["num_turns"] == 2
+        assert metric(proxy, "turnwise_turns_total") == 1
 
 
 def test_shadow_samples_stay_below_their_share_of_tokens(fake_engine: RunningFakeEngine, start_proxy: StartProxy):

@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 from support import trainer_ledger
 from support.experience_factory import experience
+from support.killed_trainer import STAGES, dying
 from support.ledger_samples import add_session
 from support.trainer_ledger import Rollouts, load_model, train
 
@@ -14,7 +15,7 @@ from trainer.learning.batch import build
 from trainer.learning.regression import GateRule, Shift, judge, shifts_of
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
 from turnwise.store import ledger as ledger_of
-from turnwise.store import policies, regression, session_changes
+from turnwise.store import policies, queries, regression, session_changes
 from turnwise.types import Label, PolicyStatus, Role, Split
 from turnwise.version_directory import read_manifest
 
@@ -121,6 +122,35 @@ def test_a_poisoned_update_is_kept_and_not_served_and_the_next_one_starts_before
     assert published(ledger)[2].status is PolicyStatus.PUBLISHED
     base, second = (load_file(place / "model.safetensors") for place in (model, tmp_path / "policies" / "v000002"))
     assert all((base[name] - second[name]).abs().max() < 1e-3 for name in base), "four steps of 1e-4 from version 0"
+
+
+class Killed(BaseException):
+    """Raised where a process would be killed; no code may catch it."""
+
+
+@pytest.mark.parametrize("stage", ["after the checkpoint", "inside the publishing transaction"])
+def test_a_trainer_killed_before_a_refusal_is_recorded_refuses_the_same_version_again(
+    tmp_path, model, ledger, monkeypatch, stage
+):
+    """The version is on disk by then; it is neither served nor trained from, and its groups are trained once."""
+    play(ledger, model)
+    settings = trainer_ledger.settings_for(tmp_path, model, **POISON | {"total_batches": 1})
+
+    def die() -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*dying(STAGES[stage].replace(":2", ":1"), die))
+        with pytest.raises(Killed):
+            train(settings)
+    assert list(published(ledger)) == [0]
+    train(settings)
+    refused = published(ledger)[1]
+    assert (refused.status, list(published(ledger))) == (PolicyStatus.FAILED, [1, 0])
+    assert refused.error.startswith("refused by the publishing gate: good replies of ")
+    assert train(settings.model_copy(update={"total_batches": 2})).progress.recent_versions == (0, 2)
+    with ledger.read() as conn:
+        assert queries.counts(conn).groups == {"trained": 6}
 
 
 def test_labelled_sessions_of_any_split_are_in_the_regression_set_without_a_reward(ledger, model):
