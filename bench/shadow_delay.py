@@ -1,4 +1,4 @@
-"""Measure whether shadow samples delay calls on a real vLLM: `python bench/shadow_delay.py [--rounds 2] [--calls 20]`.
+"""Measure whether shadow samples delay calls on a real vLLM: `python bench/shadow_delay.py [--rounds 4] [--calls 8]`.
 
 One vLLM serves the demo's model on the CPU. Proxies without shadow samples, with the default share of them, and with
 them for every turn take turns in front of it, each in blocks of equal calls: a few agents, each with single-turn
@@ -39,13 +39,12 @@ MODEL = "small"
 REPLY_TOKENS = 24
 MEDIAN_PAUSE = 4.2
 """Time between two turns in the published traces of coding agents that `bench/agents.py` follows, seconds."""
-NUM_UNTIMED = 3
+NUM_UNTIMED = 1
 """Calls at the start of a block that are not measured."""
 WARM_UP_STEPS = 20
 """Of the model's training: replies have a fixed length, whatever they say."""
-WITHOUT = "without"
 WAYS = {
-    WITHOUT: (),
+    "without": (),
     "default share": ("--shadow-replies", "3"),
     "every turn": ("--shadow-replies", "3", "--shadow-turns", "1", "--shadow-tokens", "1000"),
 }
@@ -146,18 +145,20 @@ def run_block(url: str, options: argparse.Namespace, measured: Measured) -> None
 def main() -> int:
     """Run the blocks in alternation, and print a table and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="blocks of each way")
+    parser.add_argument("--rounds", type=int, default=4, help="blocks of each way")
     parser.add_argument("--agents", type=int, default=3)
-    parser.add_argument("--calls", type=int, default=20, help="of each agent in a block")
+    parser.add_argument("--calls", type=int, default=8, help="of each agent in a block")
     parser.add_argument("--pause", type=float, default=MEDIAN_PAUSE, help="median between two calls, seconds")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="the first is the base")
     options = parser.parse_args()
-    found = {way: Measured() for way in WAYS}
+    base, *others = options.ways
+    found = {way: Measured() for way in options.ways}
     with (
         tempfile.TemporaryDirectory(prefix="turnwise-shadow-delay-") as directory,
         engine(Path(directory)) as (url, pid),
     ):
         for number in range(options.rounds):
-            for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:
+            for way in options.ways[:: 1 if number % 2 == 0 else -1]:
                 with proxy(url, WAYS[way]) as proxy_url:
                     before = cpu_seconds(pid)
                     run_block(proxy_url, options, found[way])
@@ -169,11 +170,11 @@ def main() -> int:
         p50, p95 = (1000 * quantiles[way][index] for index in (9, 18))
         counts = f"{each.num_sampled:.0f} | {each.num_interrupted:.0f}"
         print(f"| {way} | {len(each.seconds)} | {p50:.1f} | {p95:.1f} | {counts} | {each.engine_cpu_seconds:.0f} |")
-    for way in list(WAYS)[1:]:
-        p50, p95 = (quantiles[way][index] / quantiles[WITHOUT][index] for index in (9, 18))
-        medians = zip(found[way].block_medians, found[WITHOUT].block_medians, strict=True)
-        by_round = " ".join(f"{one / without:.2f}" for one, without in medians)
-        print(f"{way} / {WITHOUT}: p50 {p50:.2f} (by round: {by_round}), p95 {p95:.2f}")
+    for way in others:
+        p50, p95 = (quantiles[way][index] / quantiles[base][index] for index in (9, 18))
+        medians = zip(found[way].block_medians, found[base].block_medians, strict=True)
+        by_round = " ".join(f"{one / other:.2f}" for one, other in medians)
+        print(f"{way} / {base}: p50 {p50:.2f} (by round: {by_round}), p95 {p95:.2f}")
     return 0
 
 
