@@ -79,7 +79,7 @@ bench: setup ## Measure what README and docs state
 gpu-check: ## Measure this machine's GPU with what is installed, without a network: docs/gpu.md
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu_check.py $(ARGS)
 
-bench-learning: setup ## Show what is learnt by each algorithm, three seeds each: most of an hour
+bench-learning: setup ## Show what is learnt by each algorithm, three seeds each: about an hour
 	$(BIN)/python bench/learning --all
 
 docs: setup ## Bring the generated parts of docs/ up to date
