@@ -25,6 +25,7 @@ from turnwise.types import Reward, Session, Turn
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 DEADLINE_SECONDS = 60.0
+NUM_LARGE_TURNS = 8
 IMPATIENT = ("--commit-timeout-seconds", "1")
 
 
@@ -128,7 +129,7 @@ def test_no_turn_is_lost_while_the_disk_is_full_and_calls_succeed_once_there_is_
 
 
 def store_large_session(url: str) -> None:
-    """Store a session whose experiences are some 40 MB of JSON, more than the sockets between hold."""
+    """Store a session whose experiences are some 20 MB of JSON, more than the sockets between hold."""
     database = Database(url)
     ids = np.full(100_000, 123_456, np.int32)
     with database.write() as connection:
@@ -144,7 +145,7 @@ def store_large_session(url: str) -> None:
                 prompt_length=1,
                 finish_reason="stop",
             )
-            for number in range(16)
+            for number in range(NUM_LARGE_TURNS)
         ]
         ledger.append_turns(connection, turns)
         ledger.add_rewards(connection, [Reward(session_id="large", value=1.0)])
@@ -170,4 +171,4 @@ def test_exports_that_nobody_reads_do_not_delay_calls(start_proxy, fake_engine):
     deadline = time.monotonic() + DEADLINE_SECONDS
     while (reply := httpx2.get(export, timeout=DEADLINE_SECONDS)).status_code != 200:
         assert time.monotonic() < deadline
-    assert len(reply.content.splitlines()) == 16
+    assert len(reply.content.splitlines()) == NUM_LARGE_TURNS

@@ -245,7 +245,7 @@ def serving(state: StandIn) -> Iterator[StandIn]:
     server = uvicorn.Server(uvicorn.Config(create_app(state), port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not server.started:
         assert time.monotonic() < deadline, "the stand-in did not start"
         time.sleep(0.005)

@@ -59,7 +59,7 @@ class Trainer:
 
 
 async def follow_until_computing(process: Process, trainer: Trainer) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not trainer.computes.is_set():
             await process.follow()
             await asyncio.sleep(0.01)

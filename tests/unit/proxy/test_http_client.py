@@ -221,7 +221,7 @@ async def test_a_read_from_a_silent_server_times_out():
     async with serving(script, silence_seconds=0.2) as (server, client):
         with pytest.raises(Disconnected, match=r"sent nothing for 0\.2 s"):
             await get(client)
-        await asyncio.wait_for(server.has_lost.wait(), 10)
+        await asyncio.wait_for(server.has_lost.wait(), 60)
 
 
 async def test_an_answer_that_arrived_while_this_process_was_stopped_is_read():
@@ -332,7 +332,7 @@ async def test_leaving_a_response_early_closes_the_connection():
     async with serving(script) as (server, client):
         with await client.request("GET", "/", b"", {}) as answer:
             assert answer.status == 200
-        await asyncio.wait_for(server.has_lost.wait(), 10)
+        await asyncio.wait_for(server.has_lost.wait(), 60)
 
 
 async def test_cancellation_closes_the_connection():
@@ -345,9 +345,9 @@ async def test_cancellation_closes_the_connection():
 
     async with serving(script) as (server, client):
         waiting = asyncio.create_task(get(client))
-        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.wait_for(asked.wait(), 60)
         waiting.cancel()
-        await asyncio.wait_for(server.has_lost.wait(), 10)
+        await asyncio.wait_for(server.has_lost.wait(), 60)
 
 
 async def test_a_slow_reader_makes_the_server_wait_and_gets_everything():
@@ -406,7 +406,7 @@ async def test_a_connection_with_unrequested_data_is_closed():
 
     async with serving(script) as (server, client):
         assert await get(client) == (200, b"ok")
-        await asyncio.wait_for(server.has_lost.wait(), 10)
+        await asyncio.wait_for(server.has_lost.wait(), 60)
 
 
 async def test_a_closed_port_is_a_connection_error():
@@ -490,7 +490,7 @@ async def test_a_connection_whose_long_request_was_refused_in_the_middle_is_not_
     async with serving(script) as (server, client):
         with await client.request("POST", "/", LONG_BODY, {}) as answer:
             assert (answer.status, await answer.read()) == (413, b"no")
-        await asyncio.wait_for(server.has_lost.wait(), 30)
+        await asyncio.wait_for(server.has_lost.wait(), 60)
         assert not client._idle
 
 

@@ -25,7 +25,13 @@ CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+ALSO_SLOW = ("messages", "responses")
+"""Dialects that only `make test-all` tests; `tests/integration/test_dialects.py` has their short requests."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALSO_SLOW else name for name in CALLS]
+)
 def test_a_long_request_is_answered_and_stored_whole(name: str, tmp_path: Path):
     """Also under a key: the same request again gets the same answer, another one is refused."""
     path, body, id_field = CALLS[name]

@@ -128,7 +128,7 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
         return left[0] < 0
 
     monkeypatch.setattr("turnwise.fake_engine.control.has_weights", has_weights)
-    async with stage.process() as process, asyncio.timeout(20):
+    async with stage.process() as process, asyncio.timeout(60):
         stage.publish(1)
         while stage.statuses() == ["published"]:
             await process.follow()
