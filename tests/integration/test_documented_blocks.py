@@ -112,7 +112,16 @@ def test_there_are_blocks_to_run() -> None:
     }
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def _is_in_every_run(block: Block) -> bool:
+    """Return whether `make test` runs a block: those of README, and the first one of each other page."""
+    return block.page.name == "README.md" or block == next(each for each in BLOCKS if each.page == block.page)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(each, marks=() if _is_in_every_run(each) else pytest.mark.slow) for each in BLOCKS],
+    ids=str,
+)
 def test_the_block_runs(block: Block, site: Site) -> None:
     text = block.text
     for placeholder, actual in site.places.items():

@@ -41,10 +41,16 @@ LONGEST_FIRST = (
     "tests/integration/test_workers.py",
     "tests/integration/test_inferred_sessions.py",
     "tests/faults/test_reload_faults.py",
-    "tests/unit/store/test_plans.py",
     "tests/integration/test_learning_bench.py",
+    "tests/integration/test_durability.py",
+    "tests/faults/test_trainer_killed.py",
+    "tests/integration/test_compose_commands.py",
+    "tests/integration/test_documented_blocks.py",
+    "tests/unit/store/test_migrations.py",
+    "tests/unit/trainer/test_refused_batches.py",
+    "tests/unit/store/test_plans.py",
 )
-"""Files that take longer than 20 seconds. If one of them began last, the other workers would wait for it."""
+"""Files that take longer than 10 seconds. If one of them began last, the other workers would wait for it."""
 
 
 @functools.cache
