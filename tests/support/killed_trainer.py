@@ -37,7 +37,7 @@ FUNCTIONS = {
     "save the trainer's state": "torch.distributed.checkpoint.state_dict_saver:save",
     "acknowledge groups": "turnwise.store.claims:ack",
     "publish in the transaction": "turnwise.store.claims:publish_policy",
-    "read the active version": "turnwise.store.policies:active_policy",
+    "read the active version": "turnwise.store.policies:active_and_canary",
 }
 """Steps of the trainer, and the function that does each: the only place in the tests that names these functions."""
 
