@@ -27,7 +27,19 @@ import numpy as np
 import psycopg
 import sqlalchemy as sa
 
-from turnwise.store import changes, claims, experiences, groups, history, ledger, queries, rows, search, tables
+from turnwise.store import (
+    changes,
+    claims,
+    experiences,
+    groups,
+    history,
+    ledger,
+    queries,
+    retention,
+    rows,
+    search,
+    tables,
+)
 from turnwise.store.database import Database, to_micros
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.search import Contents
@@ -97,6 +109,8 @@ PAGES = {
     "idle sessions to expire": Page(lambda c: ledger.expire_idle_sessions(c, START - HOUR)),
     "stalled groups to train": Page(lambda c: groups.close_stalled_groups(c, utc_now() - HOUR)),
     "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
+    "the next sessions to archive": Page(lambda c: retention.over_since(c, START + HOUR, after_pk=0, limit=50)),
+    "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR, limit=10)),
     "unfinished groups for /metrics (at most 10,000)": Page(queries.unfinished_groups, is_bounded=False),
 }
 

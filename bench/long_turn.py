@@ -42,6 +42,8 @@ SETTLE_SECONDS = 7.0
 TRIM_BYTES = 8 * 2**20
 """Of long requests, after which the proxy returns freed memory; see `proxy.http.freed_memory`."""
 LIVE_ROUNDS = 3
+LIVE_SAMPLES = 5
+"""Samples of the memory in each round."""
 WARM_UP_LIVE_TURNS = 20
 CACHE_BYTES = 10**9
 """Of ids in memory: all conversations stay there."""
@@ -237,16 +239,22 @@ def play_live(num_conversations: int, num_tokens: int) -> None:
         for _ in range(WARM_UP_LIVE_TURNS):
             server.turn("warm", warm, stream=False)
         time.sleep(SETTLE_SECONDS)
-        resident, before = resident_bytes(server.pid), server.cpu()
+        pids = [server.pid, *server.writers]
+        resident, before = [resident_bytes(pid) for pid in pids], server.cpu()
         for round_number in range(1, LIVE_ROUNDS + 1):
-            for number, conversation in enumerate(conversations):
+            for number, conversation in enumerate(conversations, 1):
                 server.turn(f"live-{number}", conversation, stream=False)
+                if number % (num_conversations // LIVE_SAMPLES or 1) == 0:
+                    proxy, writer = (resident_bytes(pid) - first for pid, first in zip(pids, resident, strict=True))
+                    print(f"  {number}: proxy {proxy / 1e6:.0f} MB more, writer {writer / 1e6:.0f} MB", flush=True)
             spent = (sum(server.cpu()) - sum(before)) / num_conversations * 1e3
             time.sleep(SETTLE_SECONDS)
-            grown, before = resident_bytes(server.pid) - resident, server.cpu()
+            proxy, writer = (resident_bytes(pid) - first for pid, first in zip(pids, resident, strict=True))
+            before = server.cpu()
             print(
-                f"{num_conversations} conversations of {num_tokens} tokens, turn {round_number}: {grown / 1e6:.0f} MB "
-                f"more than before, with memory settings of {limit / 1e6:.0f} MB; {spent:.1f} ms of CPU a turn",
+                f"{num_conversations} conversations of {num_tokens} tokens, turn {round_number}: proxy "
+                f"{proxy / 1e6:.0f} MB more than before, writer {writer / 1e6:.0f} MB, with memory settings of "
+                f"{limit / 1e6:.0f} MB; {spent:.1f} ms of CPU a turn",
                 flush=True,
             )
         for line in server.text("/metrics").splitlines():

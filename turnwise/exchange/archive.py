@@ -1,20 +1,23 @@
 """An archive of sessions that are over: a directory of batches, each with one Parquet file for every table.
 
 A batch is complete before its sessions leave the tables: it is written under another name, synchronised and renamed. So
-a crash at any instant loses nothing; it may leave sessions both in a batch and in the tables. Of a session in several
-batches the last one counts.
+a crash at any instant loses nothing; it may leave sessions both in a batch and in the tables, and an incomplete batch,
+which the next run removes. Of a session in several batches the last one counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from turnwise.errors import InvalidRequest
+from turnwise.errors import Conflict, InvalidRequest
 from turnwise.store import archived_rows, retention
 from turnwise.store.archived_rows import TABLES, ArchivedSession, Row
 from turnwise.store.database import Database
@@ -26,13 +29,42 @@ SESSIONS_AT_ONCE = 50
 """Sessions of one batch; the rows of a batch are in memory together when it is read."""
 
 
+_INCOMPLETE = ".writing-"
+"""How the names of batches begin that are not complete."""
+
+
 def archive(database: Database, directory: Path, before: datetime.datetime) -> Deleted:
     """Move the sessions that were over before an instant, and that no trainer waits for, from the tables to an archive.
 
     Returns:
         What left the tables.
+
+    Raises:
+        Conflict: another process writes to this archive.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        for incomplete in directory.glob(f"{_INCOMPLETE}*"):
+            shutil.rmtree(incomplete)
+        return _move(database, directory, before)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of an archive, which the system releases when the process ends."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise Conflict(
+            f"another `turnwise archive` writes to {str(directory)!r}; wait for it, or name another directory"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _move(database: Database, directory: Path, before: datetime.datetime) -> Deleted:
     total, last_pk = Deleted(), 0
     while True:
         with database.read() as conn:
@@ -90,7 +122,7 @@ def _read_batch(batch: Path) -> Iterator[ArchivedSession]:
 def _write_batch(directory: Path, rows_of: dict[str, Iterator[Row]]) -> None:
     """Write the rows of all tables to a new batch."""
     number = utc_now().strftime("%Y%m%dT%H%M%S%f")
-    written = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
+    written = Path(tempfile.mkdtemp(prefix=_INCOMPLETE, dir=directory))
     for name, rows in rows_of.items():
         _write_table(written / f"{name}.parquet", name, rows)
     _synchronise(written)

@@ -89,9 +89,16 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
 
 
 def _join_group(conn: sa.Connection, group: Row, session: Row) -> int:
-    """Count a session in its group; store the group if it has left the tables too. Return its row number."""
-    empty = {**_without(group, "group_pk"), "num_sessions": 0, "num_finished": 0}
-    insert_if_new(conn, groups, empty)
+    """Count a session in its group; store the group if it has left the tables too. Return its row number.
+
+    The group gets its old row number if that is free and was assigned by this database, because a trainer's replay
+    buffer names groups by it.
+    """
+    newest = conn.execute(sa.select(sa.func.max(groups.c.group_pk))).scalar_one() or 0
+    number = group["group_pk"]
+    is_free = conn.execute(sa.select(groups.c.group_pk).where(groups.c.group_pk == number)).one_or_none() is None
+    kept = {"group_pk": number} if is_free and number < newest else {}
+    insert_if_new(conn, groups, {**_without(group, "group_pk"), **kept, "num_sessions": 0, "num_finished": 0})
     is_finished = session["status"] != SessionStatus.OPEN and session["num_rewards"] > 0
     group_pk: int = conn.execute(
         sa.update(groups)

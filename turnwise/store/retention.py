@@ -90,7 +90,9 @@ def over_since(
     conn: sa.Connection, before: datetime.datetime, *, after_pk: int, limit: int = SESSIONS_AT_ONCE
 ) -> list[StoredRow]:
     """Return the rows of some sessions that `prune` would delete, in order; `after_pk` is the last one's before."""
-    found = _select_over(before).where(sessions.c.session_pk > after_pk).order_by(sessions.c.session_pk).limit(limit)
+    # With the concatenation the databases search by the key, and do not sort all old sessions for each call.
+    over = _select_over(before, sessions.c.status.concat(""))
+    found = over.where(sessions.c.session_pk > after_pk).order_by(sessions.c.session_pk).limit(limit)
     return list(conn.execute(found).all())
 
 
@@ -105,8 +107,10 @@ def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
     return _delete(conn, [row for row in present if tuple(row) == before[row.session_pk]])
 
 
-def _select_over(before: datetime.datetime) -> sa.Select[*tuple[Any, ...]]:
-    """Select the sessions that were over before an instant and that no trainer waits for."""
+def _select_over(
+    before: datetime.datetime, status: sa.ColumnElement[str] = sessions.c.status
+) -> sa.Select[*tuple[Any, ...]]:
+    """Select the sessions that were over before an instant and that no trainer waits for; `status` is theirs."""
     waiting = sa.or_(
         groups.c.status.in_([GroupStatus.READY.value, GroupStatus.CLAIMED.value]),
         sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at >= to_micros(before)),
@@ -115,7 +119,7 @@ def _select_over(before: datetime.datetime) -> sa.Select[*tuple[Any, ...]]:
         sa.select(sessions)
         .outerjoin(groups, sessions.c.group_pk == groups.c.group_pk)
         .where(
-            sessions.c.status.in_([SessionStatus.ENDED.value, SessionStatus.EXPIRED.value]),
+            status.in_([SessionStatus.ENDED.value, SessionStatus.EXPIRED.value]),
             sessions.c.last_active_at < to_micros(before),
             sa.or_(sessions.c.group_pk.is_(None), ~waiting),
         )

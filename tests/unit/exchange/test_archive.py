@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from support.ledger_samples import add_session, finish
 from support.migrated import migrated
 
 from turnwise.commands.cli import main
-from turnwise.errors import InvalidRequest
+from turnwise.errors import Conflict, InvalidRequest
 from turnwise.exchange import archive
 from turnwise.store import ledger, retention
 from turnwise.store.database import Database
@@ -101,6 +103,45 @@ def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(
     assert len(list(tmp_path.glob("batch-*"))) == 2
     assert archive.restore(database, tmp_path) == 2
     assert stored(database) == before
+
+
+def test_an_incomplete_batch_of_a_killed_process_is_removed(database: Database, tmp_path: Path) -> None:
+    fill(database)
+    incomplete = tmp_path / "out" / ".writing-x"
+    incomplete.mkdir(parents=True)
+    (incomplete / "groups.parquet").write_bytes(b"PAR1")
+    assert archive.archive(database, tmp_path / "out", LATER).num_turns == 6
+    assert [path.name[:6] for path in (tmp_path / "out").iterdir()] == ["batch-"]
+
+
+def test_two_processes_do_not_write_to_one_archive(database: Database, tmp_path: Path) -> None:
+    fill(database)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(Conflict, match="another `turnwise archive` writes"):
+        archive.archive(database, tmp_path, LATER)
+    os.close(descriptor)
+    assert archive.archive(database, tmp_path, LATER).num_turns == 6
+
+
+def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(database: Database, tmp_path: Path) -> None:
+    """If another group has the number by now, which happens where the numbers start again, it gets a new one."""
+    fill(database)
+    by_id = sa.select(groups.c.group_id, groups.c.group_pk)
+    with database.read() as conn:
+        before = dict(conn.execute(by_id).all())
+    archive.archive(database, tmp_path, LATER)
+    archive.restore(database, tmp_path)
+    with database.read() as conn:
+        assert dict(conn.execute(by_id).all()) == before
+    archive.archive(database, tmp_path, LATER)
+    with database.write() as conn:
+        other = {"tenant": "default", "group_id": "other", "status": "open", "num_sessions": 0, "num_finished": 0}
+        conn.execute(sa.insert(groups).values(group_pk=before["g"], last_active_at=0, fencing_token=0, **other))
+    archive.restore(database, tmp_path)
+    with database.read() as conn:
+        after = dict(conn.execute(by_id).all())
+    assert after["g"] not in before.values()
 
 
 def run(*arguments: str) -> str:

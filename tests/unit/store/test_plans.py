@@ -29,6 +29,8 @@ import turnwise.store
 from turnwise.store.database import Database
 
 GROWING = "sessions|turns|rewards|groups|idempotency|trained_sessions|session_labels|engine_minutes"
+FILLED = ("sessions", "turns", "rewards", "groups", "trained_sessions")
+"""Tables that bench/large_store.py fills; PostgreSQL reads a small table as a whole, which costs least."""
 A_SCAN = re.compile(rf"^SCAN ({GROWING})(_\d+)?\b")
 BENCH = Path(__file__).parents[3] / "bench"
 STORE = Path(turnwise.store.__file__).parent
@@ -202,14 +204,14 @@ def postgres_store(postgres_server: PrivatePostgres, postgres_template: str) -> 
     postgres_server.drop_database(name)
 
 
-def scans(database: Database, **options: Any) -> list[str]:
-    """Return the scans of tables that grow, of all calls but those that read everything by their purpose."""
+def scans(database: Database, tables: Collection[str] = GROWING.split("|"), **options: Any) -> list[str]:
+    """Return the scans of these tables, of all calls but those that read everything by their purpose."""
     return [
         f"{name}: {node.text}\n    in {node.statement}"
         for name, ask in CALLS.items()
         if name not in OF_THE_WHOLE_STORE
         for node in run(database, ask, **options)
-        if node.scanned
+        if node.scanned in tables
     ]
 
 
@@ -247,7 +249,7 @@ def test_no_statement_scans_a_table_of_a_store_of_a_million_turns_on_postgresql(
                 )
         fill(database)
         large_store.prepared_size(url)
-        assert scans(database) == []
+        assert scans(database, FILLED) == []
     postgres_server.drop_database(name)
 
 
