@@ -1,7 +1,7 @@
 """The trainer process: it builds the workflow and trains until a signal or the configured end.
 
 A signal only closes the source: the batch in progress is finished and committed, and no further batch is waited for.
-So a stop takes at most the time of one batch and loses no work.
+An evaluation in progress is ended. So a stop takes at most the time of one batch and loses no work.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _stopped_by_signals(workflow: RLWorkflow) -> Iterator[None]:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         log.info("stopping after this batch (%s)", signal.Signals(number).name)
-        workflow.env.stop()
+        workflow.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -1,4 +1,4 @@
-"""What the trainer does when the database is not available, or its clock jumps: it waits, and loses no work.
+"""How the trainer waits: for a stop, for a database that is not available, and after a jump of the database's clock.
 
 A lease that runs out meanwhile does no harm, since the acknowledgement checks the fencing tokens.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,11 +20,38 @@ Result = TypeVar("Result")
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 10.0
+LOOK_SECONDS = 0.05
+"""How long a wait goes on after a stop, at most."""
 JUMP_SECONDS = 30.0
 """Difference to this process's own clock from which on the database's clock counts as having jumped."""
 
 
-def outlast(operation: Callable[[], Result], stopped: threading.Event) -> Result:
+class StopFlag:
+    """Is set once, by a signal handler or a thread, and ends waits.
+
+    `threading.Event` is not for signal handlers: one that runs while its own thread is inside of `Event.wait` may find
+    the event's lock held, and wait for it without an end.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """End all waits, now and later."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Return whether waits have ended."""
+        return self._is_set
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until the flag is set."""
+        deadline = time.monotonic() + seconds
+        while not self._is_set and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_SECONDS))
+
+
+def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
     """Return what an operation on the ledger returns; repeat it while the database is not available.
 
     Args:

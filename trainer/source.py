@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -18,7 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from trainer.lease import Lease
-from trainer.outages import SteadyClock, outlast
+from trainer.outages import SteadyClock, StopFlag, outlast
 from trainer.pacing import Look, Position, Rewind, SourceRule, WaitingLog, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.experience import Experience
@@ -118,7 +117,7 @@ class LedgerSource:
         self._db = db
         self._rule = rule
         self._with_imported = with_imported
-        self._closed = threading.Event()
+        self._closed = StopFlag()
         self._leases: dict[claims.Claim, Lease] = {}
         self._clock = SteadyClock()
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from trainer.build import OptimizerLike, as_settings
 from trainer.learning.optimizer import make_scheduler, set_position
 from trainer.loop.commits import Commits
-from trainer.loop.evaluator import Evaluator
+from trainer.loop.evaluator import Evaluator, LedgerEvaluator
 from trainer.loop.gap_check import GapCheck
 from trainer.loop.imported import ImportedSessions
 from trainer.loop.resume import check_resumable, log_changes, saved_settings
@@ -168,6 +168,12 @@ class RLWorkflow(abc.ABC):
                 self._record({f"eval/{name}": value for name, value in metrics.items()}, done)
         self.commits.flush(state, saved_settings(self.config))
         return state
+
+    def stop(self) -> None:
+        """End the loop after the batch in progress, and an evaluation at once; safe in a signal handler."""
+        self.env.stop()
+        if isinstance(self.evaluator, LedgerEvaluator):
+            self.evaluator.stop()
 
     def close(self) -> None:
         """Release what is held, and flush."""

@@ -2,6 +2,7 @@
 
 The trainer does not generate itself. It starts a command, the same agent that a user runs, and reads the result from
 the ledger, so the served model is measured through the proxy. The result names the version that sampled the sessions.
+The command's processes end with its time limit, with a stop of the trainer, and also if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from trainer.outages import StopFlag
 from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.errors import StoreUnavailable
+from turnwise.processes import guard
+from turnwise.processes.limited import GRACE_SECONDS
 from turnwise.settings import child_environment, variable_name
 from turnwise.store import evaluations, experiences, keys, policies, queries
 from turnwise.store.database import Database
@@ -54,14 +61,27 @@ class LedgerEvaluator:
         self._proxy_url = proxy_url.rstrip("/")
         self._command = list(command)
         self._timeout_seconds = timeout_seconds
+        self._stopped = StopFlag()
         self._counted: set[SessionKey] | None = None
         """The sessions that were over at the last evaluation. Known by name: clocks of other machines may be off."""
+
+    def stop(self) -> None:
+        """End an evaluation in progress; safe in a signal handler."""
+        self._stopped.set()
 
     def evaluate(self, policy_version: int) -> Json:
         """Return mean reward, turns and count of the eval sessions that ended since the last evaluation.
 
-        When a single version sampled them, the ledger keeps that with the version too.
+        When a single version sampled them, the ledger keeps that with the version too. Without the database there is no
+        evaluation.
         """
+        try:
+            return self._evaluate(policy_version)
+        except StoreUnavailable as error:
+            log.warning("policy version %d is not evaluated: %s", policy_version, error)
+            return {}
+
+    def _evaluate(self, policy_version: int) -> Json:
         if self._command:
             self._counted = self._counted if self._counted is not None else {_key(one) for one in self._over()}
             self._wait_until_served(policy_version)
@@ -95,28 +115,44 @@ class LedgerEvaluator:
     def _wait_until_served(self, version: int) -> None:
         """Wait until the proxy serves the version, unless it will not: the version failed, or another one is pinned."""
         deadline = time.monotonic() + SERVED_SECONDS
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._stopped.is_set():
             with self._db.read() as conn:
                 policy, pinned = policies.get_policy(conn, version), policies.pinned_version(conn)
             if policy.status not in COMING or pinned not in (None, version):
                 return
-            time.sleep(POLL_SECONDS)
+            self._stopped.wait(POLL_SECONDS)
         log.warning("policy version %d is not served yet; what is served is evaluated instead", version)
 
     def _play(self, version: int) -> None:
+        guarded = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(guard.__file__),
+            str(GRACE_SECONDS),
+            str(os.getpid()),
+            *self._command,
+        ]
+        with self._temporary_key() as key:
+            environment = child_environment(evaluation_environment(self._proxy_url, key, version))
+            with subprocess.Popen(guarded, env=environment, start_new_session=True) as process:  # noqa: S603  the operator's
+                problem = self._wait_for(process)
+        if problem is not None:
+            log.error("the evaluation command %r %s", self._command, problem)
+
+    def _wait_for(self, process: subprocess.Popen[bytes]) -> str | None:
+        """Wait for the command's end, or end its processes; return what was wrong with it."""
+        started = time.monotonic()
         try:
-            with self._temporary_key() as key:
-                done = subprocess.run(  # noqa: S603  the operator's command
-                    self._command,
-                    timeout=self._timeout_seconds,
-                    check=False,
-                    env=child_environment(evaluation_environment(self._proxy_url, key, version)),
-                )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            log.error("the evaluation command %r did not run to its end: %s", self._command, error)  # noqa: TRY400
-            return
-        if done.returncode:
-            log.error("the evaluation command %r exited with status %d", self._command, done.returncode)
+            while process.poll() is None:
+                if self._stopped.is_set():
+                    return "was ended, since the trainer stops"
+                if time.monotonic() - started > self._timeout_seconds:
+                    return f"was ended after {self._timeout_seconds:g} s (evaluation_seconds)"
+                self._stopped.wait(POLL_SECONDS)
+        finally:
+            process.terminate()
+        return f"exited with status {process.returncode}" if process.returncode else None
 
     @contextlib.contextmanager
     def _temporary_key(self) -> Iterator[str]:

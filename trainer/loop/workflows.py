@@ -237,6 +237,8 @@ class OnPolicyWorkflow(RLWorkflow):
                 total.add(gauges)
                 norms.append(norm)
                 number = state.progress.num_optimizer_steps + num_steps
+                if not np.isfinite(norm):
+                    log.warning("optimizer step %d is skipped: a gradient is not finite", number)
                 self._record(
                     {"update": number, **gauges.read(), "grad_norm": finite(norm)}, state.progress.num_batches + 1
                 )

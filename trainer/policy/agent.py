@@ -237,10 +237,11 @@ class PolicyAgent:
             )
         norm = self._clip(self.policy.parameters())
         own_norm = 0.0 if self.critic is None else self._clip(self.critic.parameters())
-        if np.isfinite(norm) and np.isfinite(own_norm):
-            optimizer.step()
-            if self.critic is not None:
-                self.critic.optimizer.step()
+        if not (np.isfinite(norm) and np.isfinite(own_norm)):
+            return gauges, np.nan
+        optimizer.step()
+        if self.critic is not None:
+            self.critic.optimizer.step()
         return gauges, norm
 
     def _clip(self, parameters: list[torch.nn.Parameter]) -> float:

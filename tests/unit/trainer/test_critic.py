@@ -163,6 +163,22 @@ def test_the_critic_learns_to_predict_the_rewards(tmp_path, model, critic):
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_step_that_the_critics_gradient_stops_is_counted_and_logged(tmp_path, model, monkeypatch, caplog):
+    """Neither the policy nor the critic moves, although the policy's own gradient is finite."""
+    settings = play(tmp_path, model, groups_per_batch=3, total_batches=1)
+    workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
+    state = workflow.setup(0)
+    before = [value.clone() for value in workflow.agent.policy.parameters()]
+    clip, own = workflow.agent._clip, workflow.agent.critic.parameters()
+    monkeypatch.setattr(workflow.agent, "_clip", lambda found: np.inf if found[0] is own[0] else clip(found))
+    metrics, _ = workflow.step(state)
+    assert (metrics["num_updates"], metrics["num_skipped_updates"], metrics["grad_norm"]) == (1, 1, None)
+    assert all(torch.equal(*pair) for pair in zip(before, workflow.agent.policy.parameters(), strict=True))
+    assert "optimizer step 1 is skipped: a gradient is not finite" in caplog.text
+    workflow.close()
+
+
 def test_a_critic_that_was_not_saved_starts_with_new_weights(tmp_path, model, caplog):
     """A run continues with GAE after another estimator, and the log contains a line about the new critic."""
     settings = play(tmp_path, model, groups_per_batch=1, total_batches=1, estimator="rloo")

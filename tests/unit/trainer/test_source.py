@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +17,7 @@ from support.waiting import wait_until
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule, select
 from trainer.loop.workflows import OnPolicyWorkflow
-from trainer.outages import SteadyClock
+from trainer.outages import SteadyClock, StopFlag
 from trainer.pacing import Position, SourceRule
 from trainer.source import FinishedBatch, LedgerSource
 from turnwise.store import ledger as ledger_of
@@ -154,6 +155,27 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
     acking.join(timeout=PATIENCE_SECONDS)
     assert groups(ledger) == {"trained": 1}
     source.close()
+
+
+def test_a_stop_within_a_wait_of_the_same_thread_never_blocks():
+    """A signal handler runs between any two lines of a wait, also where a lock would be held."""
+    num_stops, before = 0, sys.gettrace()
+
+    def stop(*_):
+        nonlocal num_stops
+        num_stops += 1
+        flag.set()
+        return stop
+
+    for wait in (StopFlag.wait, StopFlag.is_set):
+        flag = StopFlag()
+        sys.settrace(stop)
+        try:
+            wait(flag, *((60.0,) if wait is StopFlag.wait else ()))
+        finally:
+            sys.settrace(before)
+        assert flag.is_set()
+    assert num_stops > 2
 
 
 def test_a_jump_of_the_clock_stalls_no_group():
