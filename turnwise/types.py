@@ -197,6 +197,18 @@ class Session:
     last_active_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     ended_at: datetime.datetime | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle only the values, because each new session is sent to the process that stores it and back."""
+        return _session_of, _session_values(self)
+
+
+_SESSION_FIELDS = tuple(field.name for field in dataclasses.fields(Session))
+_session_values = operator.attrgetter(*_SESSION_FIELDS)
+
+
+def _session_of(*values: Any) -> Session:
+    return Session(**dict(zip(_SESSION_FIELDS, values, strict=True)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:

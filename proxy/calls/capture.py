@@ -103,6 +103,7 @@ def build_turns(
         choice = captured.choices.get(index) or Choice()
         prompt = _echoed_prompt(choice.prompt_ids, plan) if choice.prompt_ids else echo
         outcome, reason = _outcome(prompt, choice, plan, unsampled, aborted=aborted)
+        digests = plan.history.extended(choice.message)
         own_id = turn_id if index == 0 else f"{turn_id}#{index}"
         turn = _turn(
             call,
@@ -120,10 +121,15 @@ def build_turns(
             role_reason=found and found.reason,
             inferred_by=inferred_by,
             **_retry_identity(call, index, request_digest, aborted),
-            **_digests(plan, choice),
+            history_digest=digests.full,
+            messages_digest=digests.messages,
+            dialogue_digest=digests.dialogue,
             **_place(call, plan, prompt, own_id),
         )
-        turns.append(Sampled(turn, choice.logprobs, prompt.echo, routing=_routing(choice, prompt)))
+        state = digests.messages_state
+        turns.append(
+            Sampled(turn, choice.logprobs, prompt.echo, routing=_routing(choice, prompt), messages_state=state)
+        )
     return turns
 
 
@@ -210,12 +216,6 @@ def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, A
     }
 
 
-def _digests(plan: Plan, choice: Choice) -> dict[str, bytes]:
-    """Return the digests of the conversation with this reply, by which a later call finds the turn."""
-    history, messages, dialogue = plan.history.extended(choice.message)
-    return {"history_digest": history, "messages_digest": messages, "dialogue_digest": dialogue}
-
-
 def _retry_identity(call: Call, index: int, request_digest: bytes | None, aborted: str | None) -> dict[str, Any]:
     """Return the fields by which a retry finds this choice; none if the reply was cut off: a retry samples again."""
     if call.idempotency_key is None or aborted is not None:
@@ -269,7 +269,7 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
         messages_digest=turn.messages_digest,
         dialogue_digest=turn.dialogue_digest,
         prompt_digest=plan.history.messages[-1] if plan.history.messages else b"",
-        messages_state=plan.history.state_after(turn.response),
+        messages_state=sampled.messages_state,
         reasoning=turn.response.get("reasoning") or "",
         call_ids=tuple(tool_call_ids(turn.response)),
         is_aborted=turn.outcome is Outcome.ABORTED,

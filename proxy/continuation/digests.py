@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -29,6 +29,17 @@ TEXT_PARTS = ("text", "refusal", None)
 NAME, CALL_IDS = "name", "call_ids"
 """What a template may print besides role, content and tool calls: the sender's name, the ids of tool calls."""
 NO_FIELDS: frozenset[str] = frozenset()
+
+
+class Extended(NamedTuple):
+    """The digests of a conversation with its reply."""
+
+    full: bytes
+    """As the entries of `History`, and so the next two."""
+    messages: bytes
+    dialogue: bytes
+    messages_state: Any
+    """The running hash of `messages`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,19 +59,14 @@ class History:
     context: bytes = b""
     """The digest of tools and template arguments."""
 
-    def extended(self, message: Json) -> tuple[bytes, bytes, bytes]:
-        """Return the three digests after one more message, the reply."""
+    def extended(self, message: Json) -> Extended:
+        """Return the digests after one more message, the reply."""
         digest = message_digest(message, self.fields)
-        states = [state.copy() for state in self.states]
-        for state in states:
-            state.update(digest)
-        return states[0].digest(), states[1].digest(), states[2].digest()
-
-    def state_after(self, message: Json) -> Any:
-        """Return the running hash of `messages` after one more message, the reply."""
-        state = self.states[1].copy()
-        state.update(message_digest(message, self.fields))
-        return state
+        full, messages, dialogue = (state.copy() for state in self.states)
+        full.update(digest)
+        messages.update(digest)
+        dialogue.update(digest)
+        return Extended(full.digest(), messages.digest(), dialogue.digest(), messages)
 
 
 def digest_history(
@@ -180,7 +186,7 @@ def prompt_digests(turns: Iterable[Turn], states: dict[str | None, Any], fields:
 
     Args:
         turns: turns of a session in the order of their commits.
-        states: `History.state_after` of the turns that they extend, by id; those of `turns` are added.
+        states: `Extended.messages_state` of the turns that they extend, by id; those of `turns` are added.
         fields: what the template prints of `NAME` and `CALL_IDS`.
     """
     found: dict[str, bytes] = {}

@@ -110,9 +110,9 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
     Raises:
         InvalidRequest: a session id that is not valid.
     """
-    entries = [entry for entry in NATIVE_IDS if entry.name not in ignored]
     if not AGENT_HEADERS.isdisjoint(headers):
-        call.agent_id = next((agent for entry in entries if (agent := entry.agent(headers))), None)
+        agents = (entry.agent(headers) for entry in NATIVE_IDS if entry.name not in ignored)
+        call.agent_id = next(filter(None, agents), None)
     metadata = call.body.get("metadata") or {}
     explicit = {
         "path": path_id,
@@ -124,8 +124,8 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
             call.session_id, call.session_source = check_id(session_id), source
             return
     body = {**call.body, **call.original}
-    for entry in entries:
-        native = entry.read(headers, body)
+    for entry in NATIVE_IDS:
+        native = None if entry.name in ignored else entry.read(headers, body)
         if isinstance(native, str) and native:
             call.session_id, call.session_source = _native_session_id(entry.name, native), entry.name
             return

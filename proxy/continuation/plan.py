@@ -130,7 +130,10 @@ def has_more_text(messages: Sequence[Json], limit: int) -> bool:
     """Return whether the content and the tool calls of messages have more characters than `limit`."""
     total = 0
     for message in messages:
-        total += _text_length(message.get("content")) + _text_length(message.get("tool_calls"))
+        content, calls = message.get("content"), message.get("tool_calls")
+        total += len(content) if isinstance(content, str) else _text_length(content)
+        if calls:
+            total += _text_length(calls)
         if total > limit:
             return True
     return False

@@ -9,6 +9,7 @@ as the whole of the parsing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -187,9 +188,8 @@ class LimitedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the size of a complete head."""
         self._in_head = False
-        if len(self.url) + sum(len(name) + len(value) + LINE_BYTES for name, value in self.headers) > (
-            self.max_head_bytes
-        ):
+        num_header_bytes = sum(map(len, itertools.chain.from_iterable(self.headers)))
+        if len(self.url) + num_header_bytes + LINE_BYTES * len(self.headers) > self.max_head_bytes:
             self._refusal = self._too_long()
             raise ValueError(self._refusal[2])  # the parser converts it into its own error, and that into a 400 reply
         super().on_headers_complete()

@@ -75,6 +75,8 @@ class Sampled(NamedTuple):
     """`turn.messages` as pickled lists; none where the turn has them already."""
     routing: tuple[str, int, int] | None = None
     """Arguments of `pack_routing` for `turn.routed_experts`; None where the engine returned no routing."""
+    messages_state: Any = None
+    """`Extended.messages_state`, which is not sent; None for a turn without a completion."""
 
 
 Packed = tuple[str, str, list[Any], bytes, bytes, Sequence[bytes], tuple[str, int, int] | None]

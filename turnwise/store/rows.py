@@ -146,7 +146,7 @@ def _conversion(kind: Any) -> tuple[Convert, Convert] | None:
     if issubclass(kind, datetime.datetime):
         return to_micros, from_micros
     if issubclass(kind, enum.StrEnum):
-        return operator.attrgetter("value"), kind
+        return operator.attrgetter("_value_"), kind  # `value` calls two functions of `enum`
     return None
 
 

@@ -55,7 +55,7 @@ def session_of(messages_of: Callable[[int], list[Json]], name: str, num_turns: i
         prompt, reply = messages_of(number)
         messages.append(prompt)
         history = digest_history(messages, b"")
-        full, plain, dialogue = history.extended(reply)
+        full, plain, dialogue, state = history.extended(reply)
         turn_id = f"chatcmpl-{uuid.uuid4().hex}"
         turn = KnownTurn(
             turn_id=turn_id,
@@ -66,7 +66,7 @@ def session_of(messages_of: Callable[[int], list[Json]], name: str, num_turns: i
             messages_digest=plain,
             dialogue_digest=dialogue,
             prompt_digest=history.messages[-1],
-            messages_state=history.state_after(reply),
+            messages_state=state,
             reasoning=str(number) * 300,
             call_ids=tuple(tool_call_ids(reply)),
             started_at=number + 0.5,

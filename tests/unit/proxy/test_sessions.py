@@ -78,7 +78,7 @@ async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) ->
 def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
     """Add a reply to the call, as a commit does."""
     live = placement.live
-    full, messages, dialogue = read_conversation(call).history.extended(REPLY)
+    full, messages, dialogue, _ = read_conversation(call).history.extended(REPLY)
     turn = KnownTurn(
         turn_id=f"{live.session.session_id}-{len(call.messages)}",
         parent_turn_id=None,
