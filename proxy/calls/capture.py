@@ -19,6 +19,7 @@ from proxy.continuation.roles import Found, side_task, system_digest
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.decoding_process import split
 from proxy.dialects.engine_reply import LONG_ECHO_BYTES
+from proxy.dialects.repeated_messages import message_list
 from proxy.writer.process import Sampled
 from turnwise.types import Json, Outcome, Role, Session, TokenIds, Turn
 
@@ -58,7 +59,7 @@ def failed_turn(
         turn_id=turn_id,
         chain_id=turn_id,
         model=call.model,
-        messages=call.messages,
+        messages=message_list(call.messages),
         tools=call.tools,
         inferred_by=inferred_by,
         outcome=Outcome.ERROR,
@@ -207,7 +208,7 @@ def routing_request(plan: Plan) -> Json:
 def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, Any]:
     """Return the fields that place a turn after its parent, or at the root of a chain; the store assigns its chain."""
     if prompt.parent is None:
-        return {"chain_id": turn_id, "messages": call.messages, "tools": call.tools}
+        return {"chain_id": turn_id, "messages": message_list(call.messages), "tools": call.tools}
     return {
         "parent_turn_id": prompt.parent.turn_id,
         "chain_id": turn_id,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from proxy.calls.capture import routing_request
 from proxy.calls.running import Running
 from proxy.continuation.plan import has_more_text
-from proxy.dialects.base import continues_final_message, encode_request
+from proxy.dialects.base import Call, continues_final_message, encode_request
 from proxy.engines.answers import Answer
 from proxy.engines.engine import Lane
 from proxy.engines.http_client import Body
@@ -63,5 +63,16 @@ def _num_omitted(running: Running, lane: Lane) -> int:
     if pinned.get("truncate_prompt_tokens") is not None:
         return 0
     num_omitted = min(plan.parent.num_messages, len(messages) - 1)
-    is_long = has_more_text(messages[:num_omitted], OMITTED_CHARACTERS)
+    is_long = _is_long(running.call, num_omitted)
     return num_omitted if is_long and not has_more_text(messages[num_omitted:], ENCODED_CHARACTERS) else 0
+
+
+def _is_long(call: Call, num_messages: int) -> bool:
+    """Return whether the first messages have enough text to be left out."""
+    known = call.known_messages
+    if known is not None and 0 < known.num_long <= num_messages:
+        return True
+    is_long = has_more_text(call.messages[:num_messages], OMITTED_CHARACTERS)
+    if known is not None and is_long:
+        known.num_long = num_messages
+    return is_long

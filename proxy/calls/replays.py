@@ -19,6 +19,7 @@ import orjson
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
+from proxy.dialects.repeated_messages import RepeatedMessages
 from turnwise.errors import Conflict
 from turnwise.types import Json, Turn
 
@@ -179,6 +180,8 @@ def identify_request(call: Call, principal: Principal, raw: bytes, digest: bytes
 def keyed_digest(call: Call) -> bytes:
     """Return the digest of a request under an `Idempotency-Key`: without the fields that decide the answer's form."""
     fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
+    if isinstance(fields.get("messages"), RepeatedMessages):
+        fields["messages"] = fields["messages"].decoded()
     request = orjson.dumps([call.dialect.name, call.num_choices, fields], option=orjson.OPT_SORT_KEYS)
     return blake2b(request, digest_size=DIGEST_BYTES).digest()
 

@@ -13,7 +13,7 @@ import functools
 import json
 import os.path
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
@@ -22,7 +22,7 @@ import orjson
 
 from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.long_probes import LongProbe, long_probes
-from proxy.continuation.outline import Outline, Outliner, marks_of
+from proxy.continuation.outline import NO_THINKING, Outline, Outliner, marks_of, restored
 from proxy.continuation.reply import Reply
 from proxy.continuation.text_encoder import text_encoder
 from turnwise.template_messages import ContentFormat, load_tokenizer, shape_conversation
@@ -181,19 +181,22 @@ class ChatTemplate:
         *,
         keep_thinking: bool,
         outlines: list[Outline] | None = None,
+        thinking: Mapping[int, str] = NO_THINKING,
     ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.
 
         A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
         Of conversations with the same kinds of messages, only the first is rendered and checked as a whole; then only
         the text after the reply is rendered. `outlines` are of the same messages; they are used again and completed.
+        `thinking` is what is put into replies, by their positions.
 
         Raises:
             Unsafe: as `whole_continuation`.
         """
         if self._outliner is None:
+            messages = restored(messages, thinking)
             return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
-        messages, replied, kinds = self._outliner.shortened(messages, replied, outlines)
+        messages, replied, kinds = self._outliner.shortened(messages, replied, outlines, thinking)
         tools = self._outliner.outline_tools(tools)
         if reply.reasoning:  # whether a template prints thinking may depend on its text
             return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)

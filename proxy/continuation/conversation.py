@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history, has_media
 from proxy.dialects.base import Call
+from proxy.dialects.known_requests import KnownRequest
 from turnwise.types import Json
 
 SLICE_MESSAGES = 2_000
@@ -18,18 +19,26 @@ SLICE_MESSAGES = 2_000
 class Conversation:
     """The messages of one call."""
 
-    messages: list[Json]
+    messages: Sequence[Json]
     history: History
     """Digests of every prefix of the messages."""
-    num_replied: int
-    """Number of messages up to and including the last assistant message; 0 without one."""
+    replies: Sequence[int]
+    """Positions of the assistant messages."""
+    known: KnownRequest | None = None
+    """What was derived from the messages that an earlier request had too."""
+
+    @property
+    def num_replied(self) -> int:
+        """Number of messages up to and including the last assistant message; 0 without one."""
+        return self.replies[-1] + 1 if self.replies else 0
 
     def call_ids(self) -> frozenset[str]:
         """Return the ids of all tool calls in the conversation: unique to a run, if the client sends them unchanged."""
-        found: set[str] = set()
-        for message in self.messages[: self.num_replied]:
-            found |= tool_call_ids(message)
-        return frozenset(found)
+        num_read, earlier = (0, frozenset[str]()) if self.known is None else self.known.call_ids
+        found = earlier.union(*map(tool_call_ids, self.messages[num_read:]))
+        if self.known is not None:
+            self.known.call_ids = len(self.messages), found
+        return found
 
     def replied_digests(self) -> list[bytes]:
         """Return the full digest after each assistant message, the longest prefix first."""
@@ -40,9 +49,7 @@ class Conversation:
         return self._after_replies(self.history.dialogue)
 
     def _after_replies(self, digests: list[bytes]) -> list[bytes]:
-        return [
-            digests[end] for end in range(self.num_replied - 1, -1, -1) if self.messages[end].get("role") == "assistant"
-        ]
+        return [digests[end] for end in reversed(self.replies)]
 
 
 def tool_call_ids(message: Json) -> frozenset[str]:
@@ -68,9 +75,14 @@ def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS, earlier: H
         earlier = known.history
         digests = known.digests if known.digest_fields == fields else []
     history = digest_history(call.messages, context, fields, earlier, digests)
+    first = 0 if known is None else known.num_roles
+    replies = [*known.replies] if known is not None else []
+    new = call.messages[first:]
+    replies += [first + position for position, message in enumerate(new) if message.get("role") == "assistant"]
     if known is not None:
         known.history, known.digests = history, []
-    return Conversation(call.messages, history, reply_position(call.messages))
+        known.replies, known.num_roles = replies, len(call.messages)
+    return Conversation(call.messages, history, replies, known)
 
 
 async def read_in_slices(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:
@@ -93,11 +105,3 @@ def call_has_media(call: Call) -> bool:
     if not found:
         known.num_text = len(call.messages)
     return found
-
-
-def reply_position(messages: Sequence[Json]) -> int:
-    """Return the number of messages up to and including the last assistant message; 0 without one."""
-    for index in range(len(messages) - 1, -1, -1):
-        if messages[index].get("role") == "assistant":
-            return index + 1
-    return 0

@@ -10,7 +10,7 @@ as `</think>`, is kept whole. `ChatTemplate` checks at its start that its templa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -29,6 +29,7 @@ MAX_TEXT = 256
 KEPT_TEXT = 96
 """Characters of a longer text that are kept at each end."""
 MIN_MARK = 3
+NO_THINKING: Mapping[int, str] = {}
 MAX_KINDS = 4096
 """Kinds that get a number; clients that invent roles make more, which are compared by their hash."""
 
@@ -46,9 +47,8 @@ class Kind(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """A message and its short form."""
+    """The short form of a message."""
 
-    source: Json
     message: Json
     kind: int
     """The number of its `Kind`, which the `Outliner` assigns: numbers are compared faster."""
@@ -88,25 +88,31 @@ class Outliner:
         self._next_number = itertools.count()
         """Gives each number once, also where several threads number kinds."""
 
-    def shortened(self, messages: Sequence[Json], replied: int, known: list[Outline] | None = None) -> Shortened:
+    def shortened(
+        self,
+        messages: Sequence[Json],
+        replied: int,
+        known: list[Outline] | None = None,
+        thinking: Mapping[int, str] = NO_THINKING,
+    ) -> Shortened:
         """Return a conversation that is short before the reply at index `replied`.
 
         Args:
             messages: the conversation.
             replied: the reply's index.
-            known: outlines of the same messages, used again and completed.
+            known: outlines of the first messages, used again and completed up to the last message.
+            thinking: what is put into replies that were sent without it, by position.
         """
-        outlines = [] if known is None else known
-        del outlines[replied:]
-        for position, message in enumerate(messages[:replied]):
-            if position == len(outlines):
-                outlines.append(self._outlined(message))
-            elif outlines[position].source is not message:
-                outlines[position] = self._outlined(message)
+        known = [] if known is None else known
+        known += map(self._outlined, messages[len(known) :])
+        outlines = known[:replied]
+        for position, text in thinking.items():
+            if position < replied:
+                outlines[position] = self._with_thinking(outlines[position], text)
         kept = outlines
         if replied >= MIN_MESSAGES:
             kept = [outlines[position] for position in kept_positions([outline.kind for outline in outlines])]
-        rest = messages[replied:]
+        rest = restored(messages[replied:], thinking, first=replied)
         return Shortened(
             [*(outline.message for outline in kept), *rest],
             len(kept),
@@ -115,7 +121,12 @@ class Outliner:
 
     def _outlined(self, message: Json) -> Outline:
         short = self.outline(message)
-        return Outline(message, short, self._number(self.kind(short)))
+        return Outline(short, self._number(self.kind(short)))
+
+    def _with_thinking(self, outline: Outline, thinking: str) -> Outline:
+        """Return the outline of a reply with its thinking."""
+        short = {**outline.message, "reasoning": self._shorten(thinking)}
+        return Outline(short, self._number(self.kind(short)))
 
     def _number(self, kind: Kind) -> int:
         number = self._numbers.get(kind)
@@ -175,6 +186,14 @@ class Outliner:
 
     def _found(self, text: str) -> Iterable[str]:
         return (mark for mark in self._marks if mark in text)
+
+
+def restored(messages: Sequence[Json], thinking: Mapping[int, str], *, first: int = 0) -> list[Json]:
+    """Return messages with thinking in those that have some; `first` is the position of the first one."""
+    return [
+        {**message, "reasoning": thinking[position]} if position in thinking else message
+        for position, message in enumerate(messages, first)
+    ]
 
 
 def _without_arguments(call: Any) -> Any:

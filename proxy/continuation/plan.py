@@ -48,9 +48,9 @@ class Plan:
     is_retokenised: bool = False
     """Whether the conversation contains replies and no stored tokens are used for them."""
 
-    def new_messages(self, messages: list[Json]) -> list[Json]:
+    def new_messages(self, messages: Sequence[Json]) -> list[Json]:
         """Return the messages that this turn must store."""
-        return messages if self.parent is None else messages[self.parent.num_messages :]
+        return list(messages[0 if self.parent is None else self.parent.num_messages :])
 
 
 async def plan_call(
@@ -100,9 +100,10 @@ async def _extended_prompt(
     Raises:
         Unsafe: the template cannot continue the parent.
     """
-    messages, replied = with_thinking(call.messages, forest, parent), parent.num_messages - 1
+    messages, replied, known = call.messages, parent.num_messages - 1, call.known_messages
+    thinking = sampled_thinking(forest, parent)
     # A copy: another call that begins with the same messages may complete the list at the same time.
-    outlines = [] if call.known is None else call.known.outlines[:]
+    outlines = [] if known is None else known.outlines[:]
     last_token = parent_tokens.last_id
     reply = Reply(last_token=last_token, ended=last_token in template.end_tokens, reasoning=parent.reasoning)
 
@@ -115,14 +116,15 @@ async def _extended_prompt(
             call.template_arguments,
             keep_thinking=keep_thinking,
             outlines=outlines,
+            thinking=thinking,
         )
         return between, parent_tokens.extended(between)
 
     num_outlined = min(len(outlines), replied) if template.shortens else 0
     is_long = has_more_text(messages[num_outlined:], RENDERED_HERE)
     extended = await asyncio.get_running_loop().run_in_executor(RENDERING, extend) if is_long else extend()
-    if call.known is not None:
-        call.known.outlines = outlines
+    if known is not None:
+        known.outlines = outlines
     return extended
 
 
@@ -200,11 +202,9 @@ def _drops_reply(conversation: Conversation, forest: Forest, parent: KnownTurn |
     return any(turn.parent_turn_id == parent_id for digest in continued for turn in forest.by_prompt.find(digest))
 
 
-def with_thinking(messages: list[Json], forest: Forest, parent: KnownTurn) -> list[Json]:
-    """Return the messages with the sampled thinking in every reply that the client sent without it."""
-    restored: list[Json] | None = None
-    for turn in forest.ancestors(parent):
-        if turn.reasoning:
-            restored = restored if restored is not None else list(messages)
-            restored[turn.num_messages - 1] = {**restored[turn.num_messages - 1], "reasoning": turn.reasoning}
-    return messages if restored is None else restored
+def sampled_thinking(forest: Forest, parent: KnownTurn) -> dict[int, str]:
+    """Return the thinking that was sampled in the replies up to `parent`, by the position of the reply.
+
+    It is put back into the replies, which clients send without it.
+    """
+    return {turn.num_messages - 1: turn.reasoning for turn in forest.ancestors(parent) if turn.reasoning}

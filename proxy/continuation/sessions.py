@@ -34,6 +34,7 @@ from proxy.continuation.recent_histories import RecentHistories, recent_bytes
 from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
+from proxy.dialects.repeated_messages import message_list
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
@@ -191,7 +192,7 @@ class Sessions:
         if principal is None or session_id is None or call.known_messages is not None:
             return await read_in_slices(call, self.fields_read)
         session = principal.tenant, session_id
-        messages_json = orjson.dumps(call.messages)
+        messages_json = orjson.dumps(message_list(call.messages))
         conversation = read_conversation(call, self.fields_read, self._recent.find(session, messages_json))
         self._recent.keep(session, messages_json, conversation.history)
         return conversation

@@ -60,7 +60,7 @@ class Call:
     dialect: Dialect
     body: Json
     """The request to the engine's route, before capture's options are added."""
-    messages: list[Json]
+    messages: Sequence[Json]
     """The conversation; empty for a bare text prompt."""
     stream: bool
     num_choices: int
@@ -92,7 +92,7 @@ class Call:
     known: KnownRequest | None = None
     """The call's own messages, with what was derived from those that an earlier request had too."""
     messages_json: memoryview | None = None
-    """The JSON of `known.messages` for the engine, without the closing bracket."""
+    """The JSON of the messages for the engine, without the closing bracket."""
     pieces: tuple[tuple[int, bytes], ...] = ()
     """Pickles of the messages as they were decoded in another process: `decoding_process.Result.pieces`."""
     notes: Json = dataclasses.field(default_factory=dict)
@@ -109,7 +109,8 @@ class Call:
     @property
     def known_messages(self) -> KnownRequest | None:
         """What is known of the messages; None where it is not of the messages as they are now."""
-        return self.known if self.known is not None and self.known.messages is self.messages else None
+        is_of_all = self.known is not None and self.known.num_messages == len(self.messages)
+        return self.known if is_of_all else None
 
     @property
     def model(self) -> str:

@@ -24,6 +24,8 @@ from proxy.dialects.base import (
     WireRoute,
     remove_engine_fields,
 )
+from proxy.dialects.known_requests import KnownRequest
+from proxy.dialects.repeated_messages import RepeatedMessages, message_list
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from proxy.dialects.text_chunks import FIELDS, TextChunks, read_text_chunks, stream_head
 from turnwise.errors import InvalidRequest
@@ -73,7 +75,7 @@ class ChatCompletions(Dialect):
         """
         body, dropped_fields = remove_engine_fields(body)
         messages = body.get("messages") or []
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        if not isinstance(messages, RepeatedMessages) and not _is_list_of_objects(messages):
             raise InvalidRequest("`messages` must be a list of objects.", param="messages")
         if len(messages) > max_messages:
             raise InvalidRequest(
@@ -97,7 +99,7 @@ class ChatCompletions(Dialect):
         """Return the engine request, with the options that capture needs."""
         body, _ = remove_engine_fields({**call.body, **pinned})
         if num_omitted:
-            body["messages"] = messages_after(call.messages, num_omitted)
+            body["messages"] = messages_after(call.messages, num_omitted, call.known_messages)
         elif call.messages:
             body["messages"] = readable_messages(call)
         if not _is_refused(body):
@@ -175,26 +177,39 @@ def readable_messages(call: Call) -> Any:
     """Return the messages for the engine: the client's own bytes, where these are known and need no change."""
     known = call.known_messages
     if known is None or call.messages_json is None:
-        return with_readable_arguments(call.messages)
-    new = call.messages[known.num_readable :]
+        return with_readable_arguments(message_list(call.messages))
+    new = message_list(call.messages[known.num_readable :])
     if with_readable_arguments(new) is not new:
-        return with_readable_arguments(call.messages)
+        return with_readable_arguments(message_list(call.messages))
     known.num_readable = len(call.messages)
     return RawJson([call.messages_json, b"]"])
 
 
-def messages_after(messages: list[Json], num_omitted: int) -> list[Json]:
+def messages_after(messages: Sequence[Json], num_omitted: int, known: KnownRequest | None = None) -> list[Json]:
     """Return the messages for an engine that gets the prompt's ids: the first `num_omitted` are left out.
 
     vLLM validates the messages of such a request, and it counts their tool calls: the ids of Kimi K2's calls go on from
     that number. So a message with as many tool calls stands for those that are left out.
     """
-    num_calls = _count_calls(messages[:num_omitted])
+    num_calls = _count_omitted_calls(messages, num_omitted, known)
     omitted = [{"role": "assistant", "content": "", "tool_calls": [OMITTED_CALL] * num_calls}] if num_calls else []
-    return [*omitted, *with_readable_arguments(messages[num_omitted:])]
+    return [*omitted, *with_readable_arguments(message_list(messages[num_omitted:]))]
 
 
-def _count_calls(messages: list[Json]) -> int:
+def _count_omitted_calls(messages: Sequence[Json], num_omitted: int, known: KnownRequest | None) -> int:
+    """Return the number of tool calls in the first messages; those of an earlier request are counted already."""
+    counted, num_calls = (0, 0) if known is None or known.num_calls[0] > num_omitted else known.num_calls
+    num_calls += _count_calls(messages[counted:num_omitted])
+    if known is not None:
+        known.num_calls = len(messages), num_calls + _count_calls(messages[num_omitted:])
+    return num_calls
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def _count_calls(messages: Sequence[Json]) -> int:
     """Return the number of tool calls in replies."""
     calls = [each["tool_calls"] for each in messages if each.get("tool_calls") and each.get("role") == "assistant"]
     return sum([len(each) for each in calls if isinstance(each, list)])

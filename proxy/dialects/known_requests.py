@@ -2,8 +2,9 @@
 
 An agent repeats its whole conversation with every call. The part up to the end of the last message is recognised by a
 hash of its bytes. Then only the bytes after it are decoded, and what was derived from the earlier messages is used
-again. The same pass over the bytes gives the digest of the whole request. A request with much that is new is decoded in
-another process (see `proxy.dialects.decoding_process`), which also digests its messages.
+again; the messages themselves are not kept (see `proxy.dialects.repeated_messages`). The same pass over the bytes gives
+the digest of the whole request. A request with much that is new is decoded in another process (see
+`proxy.dialects.decoding_process`), which also digests its messages.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import collections
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from blake3 import blake3
 
 from proxy.dialects.decoding_process import DecodingProcess, Result
 from proxy.dialects.object_sizes import all_json_bytes, json_bytes
+from proxy.dialects.repeated_messages import RepeatedMessages, message_list
 from proxy.http.asgi import check_limits, decode_object
 from turnwise.json_scan import check_parts, scan
 from turnwise.types import Json
@@ -38,8 +40,10 @@ HASHED_HERE_BYTES = 8 * 2**20
 DIGEST_BYTES = 16
 REQUEST_BYTES = 3_000
 """Memory of a known request without messages and head: most of it is for the running hashes of its history."""
-MESSAGE_BYTES = 600
-"""Memory of what is derived from one message: its digests and its outline."""
+MESSAGE_BYTES = 250
+"""Memory of what is derived from one message, without the message of its outline."""
+DECODED_AGAIN_BYTES = 5 * 2**20
+"""Decoded messages that take more memory are kept: it would take more than 5 ms to decode them again."""
 TAIL_BYTES = 48
 """Bytes at the end of the known part that are compared before it is hashed."""
 MAX_HASHED = 2
@@ -78,7 +82,9 @@ class KnownRequest:
     """Where the array of the messages begins."""
     head: Json
     """The fields before `messages`."""
-    messages: list[Json]
+    num_messages: int = 0
+    kept: list[Json] | None = None
+    """The messages; None if they are decoded again when they are needed."""
     history: Any = None
     """The `History` of the messages; None until it is computed."""
     outlines: list[Any] = dataclasses.field(default_factory=list)
@@ -95,12 +101,33 @@ class KnownRequest:
     """Messages, from the first on, whose memory has been counted."""
     num_message_bytes: int = 0
     """The memory of these."""
+    num_outlined: int = 0
+    """Outlines, from the first on, whose memory has been counted."""
+    num_outline_bytes: int = 0
+    """The memory of these."""
+    num_roles: int = 0
+    """Messages, from the first on, whose roles were read."""
+    replies: list[int] = dataclasses.field(default_factory=list)
+    """Positions of the replies among these."""
+    call_ids: tuple[int, frozenset[str]] = (0, frozenset())
+    """A number of messages, from the first on, and the ids of their tool calls."""
+    num_calls: tuple[int, int] = (0, 0)
+    """A number of messages, from the first on, and the number of their tool calls."""
+    num_long: int = 0
+    """Messages, from the first on, that were found to have enough text to be left out of the engine's request."""
+
+    def keep(self, messages: Sequence[Json]) -> None:
+        """Set the messages; keep them where it would take long to decode them again."""
+        self.num_message_bytes += all_json_bytes(messages[self.num_counted :])
+        self.num_counted = self.num_messages = len(messages)
+        self.kept = message_list(messages) if self.num_message_bytes > DECODED_AGAIN_BYTES else None
 
     def count_memory(self) -> int:
-        """Return the memory of the request; count that of the messages that are new."""
-        self.num_message_bytes += all_json_bytes(self.messages[self.num_counted :])
-        self.num_counted = len(self.messages)
-        return REQUEST_BYTES + json_bytes(self.head) + self.num_message_bytes + len(self.messages) * MESSAGE_BYTES
+        """Return the memory of the request; count that of the outlines that are new."""
+        self.num_outline_bytes += all_json_bytes([outline.message for outline in self.outlines[self.num_outlined :]])
+        self.num_outlined = len(self.outlines)
+        num_bytes = REQUEST_BYTES + json_bytes(self.head) + self.num_outline_bytes + self.num_messages * MESSAGE_BYTES
+        return num_bytes if self.kept is None else num_bytes + self.num_message_bytes
 
 
 class MessageReader(NamedTuple):
@@ -117,6 +144,7 @@ class MessageReader(NamedTuple):
         known.digests, known.num_text, known.num_readable = facts.digests, facts.num_text, facts.num_readable
         known.digest_fields = self.fields
         known.num_counted, known.num_message_bytes = len(messages), facts.num_bytes
+        known.num_messages = len(messages)
 
 
 class ReadRequest(NamedTuple):
@@ -128,7 +156,7 @@ class ReadRequest(NamedTuple):
     known: KnownRequest | None
     """What a later request is recognised by, with what was derived from an earlier one; None where it cannot be."""
     messages_json: memoryview | None
-    """The bytes of `known.messages`, without the bracket that closes the array."""
+    """The bytes of the messages, without the bracket that closes the array."""
     pieces: tuple[tuple[int, bytes], ...] = ()
     """The messages as the other process has sent them: `Result.pieces`."""
 
@@ -199,9 +227,10 @@ class KnownRequests:
         if not start <= end:
             end, start, hashed = 0, 0, blake3()
         part, of_all = await _hash(hashed, memoryview(raw), start, end)
-        if not end or not isinstance(body.get("messages"), list):
+        if not end or not isinstance(body.get("messages"), list | RepeatedMessages):
             return ReadRequest(body, of_all, None, None)
-        known.digest, known.tail, known.messages = part, raw[max(0, end - TAIL_BYTES) : end], body["messages"]
+        known.digest, known.tail = part, raw[max(0, end - TAIL_BYTES) : end]
+        known.keep(body["messages"])
         self._replace(caller, earlier if rest is not None else None, known)
         return ReadRequest(body, of_all, known, memoryview(raw)[known.start : end], pieces)
 
@@ -308,13 +337,15 @@ async def _read_rest(raw: bytes, earlier: KnownRequest, limits: Mapping[str, int
     new = fields.pop(_NEW)
     if "messages" in fields or bool(new) != has_more or not all(isinstance(message, dict) for message in new):
         return None
-    body = {**earlier.head, "messages": [*earlier.messages, *new], **fields}
+    known_json = memoryview(raw)[earlier.start : earlier.num_bytes]
+    messages = RepeatedMessages(earlier.num_messages, known_json, new) if earlier.kept is None else earlier.kept + new
+    body = {**earlier.head, "messages": messages, **fields}
     return _Rest(body, _end_of_last(raw, len(raw) - len(text) + len(begin) + num_array))
 
 
 def _locate_messages(raw: bytes) -> KnownRequest:
     """Return the place of the messages and the fields before them; `num_bytes` is 0 where they are not found."""
-    nowhere = KnownRequest(0, b"", b"", 0, {}, [])
+    nowhere = KnownRequest(0, b"", b"", 0, {})
     found = MESSAGES.search(raw)
     if found is None:
         return nowhere
@@ -326,7 +357,7 @@ def _locate_messages(raw: bytes) -> KnownRequest:
     if not array.startswith(b"[") or not raw.startswith(array, found.end()) or head.pop("messages") != 0:
         return nowhere
     end = _end_of_last(raw, found.end() + len(array))
-    return KnownRequest(end, b"", b"", found.end(), head, [])
+    return KnownRequest(end, b"", b"", found.end(), head)
 
 
 def _end_of_last(raw: bytes, end: int) -> int:

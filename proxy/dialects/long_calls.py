@@ -15,6 +15,7 @@ from proxy.dialects.base import Call, Dialect
 from proxy.dialects.chat import with_readable_arguments
 from proxy.dialects.decoding_process import DecodingProcess, Result
 from proxy.dialects.known_requests import MAX_PART_STRINGS, KnownRequest, MessageReader
+from proxy.dialects.repeated_messages import message_list
 from proxy.http.asgi import decode_object
 from turnwise.json_scan import CONVERSATION_FIELDS, check_parts, scan
 from turnwise.types import Json, JsonText
@@ -110,7 +111,7 @@ def counted_call(dialect: Dialect, body: Json, max_messages: int) -> Call:
 def _complete(call: Call, result: Result) -> None:
     """Put back into a call what came beside it: its messages and their JSON, or the JSON of its prompt."""
     if call.known is not None:
-        call.body["messages"] = call.messages = call.known.messages = result.items
+        call.body["messages"] = call.messages = result.items
         call.messages_json, call.pieces = memoryview(result.data), result.pieces
     elif result.data:
         call.body["prompt"] = JsonText(result.data)
@@ -139,11 +140,11 @@ def _read_counted(raw: bytes, *, request: LongRequest, reader: MessageReader) ->
 
 def _result(head: object, call: Call, reader: MessageReader) -> Result:
     """Return a call in a result's head; its messages are the items, or the JSON of its prompt is the data."""
-    messages = call.messages
+    messages = message_list(call.messages)
     if not messages:
         prompt = call.body.pop("prompt", None)
         return Result(head, [], b"" if prompt is None else orjson.dumps(prompt))
-    call.known = KnownRequest(0, b"", b"", 0, {}, [])
+    call.known = KnownRequest(0, b"", b"", 0, {})
     reader.read_into(call.known, messages)
     call.known.num_readable = len(messages)
     call.messages, call.body["messages"] = [], []

@@ -12,12 +12,8 @@ from proxy.continuation.chat_template import ChatTemplate, Unsafe
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import Forest, KnownTurn
-from proxy.continuation.plan import (
-    Plan,
-    break_reason,
-    plan_call,
-    with_thinking,
-)
+from proxy.continuation.outline import restored
+from proxy.continuation.plan import Plan, break_reason, plan_call, sampled_thinking
 from proxy.continuation.reply import Reply
 from proxy.dialects.chat import ChatCompletions
 from turnwise.types import Json
@@ -160,8 +156,8 @@ class Canned:
         self.refuses = refuses
         self.seen: list[tuple[list[Json], int, Reply]] = []
 
-    def continuation(self, messages, replied, reply, tools, arguments, *, keep_thinking, outlines=None):
-        self.seen.append((messages, replied, reply))
+    def continuation(self, messages, replied, reply, tools, arguments, *, keep_thinking, outlines=None, thinking=None):
+        self.seen.append((restored(messages, thinking), replied, reply))
         if self.refuses:
             raise self.refuses
         return np.array([8, 9], np.int32)
@@ -256,8 +252,9 @@ def test_thinking_is_restored_in_every_reply_that_had_some():
     stored(forest, "t1", [USER], "A", reasoning="one")
     parent = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1", reasoning="two")
     messages = [USER, said("A"), NEXT, said("B"), USER]
-    restored = with_thinking(messages, forest, parent)
-    assert [message.get("reasoning") for message in restored] == [None, "one", None, "two", None]
+    thinking = sampled_thinking(forest, parent)
+    assert [message.get("reasoning") for message in restored(messages, thinking)] == [None, "one", None, "two", None]
+    assert [message.get("reasoning") for message in restored(messages[2:], thinking, first=2)] == [None, "two", None]
     assert "reasoning" not in messages[1]
     plain = stored(Forest(), "t3", [USER], "C")
-    assert with_thinking(messages, Forest(), plain) is messages
+    assert sampled_thinking(Forest(), plain) == {}

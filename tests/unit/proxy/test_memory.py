@@ -126,10 +126,11 @@ def test_the_counted_memory_of_requests_is_what_they_take(
     requests, outliner = KnownRequests(10**9, DecodingProcess()), Outliner(["</think>"])
 
     async def read(raw: bytes) -> None:
-        known = (await requests.read(("t", "k"), raw, max_depth=64, max_containers=10**6)).known
+        found = await requests.read(("t", "k"), raw, max_depth=64, max_containers=10**6)
+        known, messages = found.known, found.body["messages"]
         assert known is not None
-        known.history = digest_history(known.messages, b"")
-        outliner.shortened(known.messages, len(known.messages), known.outlines)
+        known.history = digest_history(messages, b"")
+        outliner.shortened(messages, len(messages), known.outlines)
 
     def play(number: int) -> None:
         messages = [each for at in range(num_messages // 2) for each in messages_of(at)]

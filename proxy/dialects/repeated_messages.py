@@ -1,0 +1,80 @@
+"""The messages of a request that begins with the messages of an earlier one, which are decoded on their first use.
+
+A call that extends a stored turn reads only what is new in its request, so a conversation in memory needs no decoded
+messages. They are decoded from the bytes of the present request, which has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import orjson
+
+from turnwise.types import Json
+
+
+class RepeatedMessages(Sequence[Json]):
+    """A list of messages; items and slices of new messages decode nothing.
+
+    Args:
+        num_known: number of messages that an earlier request had.
+        known_json: their JSON array, without the bracket that closes it.
+        new: the messages after them.
+    """
+
+    __slots__ = ("_all", "_known_json", "_new", "_num_known")
+
+    def __init__(self, num_known: int, known_json: memoryview, new: list[Json]) -> None:
+        self._num_known = num_known
+        self._known_json = known_json
+        self._new = new
+        self._all: list[Json] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of all messages."""
+        return self._num_known + len(self._new)
+
+    @overload
+    def __getitem__(self, index: int) -> Json: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Json]: ...
+
+    def __getitem__(self, index: int | slice) -> Json | list[Json]:
+        """Return a message or a list of some."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1 and start >= self._num_known:
+                return self._new[start - self._num_known : max(start, stop) - self._num_known]
+            return self.decoded()[index]
+        position = index if index >= 0 else index + len(self)
+        return self._new[position - self._num_known] if position >= self._num_known else self.decoded()[index]
+
+    def __iter__(self) -> Iterator[Json]:
+        """Yield all messages."""
+        return iter(self.decoded())
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the messages are equal to those of another list."""
+        return self.decoded() == (other.decoded() if isinstance(other, RepeatedMessages) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether the known messages have been decoded."""
+        return self._all is not None
+
+    def decoded(self) -> list[Json]:
+        """Return all messages as a list; decode the known ones on the first call."""
+        if self._all is None:
+            self._all = [*orjson.loads(b"".join((self._known_json, b"]"))), *self._new]
+        return self._all
+
+
+def message_list(messages: Sequence[Json]) -> list[Json]:
+    """Return messages as a list, which can be encoded."""
+    if isinstance(messages, RepeatedMessages):
+        return messages.decoded()
+    return messages if isinstance(messages, list) else list(messages)
