@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 
@@ -128,12 +129,22 @@ def answered(continuation, messages: list[dict], replied: int, reply: Reply, *, 
 @settings(max_examples=settings.default.max_examples // 8, suppress_health_check=list(HealthCheck))
 @given(conversation=conversations(), ended=st.booleans(), keep_thinking=st.booleans())
 def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation, ended, keep_thinking):
-    """On random conversations with tools and thinking, for every template: the same ids, or the same refusal."""
+    """On random conversations with tools and thinking, for every template: the same ids, or the same refusal.
+
+    Also where a client sends no thinking, and the outlines of the first half are known from an earlier call.
+    """
     template, (messages, replied) = shortened(family), conversation
     last = min(template.end_tokens) if ended else 5
     reply = Reply(last_token=last, ended=ended, reasoning=messages[replied].get("reasoning", ""))
     whole = answered(template.whole_continuation, messages, replied, reply, keep_thinking=keep_thinking)
     assert answered(template.continuation, messages, replied, reply, keep_thinking=keep_thinking) == whole
+    sent = [{field: value for field, value in message.items() if field != "reasoning"} for message in messages]
+    thinking = {at: message["reasoning"] for at, message in enumerate(messages) if "reasoning" in message}
+    continuation = functools.partial(template.continuation, outlines=[], thinking=thinking)
+    half = sent[: len(sent) // 2]
+    if (first := next((at for at, message in enumerate(half) if message["role"] == "assistant"), None)) is not None:
+        answered(continuation, half, first, reply, keep_thinking=keep_thinking)
+    assert answered(continuation, sent, replied, reply, keep_thinking=keep_thinking) == whole
 
 
 def test_a_conversation_of_a_known_kind_is_rendered_once():
