@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 from support.ledger_samples import make_turn
+from support.migrated import migrated
+from support.private_postgres import PrivatePostgres
 
 from turnwise.store import ledger, search
 from turnwise.store.database import Database
@@ -23,9 +26,24 @@ SESSIONS: list[tuple[str, Turn, float | None]] = [
 ]
 
 
-@pytest.fixture
-def filled(database: Database) -> Database:
-    """Four sessions with one turn each, oldest first, and a session of another tenant with all their text."""
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    """Four sessions with one turn each, oldest first, and a session of another tenant with all their text.
+
+    The tests of this module only read, so they share one store for each kind of database.
+    """
+    if request.param == "sqlite":
+        url = migrated(f"sqlite:///{tmp_path_factory.mktemp('search')}/turnwise.db")
+    else:
+        server: PrivatePostgres = request.getfixturevalue("postgres_server")
+        url = server.url(server.create_database(request.getfixturevalue("postgres_template")))
+    database = Database(url, lock_timeout_seconds=60)
+    fill(database)
+    yield database
+    database.close()
+
+
+def fill(database: Database) -> None:
     with database.write() as conn:
         for session_id, turn, reward in SESSIONS:
             ledger.create_session(conn, Session(session_id=session_id))
@@ -35,7 +53,6 @@ def filled(database: Database) -> Database:
         ledger.end_session(conn, "default", "a", "solved")
         ledger.create_session(conn, Session(session_id="x", tenant="other"))
         ledger.append_turns(conn, [make_turn("t9", session_id="x", tenant="other")])
-    return database
 
 
 @pytest.mark.parametrize(
