@@ -39,7 +39,7 @@ SHORT, LONG = 7.0, 10.0
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "shaped": {"overlong_tokens": 12, "overlong_buffer": 8, "overlong_penalty": 1.0},
+    "shaped": {"overlong_tokens": 12, "overlong_buffer": 6, "overlong_penalty": 1.0},
     "masked": {"overlong_mask": True},
 }
 
@@ -130,7 +130,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="turnwise-overlong-") as directory:
             curve = learn_length(way, seed, Path(directory))
         length, reward = curve[-1]
-        is_missed |= reward < ENOUGH or (way == "shaped" and length > SHORT) or (way == "plain" and length < LONG)
+        if way != "masked":  # masking alone is not expected to keep the reward
+            is_missed |= reward < ENOUGH or (length > SHORT if way == "shaped" else length < LONG)
         lengths = " ".join(f"{length:.1f}" for length, _ in curve)
         rewards = " ".join(f"{reward:.2f}" for _, reward in curve)
         print(f"| {way} | {seed} | {lengths} | {rewards} | {time.process_time() - started:.0f} |", flush=True)
