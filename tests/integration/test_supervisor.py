@@ -30,7 +30,7 @@ def _alive(pid: int) -> bool:
     """Return whether a process runs; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second if it ends between opening and reading
         return False
 
 

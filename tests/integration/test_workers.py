@@ -17,6 +17,7 @@ from support.proxies import (
     STOP_SECONDS,
     ProxyAndEngine,
     RunningProxy,
+    children,
     is_process,
     running_proxy,
     wait_until_gone,
@@ -36,9 +37,7 @@ NUM_CONNECTIONS = 16
 
 def workers(proxy: RunningProxy) -> list[int]:
     """Return the process ids of the proxy's workers."""
-    threads = Path(f"/proc/{proxy.process.pid}/task").iterdir()
-    children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
-    return [pid for pid in children if is_process(pid, WORKER_NAME, WORKER)]
+    return [pid for pid in children(proxy.process.pid) if is_process(pid, WORKER_NAME, WORKER)]
 
 
 def wait_for_workers(proxy: RunningProxy, num_started: int) -> None:

@@ -81,10 +81,9 @@ class RunningProxy:
         """Wait for its writing process and return the process id."""
         deadline = time.monotonic() + START_SECONDS
         while True:
-            for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
-                for pid in map(int, (thread / "children").read_text().split()):
-                    if is_writing_process(pid):
-                        return pid
+            for pid in children(self.process.pid):
+                if is_writing_process(pid):
+                    return pid
             assert time.monotonic() < deadline, "the proxy has no writing process"
             time.sleep(0.05)
 
@@ -92,6 +91,15 @@ class RunningProxy:
         """Kill only this process with SIGKILL."""
         self.process.kill()
         self.process.wait(STOP_SECONDS)
+
+
+def children(pid: int) -> list[int]:
+    """Return the process ids of a process's children; without those of threads that end meanwhile."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def command_line(pid: int) -> bytes:
