@@ -165,7 +165,8 @@ class ProxySettings(Settings):
     """Memory for the tokens of turns that a call may extend; others are read back from the store."""
     request_cache_bytes: int = Field(default=128 * 2**20, ge=0)
     """Memory for what is derived from the messages of the last requests, so that a call decodes and digests only
-    those that are new; an eighth of it is for requests of up to 64 KiB. Others are decoded again."""
+    those that are new, and for messages that take more than 5 MiB. An eighth of it is for requests of up to 64 KiB.
+    Others are decoded again."""
     replay_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for answers that a retried call may repeat."""
 

@@ -25,7 +25,7 @@ from proxy.dialects.base import (
     remove_engine_fields,
 )
 from proxy.dialects.known_requests import KnownRequest
-from proxy.dialects.repeated_messages import RepeatedMessages, message_list
+from proxy.dialects.repeated_messages import are_messages, message_list
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from proxy.dialects.text_chunks import FIELDS, TextChunks, read_text_chunks, stream_head
 from turnwise.errors import InvalidRequest
@@ -75,7 +75,7 @@ class ChatCompletions(Dialect):
         """
         body, dropped_fields = remove_engine_fields(body)
         messages = body.get("messages") or []
-        if not isinstance(messages, RepeatedMessages) and not _is_list_of_objects(messages):
+        if not are_messages(messages):
             raise InvalidRequest("`messages` must be a list of objects.", param="messages")
         if len(messages) > max_messages:
             raise InvalidRequest(
@@ -203,10 +203,6 @@ def _count_omitted_calls(messages: Sequence[Json], num_omitted: int, known: Know
     if known is not None:
         known.num_calls = len(messages), num_calls + _count_calls(messages[num_omitted:])
     return num_calls
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def _count_calls(messages: Sequence[Json]) -> int:

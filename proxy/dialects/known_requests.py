@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from proxy.dialects.decoding_process import DecodingProcess, Result
 from proxy.dialects.object_sizes import all_json_bytes, json_bytes
-from proxy.dialects.repeated_messages import RepeatedMessages, message_list
+from proxy.dialects.repeated_messages import RepeatedMessages, are_messages, message_list
 from proxy.http.asgi import check_limits, decode_object
 from turnwise.json_scan import check_parts, scan
 from turnwise.types import Json
@@ -101,6 +101,8 @@ class KnownRequest:
     """Messages, from the first on, whose memory has been counted."""
     num_message_bytes: int = 0
     """The memory of these."""
+    num_plain_bytes: int = 0
+    """The memory of the messages that had no outline when the request was read."""
     num_outlined: int = 0
     """Outlines, from the first on, whose memory has been counted."""
     num_outline_bytes: int = 0
@@ -118,15 +120,19 @@ class KnownRequest:
 
     def keep(self, messages: Sequence[Json]) -> None:
         """Set the messages; keep them where it would take long to decode them again."""
-        self.num_message_bytes += all_json_bytes(messages[self.num_counted :])
+        num_new_bytes = all_json_bytes(messages[self.num_counted :])
+        has_outlines = 0 < self.num_counted <= len(self.outlines)
+        self.num_plain_bytes = num_new_bytes + (0 if has_outlines else self.num_message_bytes)
+        self.num_message_bytes += num_new_bytes
         self.num_counted = self.num_messages = len(messages)
         self.kept = message_list(messages) if self.num_message_bytes > DECODED_AGAIN_BYTES else None
 
     def count_memory(self) -> int:
-        """Return the memory of the request; count that of the outlines that are new."""
+        """Return the memory of the request at most: a message whose outline is yet to be made counts as a whole."""
         self.num_outline_bytes += all_json_bytes([outline.message for outline in self.outlines[self.num_outlined :]])
         self.num_outlined = len(self.outlines)
-        num_bytes = REQUEST_BYTES + json_bytes(self.head) + self.num_outline_bytes + self.num_messages * MESSAGE_BYTES
+        outlines = self.num_outline_bytes + self.num_plain_bytes
+        num_bytes = REQUEST_BYTES + json_bytes(self.head) + outlines + self.num_messages * MESSAGE_BYTES
         return num_bytes if self.kept is None else num_bytes + self.num_message_bytes
 
 
@@ -227,7 +233,7 @@ class KnownRequests:
         if not start <= end:
             end, start, hashed = 0, 0, blake3()
         part, of_all = await _hash(hashed, memoryview(raw), start, end)
-        if not end or not isinstance(body.get("messages"), list | RepeatedMessages):
+        if not end or not are_messages(body.get("messages")):
             return ReadRequest(body, of_all, None, None)
         known.digest, known.tail = part, raw[max(0, end - TAIL_BYTES) : end]
         known.keep(body["messages"])
@@ -306,9 +312,9 @@ def _decode(raw: bytes, *, limits: Mapping[str, int], reader: MessageReader | No
     scan(raw, **limits)
     body, known = decode_object(raw), _locate_messages(raw)
     check_parts(body, max_part_strings)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        known.num_bytes, messages = 0, []
+    messages: list[Json] = body["messages"] if are_messages(body.get("messages")) else []
+    if not messages:
+        known.num_bytes = 0
     if not known.num_bytes:
         return Result((body, known), [])
     if reader is not None:
@@ -335,7 +341,7 @@ async def _read_rest(raw: bytes, earlier: KnownRequest, limits: Mapping[str, int
     except (orjson.JSONDecodeError, msgspec.DecodeError):
         return None  # decoding the whole request names the error
     new = fields.pop(_NEW)
-    if "messages" in fields or bool(new) != has_more or not all(isinstance(message, dict) for message in new):
+    if "messages" in fields or bool(new) != has_more or not are_messages(new):
         return None
     known_json = memoryview(raw)[earlier.start : earlier.num_bytes]
     messages = RepeatedMessages(earlier.num_messages, known_json, new) if earlier.kept is None else earlier.kept + new

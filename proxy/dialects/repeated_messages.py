@@ -73,6 +73,13 @@ class RepeatedMessages(Sequence[Json]):
         return self._all
 
 
+def are_messages(value: object) -> bool:
+    """Return whether a value is a list of objects; known messages were found to be objects when they were new."""
+    return isinstance(value, RepeatedMessages) or (
+        isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    )
+
+
 def message_list(messages: Sequence[Json]) -> list[Json]:
     """Return messages as a list, which can be encoded."""
     if isinstance(messages, RepeatedMessages):

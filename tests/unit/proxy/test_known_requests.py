@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.continuation.conversation import call_has_media, read_conversation
+from proxy.continuation.outline import Outliner
 from proxy.dialects.base import Call, encode_request
 from proxy.dialects.chat import ChatCompletions, messages_after
 from proxy.dialects.decoding_process import DecodingProcess
 from proxy.dialects.known_requests import DIGEST_BYTES, KnownRequests, ReadRequest
+from proxy.dialects.object_sizes import json_bytes
 from proxy.dialects.repeated_messages import RepeatedMessages
 from turnwise.errors import InvalidRequest
 
@@ -56,6 +58,29 @@ def test_only_bytes_after_the_known_messages_are_decoded():
     assert second.body == {"model": "m", "messages": [USER, REPLY, NEXT], "tools": [2]}
     third = read(requests, orjson.dumps({"model": "m", "messages": [USER, REPLY, NEXT]}))
     assert third.body == {"model": "m", "messages": [USER, REPLY, NEXT]}
+
+
+def test_a_request_with_a_message_that_is_no_object_is_decoded_whole_each_time():
+    """So each is refused in the same way, also one that extends it."""
+    requests = KnownRequests(10**6, DecodingProcess())
+    for messages in ([1, USER], [1, USER], [1, USER, REPLY]):
+        found = read(requests, orjson.dumps({"messages": messages}))
+        assert (found.body["messages"], found.known) == (messages, None)
+        with pytest.raises(InvalidRequest, match="must be a list of objects"):
+            ChatCompletions().parse(found.body, max_choices=1, max_messages=10)
+
+
+def test_messages_without_outlines_are_counted_as_a_whole():
+    """The outline of a text with a mark has the whole text; it is made after the request is counted."""
+    requests, outliner = KnownRequests(10**9, DecodingProcess()), Outliner(["</think>"])
+    messages = [{"role": "user", "content": "</think>" + "x" * 100_000}]
+    for _ in range(3):
+        messages = [*messages, REPLY, {"role": "user", "content": "</think>" + "y" * 50_000}]
+        found = read(requests, orjson.dumps({"messages": messages}))
+        assert found.known is not None
+        outliner.shortened(found.body["messages"], len(messages), found.known.outlines)
+        num_outlined = sum(json_bytes(outline.message) for outline in found.known.outlines)
+        assert num_outlined <= requests.num_bytes <= num_outlined + 10_000
 
 
 def test_messages_that_take_long_to_decode_are_kept():
