@@ -133,7 +133,7 @@ CPU_SECONDS = {
     "gae_model": 112,
     "reinforce": 96,
     "rf_pp_baseline": 73,
-    "gdpo": 55,
+    "gdpo": 58,
     "masked_is": 63,
     "dppo": 64,
     "mis": 56,
