@@ -128,7 +128,7 @@ def test_an_evaluation_that_is_ended_leaves_no_process_behind(database, tmp_path
         evaluation._timeout_seconds = 0.0
     playing.join(WAIT_SECONDS)
     wait_until_gone(int(pid_file.read_text()))
-    assert ("since the trainer stops" if ended_by == "stop" else "evaluation_seconds") in caplog.text
+    assert ("the trainer stops" if ended_by == "stop" else "evaluation_seconds") in caplog.text
 
 
 PRINTS_ENVIRONMENT = """

@@ -1,4 +1,4 @@
-"""Evaluation: an agent plays held-out sessions through the proxy, and the ledger has their rewards.
+"""Evaluation: an agent plays held-out sessions through the proxy; their rewards are read from the ledger.
 
 The trainer does not generate itself. It starts a command, the same agent that a user runs, and reads the result from
 the ledger, so the served model is measured through the proxy. The result names the version that sampled the sessions.
@@ -70,10 +70,12 @@ class LedgerEvaluator:
         self._stopped.set()
 
     def evaluate(self, policy_version: int) -> Json:
-        """Return mean reward, turns and count of the eval sessions that ended since the last evaluation.
+        """Return mean reward, turns and count of the eval sessions that ended during the evaluation.
 
-        When a single version sampled them, the ledger keeps that with the version too. Without the database there is no
-        evaluation.
+        Without a command, of those that ended since the last evaluation. When a single version sampled them, the result
+        is also stored with that version. A command that the time limit ended has played a part of its sessions: its
+        gauges have `is_partial`, and are not stored. A stop of the trainer, or an outage of the database, gives no
+        result.
         """
         try:
             return self._evaluate(policy_version)
@@ -82,10 +84,14 @@ class LedgerEvaluator:
             return {}
 
     def _evaluate(self, policy_version: int) -> Json:
+        is_partial = False
         if self._command:
-            self._counted = self._counted if self._counted is not None else {_key(one) for one in self._over()}
+            # Read before each evaluation: after an outage, sessions of the evaluation that failed must not count here.
+            self._counted = {_key(one) for one in self._over()}
             self._wait_until_served(policy_version)
-            self._play(policy_version)
+            is_partial = not self._play(policy_version)
+            if is_partial and self._stopped.is_set():
+                return {}
         over = self._over()
         ended = [one for one in over if _key(one) not in (self._counted or ())]
         self._counted = {_key(one) for one in over}
@@ -101,6 +107,9 @@ class LedgerEvaluator:
             "turns_mean": sum(one.num_turns for one in ended) / len(ended),
             "num_sessions": len(rewards),
         }
+        if is_partial:
+            # Not comparable with the evaluations of other versions, by which the best ones are chosen.
+            return gauges | {"is_partial": True}
         if sampled.newest is not None and sampled.oldest == sampled.newest:
             with self._db.write() as conn:
                 evaluations.record_evaluation(conn, sampled.newest, gauges)
@@ -123,7 +132,8 @@ class LedgerEvaluator:
             self._stopped.wait(POLL_SECONDS)
         log.warning("policy version %d is not served yet; what is served is evaluated instead", version)
 
-    def _play(self, version: int) -> None:
+    def _play(self, version: int) -> bool:
+        """Run the command; return whether it exited by itself."""
         guarded = [
             sys.executable,
             "-I",
@@ -136,23 +146,26 @@ class LedgerEvaluator:
         with self._temporary_key() as key:
             environment = child_environment(evaluation_environment(self._proxy_url, key, version))
             with subprocess.Popen(guarded, env=environment, start_new_session=True) as process:  # noqa: S603  the operator's
-                problem = self._wait_for(process)
-        if problem is not None:
-            log.error("the evaluation command %r %s", self._command, problem)
+                reason = self._wait_for(process)
+        if reason is not None:
+            log.error("the evaluation command %r was ended: %s", self._command, reason)
+        elif process.returncode:
+            log.error("the evaluation command %r exited with status %d", self._command, process.returncode)
+        return reason is None
 
     def _wait_for(self, process: subprocess.Popen[bytes]) -> str | None:
-        """Wait for the command's end, or end its processes; return what was wrong with it."""
+        """Wait until the command exits, or end its processes; return why they were ended."""
         started = time.monotonic()
         try:
             while process.poll() is None:
                 if self._stopped.is_set():
-                    return "was ended, since the trainer stops"
+                    return "the trainer stops"
                 if time.monotonic() - started > self._timeout_seconds:
-                    return f"was ended after {self._timeout_seconds:g} s (evaluation_seconds)"
+                    return f"it ran longer than {self._timeout_seconds:g} s (evaluation_seconds); its result is partial"
                 self._stopped.wait(POLL_SECONDS)
         finally:
             process.terminate()
-        return f"exited with status {process.returncode}" if process.returncode else None
+        return None
 
     @contextlib.contextmanager
     def _temporary_key(self) -> Iterator[str]:

@@ -1,0 +1,97 @@
+"""Evaluations that do not end as they should: by a stop, by the time limit, or by an outage of the database."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from support.ledger_samples import add_session, finish, make_turn
+from support.waiting import WAIT_SECONDS, wait_until
+
+from trainer.loop.evaluator import LedgerEvaluator
+from turnwise.errors import StoreUnavailable
+from turnwise.store import evaluations, policies
+from turnwise.store import ledger as ledger_rows
+from turnwise.store.database import Database
+from turnwise.types import Json, PolicyVersion, Split
+
+PLAYS_FOR_EVER = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+CAUSES_AN_OUTAGE_OF_VERSION_5 = """
+import os, pathlib, sys
+if os.environ["TURNWISE_POLICY_VERSION"] == "5":
+    pathlib.Path(sys.argv[1]).touch()
+"""
+
+
+class InterruptedDatabase(Database):
+    """Is not available while a file exists."""
+
+    outage: Path
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        if self.outage.exists():
+            raise StoreUnavailable("the database is down")
+        with super().read() as connection:
+            yield connection
+
+
+def publish(database: Database, *versions: int) -> None:
+    """Publish versions that no engine serves, so that an evaluation does not wait for them."""
+    with database.write() as connection:
+        for version in versions:
+            policies.publish_policy(connection, PolicyVersion(version=version, path=f"v{version}"))
+            policies.fail_policy(connection, version, "there is no engine")
+
+
+def play(database: Database, session_id: str, version: int) -> None:
+    """Store an eval session of one turn that has ended with reward 1."""
+    add_session(database, session_id, turns=0, split=Split.EVAL)
+    turn = make_turn("t1", session_id=session_id, policy_version_first=version, policy_version_last=version)
+    with database.write() as connection:
+        ledger_rows.append_turns(connection, [turn])
+    finish(database, session_id)
+
+
+@pytest.mark.parametrize("ended_by", ["stop", "time limit"])
+def test_a_partial_evaluation_is_not_stored_as_the_result_of_its_version(ledger, tmp_path, ended_by):
+    """A mean over few sessions is often the highest one, and `keep_best` would keep its version."""
+    publish(ledger, 5)
+    started = tmp_path / "started"
+    evaluation = LedgerEvaluator(ledger, [sys.executable, "-c", PLAYS_FOR_EVER, str(started)])
+    found: list[Json] = []
+    playing = threading.Thread(target=lambda: found.append(evaluation.evaluate(5)))
+    playing.start()
+    try:
+        wait_until(started.exists, "the command runs")
+        play(ledger, "s5", 5)
+        if ended_by == "time limit":
+            evaluation._timeout_seconds = 0.0
+            playing.join(WAIT_SECONDS)
+    finally:
+        evaluation.stop()
+    playing.join(WAIT_SECONDS)
+    if ended_by == "stop":
+        assert found == [{}]
+    else:
+        assert [(one["num_sessions"], one["is_partial"]) for one in found] == [(1, True)]
+    with ledger.read() as connection:
+        assert evaluations.evaluated_versions(connection) == {}
+
+
+def test_sessions_of_an_evaluation_that_an_outage_ended_do_not_count_for_the_next_version(ledger, tmp_path):
+    publish(ledger, 5, 6)
+    database = InterruptedDatabase(f"sqlite:///{tmp_path}/ledger.db")
+    database.outage = tmp_path / "outage"
+    command = [sys.executable, "-c", CAUSES_AN_OUTAGE_OF_VERSION_5, str(database.outage)]
+    evaluation = LedgerEvaluator(database, command)
+    assert evaluation.evaluate(5) == {}
+    play(ledger, "s5", 5)
+    database.outage.unlink()
+    assert evaluation.evaluate(6) == {}
+    database.close()
