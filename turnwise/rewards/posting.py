@@ -72,6 +72,8 @@ class Poster:
         self._done = read_state(self._path)
         self._given_up: set[str] = set()
         self._num_polls = 0
+        self._is_interrupted = False
+        """Whether a unit of this poll ended with an error that concerns all units; no further unit is begun."""
         self.counts = Counts()
         self.stopping = asyncio.Event()
 
@@ -101,8 +103,9 @@ class Poster:
         """Decide on all units of now.
 
         Raises:
-            ProxyUnavailable: the proxy cannot be reached; what was decided on before is posted.
+            ProxyUnavailable: the proxy cannot be reached; units that were begun before are finished.
         """
+        self._is_interrupted = False
         units = [unit async for unit in self._units()]
         outcomes = await asyncio.gather(*(self._handle(unit) for unit in units), return_exceptions=True)
         for outcome in outcomes:
@@ -166,7 +169,7 @@ class Poster:
 
     async def _handle(self, sessions: Sequence[Json]) -> None:
         async with self._places:
-            if self.stopping.is_set():
+            if self.stopping.is_set() or self._is_interrupted:
                 return
             try:
                 await self._decide(sessions)
@@ -176,6 +179,9 @@ class Poster:
                 self.counts.num_failed += len(sessions)
                 self.counts.last_error = f"session {sessions[0]['session_id']}: {error}"
                 self._given_up |= {session["session_id"] for session in sessions}
+            except BaseException:
+                self._is_interrupted = True
+                raise
         self.counts.num_sessions += len(sessions)
         self._say(self.counts.line())
 

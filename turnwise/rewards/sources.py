@@ -67,20 +67,30 @@ class PythonSource:
     async def decide(self, documents: Sequence[Json]) -> list[Reward]:
         """Call the function with one session, in a thread that does not keep this process alive if it hangs."""
         (document,) = documents
+        value = await _in_daemon_thread(self._name, self._function, document)
         try:
-            value = await _in_daemon_thread(self._function, document)
             if inspect.isawaitable(value):
                 value = await value
-        except Exception as error:  # the function is anybody's code; its failure is counted by the caller
-            raise GraderFailed(f"{self._name} failed: {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:  # the function is anybody's code; the caller counts its failure
+            raise _failure(self._name, error) from error
         return as_rewards(value)
 
     async def close(self) -> None:
         """Hold nothing."""
 
 
-async def _in_daemon_thread(function: Callable[[Json], Any], document: Json) -> Any:
-    """Return what the function returns; `asyncio.to_thread` would wait for a hanging one at the process's end."""
+def _failure(name: str, error: BaseException) -> GraderFailed:
+    failure = GraderFailed(f"{name} failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+async def _in_daemon_thread(name: str, function: Callable[[Json], Any], document: Json) -> Any:
+    """Return what the function returns; `asyncio.to_thread` would wait for a hanging one at the process's end.
+
+    Raises:
+        GraderFailed: the function raised an exception.
+    """
     loop = asyncio.get_running_loop()
     returned: asyncio.Future[Any] = loop.create_future()
 
@@ -88,12 +98,12 @@ async def _in_daemon_thread(function: Callable[[Json], Any], document: Json) -> 
         value, failure = None, None
         try:
             value = function(document)
-        except Exception as error:  # noqa: BLE001  raised again where it is awaited
-            failure = error
+        except BaseException as error:  # noqa: BLE001  raised again where it is awaited
+            failure = _failure(name, error)  # a future takes no StopIteration
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(finish, value, failure)
 
-    def finish(value: Any, failure: Exception | None) -> None:
+    def finish(value: Any, failure: GraderFailed | None) -> None:
         if returned.done():  # the time limit has passed
             return
         if failure is None:

@@ -58,10 +58,11 @@ def replace_by_pipe(file: Path) -> None:
 
 
 def restore(pipe: Path) -> None:
-    """Put the file back, and end the thread that reads the pipe."""
-    os.close(os.open(pipe, os.O_WRONLY))
+    """Put the file back, and end the thread that reads the pipe, if there is one."""
+    writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     pipe.unlink()
     pipe.write_text("{}")
+    os.close(writer)
 
 
 async def test_a_directory_that_does_not_answer_is_given_up_in_time_and_tried_again(stage: Stage):
@@ -74,11 +75,13 @@ async def test_a_directory_that_does_not_answer_is_given_up_in_time_and_tried_ag
         loader = process.reloader._loader
         unhurried = loader._settings
         loader._settings = unhurried.model_copy(update={"reload_timeout_seconds": 0.2})
-        async with asyncio.timeout(60):
-            await process.follow()
-        assert (process.versions, stage.statuses()) == ([1, 1], ["active", "published"])
-        assert process.reloader._attempts.count == 1
-        restore(stalled)
+        try:
+            async with asyncio.timeout(60):
+                await process.follow()
+            assert (process.versions, stage.statuses()) == ([1, 1], ["active", "published"])
+            assert process.reloader._attempts.count == 1
+        finally:
+            restore(stalled)  # the test process does not end before the thread does
         loader._settings = unhurried
         process.reloader._attempts.not_before = 0.0
         await process.follow()

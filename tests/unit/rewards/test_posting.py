@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from turnwise.errors import ProxyUnavailable
+import pytest
+
+from turnwise.errors import GraderFailed, ProxyUnavailable
 from turnwise.rewards.posting import Poster, read_state
 from turnwise.rewards.settings import RewardSettings
+from turnwise.rewards.sources import PythonSource
 from turnwise.rewards.verdict import Reward
 from turnwise.types import Json
 
@@ -62,3 +66,76 @@ async def test_a_state_line_that_was_cut_does_not_spoil_the_next_one(tmp_path):
     state.write_text(json.dumps({"session_id": "earlier"}) + '\n{"session_id": "cu')
     await poster_for(tmp_path, ProxyOfOneSession(num_outages=0), []).run()
     assert read_state(state) == {"earlier", "s0"}
+
+
+class ProxyThatGoesDown:
+    """Has five ended sessions; the post of the first one fails while the second one is decided on."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        """Sessions that were read."""
+        self.posted: list[str] = []
+        self._is_second_begun = asyncio.Event()
+        self._is_down = asyncio.Event()
+
+    async def sessions(self, **_: Any) -> AsyncIterator[Json]:
+        for number in range(5):
+            yield {"session_id": f"s{number}", "num_turns": 1, "metadata": {}, "group_id": None, "group_size": None}
+
+    async def turns(self, session_id: str) -> AsyncIterator[Json]:
+        self.asked.append(session_id)
+        if session_id == "s1":
+            self._is_second_begun.set()
+        return
+        yield {}
+
+    async def rewards(self, lines: Iterable[Mapping[str, Any]], **_: Any) -> list[int]:
+        (session_id,) = (line["session_id"] for line in lines)
+        if session_id == "s0":
+            await self._is_second_begun.wait()
+            self._is_down.set()
+            raise ProxyUnavailable("cannot reach it")
+        await self._is_down.wait()
+        self.posted.append(session_id)
+        return [1]
+
+
+async def test_after_an_outage_no_further_session_is_decided_on_and_those_begun_are_finished(tmp_path):
+    """Each further session would be judged, with paid calls, and wait for all attempts to post."""
+    proxy = ProxyThatGoesDown()
+    async with asyncio.timeout(60):
+        with pytest.raises(ProxyUnavailable):
+            await poster_for(tmp_path, proxy, [], parallel=2).run()
+    assert (proxy.asked, proxy.posted) == (["s0", "s1"], ["s1"])
+    assert read_state(tmp_path / "state.jsonl") == {"s1"}
+
+
+def raises_system_exit(_: Json) -> float:
+    raise SystemExit("no GPU")
+
+
+def raises_stop_iteration(_: Json) -> float:
+    return next(iter(()))
+
+
+async def exits_in_a_coroutine(_: Json) -> float:
+    raise SystemExit("no GPU")
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (raises_system_exit, "SystemExit: no GPU"),
+        (raises_stop_iteration, "StopIteration: "),
+        (exits_in_a_coroutine, "SystemExit: no GPU"),
+    ],
+)
+async def test_a_grader_that_raises_any_exception_fails_at_once_with_its_cause(
+    monkeypatch, function: Callable[[Json], float], cause: str
+):
+    """A thread that ends without a result would look like a function that hangs."""
+    monkeypatch.setattr("turnwise.rewards.sources.load_function", lambda _: function)
+    source = PythonSource(RewardSettings(source="python", function="mine:grade"))
+    async with asyncio.timeout(60):
+        with pytest.raises(GraderFailed, match=f"^mine:grade failed: {cause}"):
+            await source.decide([{}])
