@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.errors import SettingsError
+from turnwise.line_file import append_lines
 from turnwise.types import utc_now
 
 log = logging.getLogger(__name__)
@@ -63,13 +64,21 @@ class ChainRecorder:
         self._recorders.append(recorder)
 
     def close(self) -> None:
-        """Close each of them."""
+        """Close each of them; one that fails, as on a full disk, does not end the run with an error."""
         for recorder in self._recorders:
-            recorder.close()
+            try:
+                recorder.close()
+            except Exception as error:  # noqa: BLE001  a full disk, a network or anybody's code; the ledger has it too
+                log.warning(
+                    "%s was not closed and may have lost its last records: %s: %s",
+                    type(recorder).__name__,
+                    type(error).__name__,
+                    error,
+                )
 
 
 class JsonLines:
-    """One JSON object a line. The file is open only while a line is written, so a crash loses no line."""
+    """One JSON object a line. The file is open only while a line is written, so a crash loses no earlier line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -78,8 +87,7 @@ class JsonLines:
         """Append a line; a number that is not finite, which JSON does not have, is null."""
         line = {"at": utc_now().isoformat(), "step": step, **_without_infinities(scalars)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False, default=str) + "\n")
+        append_lines(self._path, [json.dumps(line, allow_nan=False, default=str)])
 
     def close(self) -> None:
         """Nothing is held."""

@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 
 from turnwise.errors import GraderFailed
+from turnwise.line_file import append_lines
 from turnwise.rewards.next_state import text_of
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rewards.verdict import Reward, finite
@@ -93,8 +94,7 @@ class Judge:
         if self._cache_path is None or name in self._cache:
             return
         self._cache[name] = answer
-        with self._cache_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"name": name, "answer": answer}) + "\n")
+        append_lines(self._cache_path, [json.dumps({"name": name, "answer": answer})])
 
     async def _ask(self, text: str, temperature: float) -> str:
         try:

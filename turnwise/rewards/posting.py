@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from turnwise.client import AsyncClient
 from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, ProxyUnavailable, TooLarge
+from turnwise.line_file import append_lines
 from turnwise.rewards import transcript
 from turnwise.rewards.agreement import Agreement, agreement, read_outcomes, require, session_rewards, units_of
 from turnwise.rewards.judge import SOURCE as JUDGE
@@ -226,12 +226,8 @@ class Poster:
 
     def _record(self, session_ids: Sequence[str]) -> None:
         """Write durably that these sessions have their reward."""
-        with self._path.open("a", encoding="utf-8") as file:
-            if file.tell() and not self._path.read_bytes().endswith(b"\n"):
-                file.write("\n")  # the last line was cut by a kill or a full disk; it is decided again
-            file.writelines(json.dumps({"session_id": session_id}) + "\n" for session_id in session_ids)
-            file.flush()
-            os.fsync(file.fileno())
+        lines = (json.dumps({"session_id": session_id}) for session_id in session_ids)
+        append_lines(self._path, lines, is_durable=True)
         self._done |= set(session_ids)
 
 

@@ -34,6 +34,37 @@ def test_a_recorder_that_fails_stops_neither_the_training_nor_the_other_recorder
     assert "JsonLines did not record step 1 (4 records are lost so far): OSError: [Errno 28]" in caplog.text
 
 
+class FailsToClose(JsonLines):
+    """As TensorBoard on a full disk."""
+
+    def close(self) -> None:
+        raise OSError("no space left on device")
+
+
+class Closable(JsonLines):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_recorder_that_cannot_be_closed_neither_ends_the_run_in_an_error_nor_keeps_others_open(tmp_path, caplog):
+    other = Closable(tmp_path / "other.jsonl")
+    ChainRecorder([FailsToClose(tmp_path / "trainer.jsonl"), other]).close()
+    assert other.is_closed
+    assert "FailsToClose was not closed and may have lost its last records: OSError: no space left" in caplog.text
+
+
+def test_a_line_that_a_full_disk_cut_does_not_spoil_the_next_one(tmp_path):
+    path = tmp_path / "trainer.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    for step in (3, 4):
+        JsonLines(path).write({"loss": 0.5}, step)
+    first, cut, *whole = path.read_text().splitlines()
+    assert (first, cut) == ('{"step": 1}', '{"step": 2, "lo')
+    assert [json.loads(line)["step"] for line in whole] == [3, 4]
+
+
 def test_a_number_that_is_not_finite_is_recorded_as_null(tmp_path):
     JsonLines(tmp_path / "trainer.jsonl").write({"loss": float("nan"), "kl": float("-inf"), "tokens": 3}, 1)
     (line,) = (tmp_path / "trainer.jsonl").read_text().splitlines()
