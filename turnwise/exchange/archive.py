@@ -2,7 +2,7 @@
 
 A batch is complete before its sessions leave the tables: it is written under another name, synchronised and renamed. So
 a crash at any instant loses nothing; it may leave sessions both in a batch and in the tables, and an incomplete batch,
-which the next run removes. Of a session in several batches the last one counts.
+which a run removes once it is an hour old. Of a session in several batches the last one counts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +32,9 @@ SESSIONS_AT_ONCE = 50
 
 _INCOMPLETE = ".writing-"
 """How the names of batches begin that are not complete."""
+_ABANDONED_SECONDS = 3600.0
+"""An incomplete batch to which nothing was written for so long belongs to no running process."""
+_LOCK_FILE = ".lock"
 
 
 def archive(database: Database, directory: Path, before: datetime.datetime) -> Deleted:
@@ -44,24 +48,35 @@ def archive(database: Database, directory: Path, before: datetime.datetime) -> D
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
-        for incomplete in directory.glob(f"{_INCOMPLETE}*"):
-            shutil.rmtree(incomplete)
+        _remove_abandoned(directory)
         return _move(database, directory, before)
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of an archive, which the system releases when the process ends."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    """Hold the lock of an archive, which the system releases when the process ends.
+
+    The lock is on a regular file that is open for writing, because NFS passes only such locks on to other machines.
+    """
+    descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Conflict(
+                f"another `turnwise archive` writes to {str(directory)!r}; wait for it, or name another directory"
+            ) from error
         yield
-    except BlockingIOError as error:
-        raise Conflict(
-            f"another `turnwise archive` writes to {str(directory)!r}; wait for it, or name another directory"
-        ) from error
     finally:
         os.close(descriptor)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove the incomplete batches of killed processes, but not those of a process that the lock does not stop."""
+    oldest = time.time() - _ABANDONED_SECONDS
+    for incomplete in directory.glob(f"{_INCOMPLETE}*"):
+        if max(path.stat().st_mtime for path in (incomplete, *incomplete.iterdir())) < oldest:
+            shutil.rmtree(incomplete)
 
 
 def _move(database: Database, directory: Path, before: datetime.datetime) -> Deleted:
@@ -120,14 +135,34 @@ def _read_batch(batch: Path) -> Iterator[ArchivedSession]:
 
 
 def _write_batch(directory: Path, rows_of: dict[str, Iterator[Row]]) -> None:
-    """Write the rows of all tables to a new batch."""
+    """Write the rows of all tables to a new batch.
+
+    Raises:
+        Conflict: another process has removed files of the batch.
+    """
     number = utc_now().strftime("%Y%m%dT%H%M%S%f")
     written = Path(tempfile.mkdtemp(prefix=_INCOMPLETE, dir=directory))
     for name, rows in rows_of.items():
         _write_table(written / f"{name}.parquet", name, rows)
     _synchronise(written)
-    written.rename(directory / f"batch-{number}")
+    batch = written.rename(directory / f"batch-{number}")
     _synchronise(directory)
+    _require_complete(batch)
+
+
+def _require_complete(batch: Path) -> None:
+    """Remove a batch that lacks a table's file, and raise: its sessions must stay in the tables.
+
+    Raises:
+        Conflict: another process, which the lock does not stop, has removed files of the batch.
+    """
+    missing = sorted(name for name in TABLES if not (batch / f"{name}.parquet").exists())
+    if missing:
+        shutil.rmtree(batch)
+        raise Conflict(
+            f"another process removed the files of {missing} from {str(batch)!r}, and the batch's sessions stay in the "
+            "tables; archive again when no other process writes to this directory"
+        )
 
 
 def _write_table(path: Path, table_name: str, rows: Iterable[Row]) -> None:

@@ -6,6 +6,7 @@ import datetime
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,23 +106,66 @@ def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(
     assert stored(database) == before
 
 
-def test_an_incomplete_batch_of_a_killed_process_is_removed(database: Database, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("age_seconds", "is_removed"), [(0, False), (7200, True)], ids=["new", "two hours old"])
+def test_an_incomplete_batch_is_removed_once_no_process_can_still_write_it(
+    database: Database, tmp_path: Path, age_seconds: int, *, is_removed: bool
+) -> None:
+    """A process on another machine, or of an older release, may be writing a new one."""
     fill(database)
     incomplete = tmp_path / "out" / ".writing-x"
     incomplete.mkdir(parents=True)
     (incomplete / "groups.parquet").write_bytes(b"PAR1")
+    written_at = time.time() - age_seconds
+    for path in (incomplete / "groups.parquet", incomplete):
+        os.utime(path, (written_at, written_at))
     assert archive.archive(database, tmp_path / "out", LATER).num_turns == 6
-    assert [path.name[:6] for path in (tmp_path / "out").iterdir()] == ["batch-"]
+    assert incomplete.exists() != is_removed
+
+
+def test_sessions_stay_in_the_tables_when_another_process_removes_a_file_of_their_batch(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The incomplete batch is removed, so that the rest of the archive can be read."""
+    fill(database)
+    before = stored(database)
+    synchronise = archive._synchronise
+
+    def removes_a_file(path: Path) -> None:
+        synchronise(path)
+        if path.name.startswith(".writing-"):
+            (path / "turns.parquet").unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(archive, "_synchronise", removes_a_file)
+        with pytest.raises(Conflict, match="the files of \\['turns'\\]"):
+            archive.archive(database, tmp_path, LATER)
+    assert stored(database) == before
+    assert not list(tmp_path.glob("batch-*"))
+    assert archive.archive(database, tmp_path, LATER).num_turns == 6
 
 
 def test_two_processes_do_not_write_to_one_archive(database: Database, tmp_path: Path) -> None:
+    """They lock a regular file that is open for writing, because NFS passes on no lock on a directory."""
     fill(database)
-    descriptor = os.open(tmp_path, os.O_RDONLY)
+    descriptor = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(Conflict, match="another `turnwise archive` writes"):
         archive.archive(database, tmp_path, LATER)
     os.close(descriptor)
     assert archive.archive(database, tmp_path, LATER).num_turns == 6
+
+
+def test_an_error_while_the_lock_is_held_is_not_reported_as_a_second_process(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system or a socket may raise the same error as a lock that another process holds."""
+
+    def fail(*_: Any) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(archive, "_move", fail)
+    with pytest.raises(BlockingIOError):
+        archive.archive(database, tmp_path, LATER)
 
 
 def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(database: Database, tmp_path: Path) -> None:
