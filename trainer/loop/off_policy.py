@@ -91,13 +91,17 @@ class ReplayBuffer:
         """Return whether the next group replaces the oldest one."""
         return len(self.entries(buffer)) >= self._capacity
 
-    def read(self, group_pks: Sequence[int], rule: SourceRule) -> list[Experience]:
-        """Return the groups' experiences with the rewards that they have by now."""
+    def read(self, buffer: Json, group_pks: Sequence[int], rule: SourceRule) -> list[Experience]:
+        """Return the experiences of groups of the buffer with the rewards that they have by now.
+
+        A group that has left the store has none, even if its number in the store belongs to another group by now.
+        """
+        names = {entry.group_id for entry in self.entries(buffer) if entry.group_pk in group_pks}
         with self._db.read() as conn:
             found = experiences.experiences_of_groups(
                 conn, group_pks, reward_bonus_coeff=rule.reward_bonus_coeff, roles=rule.train_roles
             )
-            return list(found)
+            return [experience for experience in found if experience.group_key[1] in names]
 
     @staticmethod
     def entries(buffer: Json) -> list[Entry]:
@@ -164,7 +168,7 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             return self._finish_untrained(state, claimed, {"num_buffered_groups": len(state.buffer["entries"])}, {})
         pks, buffer = self.replay_buffer.sample(state.buffer, self.config.groups_per_batch, state.rng())
         state = dataclasses.replace(state, buffer=buffer)
-        sampled = self.replay_buffer.read(pks, self.config)
+        sampled = self.replay_buffer.read(buffer, pks, self.config)
         return self._train(state, dataclasses.replace(claimed, experiences=sampled), started)
 
     def _position(self, state: State) -> Position:

@@ -1,4 +1,4 @@
-"""The rows of sessions as they leave the tables and come back. They get new row numbers when they come back."""
+"""The rows of sessions as they leave the tables and come back. Sessions and rewards get new row numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import insert_if_new, is_among, members
+from turnwise.store.statements import insert_if_new, is_among, last_assigned, members
 from turnwise.store.tables import groups, rewards, session_labels, sessions, trained_sessions, turns
 from turnwise.types import SessionStatus
 
@@ -91,14 +91,14 @@ def insert_session(conn: sa.Connection, archived: ArchivedSession) -> bool:
 def _join_group(conn: sa.Connection, group: Row, session: Row) -> int:
     """Count a session in its group; store the group if it has left the tables too. Return its row number.
 
-    The group gets its old row number if that is free and was assigned by this database, because a trainer's replay
-    buffer names groups by it.
+    The group gets its old row number, by which a trainer's replay buffer finds it, unless another group has it. On
+    PostgreSQL it gets a new one too if this database has not assigned the number yet, since a later group would get it.
     """
-    newest = conn.execute(sa.select(sa.func.max(groups.c.group_pk))).scalar_one() or 0
-    number = group["group_pk"]
-    is_free = conn.execute(sa.select(groups.c.group_pk).where(groups.c.group_pk == number)).one_or_none() is None
-    kept = {"group_pk": number} if is_free and number < newest else {}
-    insert_if_new(conn, groups, {**_without(group, "group_pk"), **kept, "num_sessions": 0, "num_finished": 0})
+    empty = {**_without(group, "group_pk"), "num_sessions": 0, "num_finished": 0}
+    numbers: list[Row] = [{"group_pk": group["group_pk"]}, {}]
+    for number in numbers if group["group_pk"] <= last_assigned(conn, groups.c.group_pk) else numbers[1:]:
+        if insert_if_new(conn, groups, {**empty, **number}) is not None:
+            break
     is_finished = session["status"] != SessionStatus.OPEN and session["num_rewards"] > 0
     group_pk: int = conn.execute(
         sa.update(groups)

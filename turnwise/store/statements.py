@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,15 @@ def insert_if_new(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) 
     key, *_ = table.primary_key.columns
     inserted = conn.execute(insert(table).values(**row).on_conflict_do_nothing().returning(key))
     return inserted.scalar_one_or_none()
+
+
+def last_assigned(conn: sa.Connection, key: sa.Column[int]) -> float:
+    """Return the largest number that no later row gets from the database as its key."""
+    if conn.dialect.name == "sqlite":
+        return math.inf  # a new row gets the number after the largest one
+    sequence = sa.func.pg_get_serial_sequence(key.table.name, key.name)
+    last = sa.select(sa.func.pg_sequence_last_value(sa.cast(sequence, postgresql.REGCLASS)))
+    return conn.execute(last).scalar_one() or 0
 
 
 def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:

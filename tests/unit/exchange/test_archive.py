@@ -188,6 +188,47 @@ def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(databa
     assert after["g"] not in before.values()
 
 
+def test_restored_groups_keep_their_row_numbers_in_a_table_without_other_groups(
+    database: Database, tmp_path: Path
+) -> None:
+    """The newest group, and groups below deleted ones, too. A later group gets a number of its own."""
+    for number in range(1, 6):
+        add_session(database, f"s{number}", group_id=f"g{number}")
+        finish(database, f"s{number}", 1.0)
+    with database.write() as conn:
+        conn.execute(sa.update(groups).values(status=GroupStatus.TRAINED.value))
+        for number in (1, 4):
+            retention.delete_session(conn, "default", f"s{number}")
+    by_id = sa.select(groups.c.group_id, groups.c.group_pk)
+    with database.read() as conn:
+        before = dict(conn.execute(by_id).all())
+    archive.archive(database, tmp_path, LATER)
+    assert archive.restore(database, tmp_path) == 3
+    add_session(database, "s6", group_id="g6")
+    with database.read() as conn:
+        after = dict(conn.execute(by_id).all())
+    assert before == {"g2": 2, "g3": 3, "g5": 5}
+    assert after.pop("g6") > 5
+    assert after == before
+
+
+def test_a_group_of_an_empty_database_is_not_given_a_number_that_another_one_gets(
+    database: Database, tmp_path: Path
+) -> None:
+    """An archive may be restored into a new database, which has assigned no numbers."""
+    fill(database)
+    archive.archive(database, tmp_path, LATER)
+    with database.write() as conn:
+        while retention.delete_tenant(conn, "default").sessions:
+            pass
+        if database.dialect == "postgresql":
+            conn.exec_driver_sql("SELECT setval(pg_get_serial_sequence('groups', 'group_pk'), 1, false)")
+    assert archive.restore(database, tmp_path) == 2
+    for number in range(4):
+        add_session(database, f"new{number}", group_id=f"new{number}")
+    assert len(stored(database)["groups"]) == 5
+
+
 def run(*arguments: str) -> str:
     done = CliRunner().invoke(main, list(arguments))
     assert done.exit_code == 0, done.output

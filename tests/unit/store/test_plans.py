@@ -44,6 +44,8 @@ LOST_RACES = {
     "opening.py: groups.leave(conn, group_pks[key])",
 }
 """Call sites that run only if another transaction has created the same session meanwhile."""
+ONLY_ON_POSTGRESQL = {"archived_rows.py: last_assigned(conn, groups.c.group_pk)"}
+"""Call sites that send nothing on SQLite."""
 OTHER_GROUPS = 60
 MOST_GROWTH = 1.05
 MOST_MORE = 20
@@ -317,7 +319,7 @@ def test_every_call_site_of_the_store_sends_a_statement_in_these_tests(sqlite_st
         f"{site.file}:{site.first}: {site.text}"
         for site in sites()
         if not any((site.file, line) in recording.places for line in range(site.first, site.last + 1))
-        and f"{site.file}: {site.text}" not in LOST_RACES
+        and f"{site.file}: {site.text}" not in LOST_RACES | ONLY_ON_POSTGRESQL
     ]
     assert missing == [], "add a call to tests/support/store_calls.py for each"
 

@@ -77,3 +77,18 @@ def test_a_sample_holds_no_group_twice(ledger):
     drawn, after = buffer.sample(buffer_json([1.0] * 5), 9, np.random.default_rng(0))
     assert sorted(drawn) == [0, 1, 2, 3, 4]
     assert [entry.num_uses for entry in buffer.entries(after)] == [1] * 5
+
+
+def test_a_group_that_has_the_number_of_a_deleted_group_is_not_sampled(tmp_path, model, ledger):
+    """SQLite assigns the number of the newest group again after the group was deleted."""
+    Rollouts(ledger, load_model(model)).play("a", num_groups=2)
+    workflow = workflow_for(tmp_path, model)
+    _, state = workflow.step(workflow.setup(0))
+    kept, deleted = state.buffer["entries"]
+    pks = [kept["group_pk"], deleted["group_pk"]]
+    buffer = {"entries": [kept, {**deleted, "group_id": "deleted"}]}
+    both = workflow.replay_buffer.read(state.buffer, pks, workflow.config)
+    assert {each.group_key[1] for each in both} == {kept["group_id"], deleted["group_id"]}
+    found = workflow.replay_buffer.read(buffer, pks, workflow.config)
+    assert {each.group_key[1] for each in found} == {kept["group_id"]}
+    workflow.close()
