@@ -109,7 +109,8 @@ PAGES = {
     "idle sessions to expire": Page(lambda c: ledger.expire_idle_sessions(c, START - HOUR)),
     "stalled groups to train": Page(lambda c: groups.close_stalled_groups(c, utc_now() - HOUR)),
     "the oldest version in flight": Page(lambda c: claims.oldest_version_in_flight(c, utc_now() - HOUR)),
-    "the next sessions to archive": Page(lambda c: retention.over_since(c, START + HOUR, after_pk=0, limit=50)),
+    "the next sessions to archive": Page(lambda c: retention.over_since(c, START + HOUR, limit=50)),
+    "no more sessions to archive": Page(lambda c: retention.over_since(c, START - HOUR, limit=50)),
     "the next sessions to delete": Page(lambda c: retention.prune(c, START + HOUR, limit=10)),
     "unfinished groups for /metrics (at most 10,000)": Page(queries.unfinished_groups, is_bounded=False),
 }

@@ -65,6 +65,7 @@ from turnwise.types import (
 )
 
 NOW = utc_now()
+LONG_AGO = datetime.datetime.fromtimestamp(0, datetime.UTC)
 WEEK = datetime.timedelta(days=7)
 CONTENTS = Contents(min_reward=0.0, outcome=Outcome.EXACT, reason="r", policy_version=0, text="question")
 Ask = Callable[[sa.Connection], Any]
@@ -84,7 +85,7 @@ def _rewards(conn: sa.Connection) -> None:
 
 
 def _rows_to_archive(conn: sa.Connection) -> dict[str, list[archived_rows.Row]]:
-    found = retention.over_since(conn, NOW + WEEK, after_pk=0, limit=2)
+    found = retention.over_since(conn, NOW + WEEK, limit=2)
     assert found
     return {name: list(archived_rows.select_rows(conn, name, found)) for name in archived_rows.TABLES}
 
@@ -93,7 +94,7 @@ def _archive(conn: sa.Connection) -> None:
     """Move sessions that are over out of the tables and back."""
     rows_of = _rows_to_archive(conn)
     conn.execution_options(yield_per=0, stream_results=False)  # reading rows in portions has changed them
-    retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, after_pk=0, limit=2))
+    retention.delete_unchanged(conn, retention.over_since(conn, NOW + WEEK, limit=2))
     assert all(archived_rows.insert_session(conn, each) for each in archived_rows.grouped(rows_of))
 
 
@@ -272,6 +273,10 @@ OF_ALL: dict[str, Ask] = {
     "stalled groups to drop": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "drop"),
     "old answers": lambda c: idempotency.forget_answers(c, NOW - WEEK),
     "old sessions": lambda c: retention.prune(c, NOW + WEEK),
+    "no more sessions to archive": lambda c: retention.over_since(c, LONG_AGO),
+    "later sessions to archive": lambda c: retention.over_since(
+        c, NOW + WEEK, after=retention.over_since(c, NOW + WEEK, limit=1)[0]
+    ),
     "rows to archive": _rows_to_archive,
     "an archive": _archive,
 }

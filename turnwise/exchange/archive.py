@@ -80,14 +80,14 @@ def _remove_abandoned(directory: Path) -> None:
 
 
 def _move(database: Database, directory: Path, before: datetime.datetime) -> Deleted:
-    total, last_pk = Deleted(), 0
+    total, last = Deleted(), None
     while True:
         with database.read() as conn:
-            found = retention.over_since(conn, before, after_pk=last_pk, limit=SESSIONS_AT_ONCE)
+            found = retention.over_since(conn, before, after=last, limit=SESSIONS_AT_ONCE)
             if not found:
                 return total
             _write_batch(directory, {name: archived_rows.select_rows(conn, name, found) for name in TABLES})
-        last_pk = found[-1].session_pk
+        last = found[-1]
         total += _delete(database, found)
 
 

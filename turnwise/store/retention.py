@@ -34,6 +34,8 @@ from turnwise.types import GroupStatus, SessionKey, SessionStatus
 
 SESSIONS_AT_ONCE = 100
 """Maximum number of sessions that one transaction deletes."""
+_OVER = (SessionStatus.ENDED, SessionStatus.EXPIRED)
+_IS_OVER = sessions.c.status.in_([status.value for status in _OVER])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +89,33 @@ def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIO
 
 
 def over_since(
-    conn: sa.Connection, before: datetime.datetime, *, after_pk: int, limit: int = SESSIONS_AT_ONCE
+    conn: sa.Connection,
+    before: datetime.datetime,
+    *,
+    after: StoredRow | None = None,
+    limit: int = SESSIONS_AT_ONCE,
 ) -> list[StoredRow]:
-    """Return the rows of some sessions that `prune` would delete, in order; `after_pk` is the last one's before."""
-    # With the concatenation the databases search by the key, and do not sort all old sessions for each call.
-    over = _select_over(before, sessions.c.status.concat(""))
-    found = over.where(sessions.c.session_pk > after_pk).order_by(sessions.c.session_pk).limit(limit)
-    return list(conn.execute(found).all())
+    """Return the rows of some sessions that `prune` would delete, in the order of an index; none is after the last.
+
+    Args:
+        conn: A transaction.
+        before: The sessions were over before this instant.
+        after: The last row of the page before; None for the first page.
+        limit: Maximum number of rows.
+    """
+    at, pk = sessions.c.last_active_at, sessions.c.session_pk
+    statuses = _OVER if after is None else _OVER[_OVER.index(SessionStatus(after.status)) :]
+    for status in statuses:
+        page = _select_over(before, sessions.c.status == status.value).order_by(at, pk).limit(limit)
+        if after is not None and after.status == status.value:
+            # The first condition limits what is read of the index, which does not contain the key on PostgreSQL.
+            page = page.where(
+                at >= after.last_active_at,
+                sa.or_(at > after.last_active_at, pk > after.session_pk),
+            )
+        if found := conn.execute(page).all():
+            return list(found)
+    return []
 
 
 def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
@@ -107,10 +129,8 @@ def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:
     return _delete(conn, [row for row in present if tuple(row) == before[row.session_pk]])
 
 
-def _select_over(
-    before: datetime.datetime, status: sa.ColumnElement[str] = sessions.c.status
-) -> sa.Select[*tuple[Any, ...]]:
-    """Select the sessions that were over before an instant and that no trainer waits for; `status` is theirs."""
+def _select_over(before: datetime.datetime, is_over: sa.ColumnElement[bool] = _IS_OVER) -> sa.Select[*tuple[Any, ...]]:
+    """Select the sessions that were over before an instant and that no trainer waits for."""
     waiting = sa.or_(
         groups.c.status.in_([GroupStatus.READY.value, GroupStatus.CLAIMED.value]),
         sa.and_(groups.c.status == GroupStatus.OPEN.value, groups.c.last_active_at >= to_micros(before)),
@@ -119,7 +139,7 @@ def _select_over(
         sa.select(sessions)
         .outerjoin(groups, sessions.c.group_pk == groups.c.group_pk)
         .where(
-            status.in_([SessionStatus.ENDED.value, SessionStatus.EXPIRED.value]),
+            is_over,
             sessions.c.last_active_at < to_micros(before),
             sa.or_(sessions.c.group_pk.is_(None), ~waiting),
         )

@@ -22,7 +22,7 @@ from turnwise.exchange import archive
 from turnwise.store import ledger, retention
 from turnwise.store.database import Database
 from turnwise.store.tables import groups, rewards, sessions, trained_sessions, turns
-from turnwise.types import GroupStatus, Reward, utc_now
+from turnwise.types import GroupStatus, Reward, SessionStatus, utc_now
 
 LATER = utc_now() + datetime.timedelta(days=1)
 
@@ -77,11 +77,31 @@ def test_archived_sessions_are_deleted_from_the_tables_and_restored_unchanged(
 def test_a_session_that_changes_while_it_is_archived_stays(database: Database) -> None:
     fill(database)
     with database.read() as conn:
-        found = retention.over_since(conn, LATER, after_pk=0)
+        found = retention.over_since(conn, LATER)
     with database.write() as conn:
         ledger.add_rewards(conn, [Reward(session_id="a", tenant="default", value=1.0)])
     with database.write() as conn:
         assert retention.delete_unchanged(conn, found).sessions == (("default", "b"),)
+
+
+def test_pages_of_sessions_to_archive_contain_each_session_once(database: Database) -> None:
+    """Also sessions whose last activity is at the same instant, and sessions of the other status."""
+    names = [f"s{number}" for number in range(7)]
+    for name in names:
+        add_session(database, name)
+        finish(database, name)
+    with database.write() as conn:
+        conn.execute(sa.update(groups).values(status=GroupStatus.TRAINED.value))
+        conn.execute(sa.update(sessions).values(last_active_at=5))
+        conn.execute(sa.update(sessions).where(sessions.c.session_id == "s0").values(last_active_at=9))
+        expired = sessions.c.session_id.in_(["s1", "s2", "s3"])
+        conn.execute(sa.update(sessions).where(expired).values(status=SessionStatus.EXPIRED.value))
+        pages: list[list[str]] = []
+        last = None
+        while found := retention.over_since(conn, LATER, after=last, limit=2):
+            pages.append([row.session_id for row in found])
+            last = found[-1]
+    assert pages == [["s4", "s5"], ["s6", "s0"], ["s1", "s2"], ["s3"]]
 
 
 def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(

@@ -366,3 +366,27 @@ def test_the_work_of_a_call_of_one_session_does_not_grow_with_its_tenants_data(
 ) -> None:
     with filled(tmp_path / "own.db", OTHER_GROUPS, 10 * OTHER_GROUPS) as larger:
         assert growing(OF_TENANT.keys() - GROWING_WITH_THE_TENANT, sqlite_store, larger) == {}
+
+
+def test_the_last_page_of_sessions_to_archive_does_not_read_young_sessions(
+    sqlite_store: Database, tmp_path: Path
+) -> None:
+    with filled(tmp_path / "young.db", 10 * OTHER_GROUPS, 0) as larger:
+        assert growing(["no more sessions to archive"], sqlite_store, larger) == {}
+
+
+@pytest.mark.postgres
+def test_the_last_page_of_sessions_to_archive_is_read_from_an_index_on_postgresql(postgres_store: Database) -> None:
+    """The index contains each session's last activity, so that no young session is read."""
+    recording = Recording()
+    recorded(postgres_store, CALLS["later sessions to archive"], recording)
+    with undone(postgres_store) as conn:
+        without_scans(conn)
+        driver: Any = conn.connection.driver_connection
+        last = recording.sent[-1]
+        with psycopg.Cursor(driver) as cursor:
+            plan = "\n".join(line for (line,) in cursor.execute(f"EXPLAIN {last.text}", last.params))
+    searched = re.search(r"Index Scan using ix_sessions_status on sessions .*\n *Index Cond: (.*)", plan)
+    assert searched is not None, plan
+    for condition in ("status = ", "last_active_at >= ", "last_active_at < "):
+        assert condition in searched[1], plan
