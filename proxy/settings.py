@@ -175,7 +175,8 @@ class ProxySettings(Settings):
     policies_poll_seconds: float = Field(default=0.2, gt=0)
     """How often to look for a newer policy version."""
     reload_timeout_seconds: float = Field(default=300.0, gt=0)
-    """The longest a reload may take before the last good version is restored."""
+    """The longest a reload may take before the last good version is restored. The check of a version's files, which
+    comes before, has no limit: the engines serve what they have until the files are read."""
     engine_sleep: bool = False
     """Bring engines to sleep while a trainer with `engine_sleep_level` computes. They need `--enable-sleep-mode`."""
     probe_tolerance: float | None = Field(default=None, ge=0)

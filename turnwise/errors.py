@@ -27,6 +27,7 @@
     │   └── LeaseLost          a stale fencing token: another process holds the lease
     ├── PolicyError            an error of a checkpoint or batch
     │   ├── BadCheckpoint      incomplete, corrupt, or of another architecture
+    │   ├── FilesNotRead       a version's files are still being read, or their file system does not answer
     │   └── BatchRefused       a batch that must not be trained, with the gauge that shows it
     ├── ChildFailed            a supervised process that does not keep running
     └── SettingsError          a configuration that cannot work
@@ -175,6 +176,10 @@ class PolicyError(TurnwiseError):
 
 class BadCheckpoint(PolicyError):
     """A checkpoint that is incomplete, corrupt, or of another architecture."""
+
+
+class FilesNotRead(PolicyError):
+    """Files of a version are still being read, or their file system does not answer: nothing is known about them."""
 
 
 class BatchRefused(PolicyError):

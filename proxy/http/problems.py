@@ -22,6 +22,7 @@ STATUS: dict[type[errors.TurnwiseError], tuple[int, str, str]] = {
     errors.EngineUnsuitable: (503, "engine_error", "engine_unsuitable"),
     errors.ReloadFailed: (502, "engine_error", "reload_failed"),
     errors.BadCheckpoint: (422, "policy_error", "bad_checkpoint"),
+    errors.FilesNotRead: (503, "policy_error", "files_not_read"),
     errors.ProxyUnavailable: (503, "server_error", "proxy_unavailable"),
     errors.SchemaMismatch: (503, "store_error", "schema_mismatch"),
     errors.LeaseLost: (409, "store_error", "lease_lost"),

@@ -28,7 +28,7 @@ from proxy.reload.driver_lease import DriverLease
 from proxy.reload.loader import NUM_PROBED, Loader
 from proxy.reload.served_versions import ServedVersions
 from proxy.settings import ProxySettings
-from turnwise.errors import BadCheckpoint, EngineError
+from turnwise.errors import BadCheckpoint, EngineError, FilesNotRead
 from turnwise.store import policies
 from turnwise.store.arms import Arm, arms_since
 from turnwise.store.database import Database
@@ -321,7 +321,7 @@ class Canary:
             if active is not None and engine.active_lane is engine.base_lane and engine.version == policy.version:
                 try:
                     await self._loader.exchange(engine, active, None)
-                except (BadCheckpoint, EngineError) as error:
+                except (BadCheckpoint, EngineError, FilesNotRead) as error:
                     self._loader.take_out(engine, error)
 
     async def _end(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 from proxy.writer.client import Writer
-from turnwise.errors import LeaseLost, StoreError
+from turnwise.errors import FilesNotRead, LeaseLost, StoreError
 from turnwise.store import leases
 from turnwise.store.database import Database
 
@@ -54,9 +54,13 @@ class DriverLease:
     async def held(self) -> AsyncIterator[bool]:
         """Hold the lease for the block; yield False while another process holds it.
 
+        A block that ends with FilesNotRead keeps the lease until it expires, so that no other process starts the same
+        read before this one comes back.
+
         Raises:
             LeaseLost: the lease could not be renewed; the block was cancelled.
         """
+        is_kept = False
         async with self._lock:
             acquired_at = time.monotonic()
             token = await asyncio.to_thread(self._acquire)
@@ -69,6 +73,9 @@ class DriverLease:
             renewing = asyncio.create_task(self._renew(token, acquired_at, driver))
             try:
                 yield True
+            except FilesNotRead:
+                is_kept = True
+                raise
             except asyncio.CancelledError:
                 if self.token is not None:  # cancelled by somebody else, such as a shutdown
                     raise
@@ -77,8 +84,9 @@ class DriverLease:
             finally:
                 renewing.cancel()
                 self.token = None
-                with contextlib.suppress(StoreError):  # it ends by itself then
-                    await asyncio.to_thread(self._release, token)
+                if not is_kept:
+                    with contextlib.suppress(StoreError):  # it ends by itself then
+                        await asyncio.to_thread(self._release, token)
 
     async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:
         """Renew the lease until cancelled; cancel the driver when that is no longer possible."""

@@ -13,9 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
 from proxy.engines.probe import token_logprobs
@@ -24,21 +22,16 @@ from proxy.fault import FaultPoints
 from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
 from proxy.reload.probe_check import mismatch
 from proxy.reload.transfer import Offer, Transfers
+from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.settings import ProxySettings
-from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, ReloadFailed
+from turnwise.errors import BadCheckpoint, EngineError, EngineUnavailable, FilesNotRead, ReloadFailed
 from turnwise.types import PolicyKind, PolicyVersion
 from turnwise.version_directory import Probe, read_probe
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 NUM_PROBED = 16
 """Tokens of a checkpoint's probe whose logprobs the engine is asked for."""
-
-
-NUM_READERS = 4
-"""Threads that read directories. A file system that does not answer blocks some of them, and no other thread."""
 
 
 class Loader:
@@ -56,51 +49,41 @@ class Loader:
         """Tells the proxy's other workers what an engine has loaded, before it samples with it."""
         self._faults = faults
         self._transfers = transfers
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="version-files")
+        self.files = VersionFiles()
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.
 
         Raises:
             BadCheckpoint: naming what is wrong.
-            ReloadFailed: its files were not read in time.
+            FilesNotRead: its files are being read; call again.
         """
         if not is_own_model(policy, engine) and await self._transfers.offer(policy, engine) is None:
-            await self._check_directory(policy, engine)
+            await self._check_directory(policy, engine, PATIENCE_SECONDS)
 
-    async def _check_directory(self, policy: PolicyVersion, engine: Engine) -> None:
-        await self._read(policy, lambda: check_policy(policy.path, policy.kind, engine.model_path))
-        await self._read(policy, lambda: check_tokenizer(policy.path, engine.model_path))
-        await self._read(policy, lambda: check_values(policy.path))
+    async def _check_directory(self, policy: PolicyVersion, engine: Engine, seconds: float | None) -> None:
+        """Check all files of a version; wait so long for it, None for the time that it takes."""
+        path, model_path = policy.path, engine.model_path
 
-    async def _read(self, policy: PolicyVersion, read: Callable[[], T]) -> T:
-        """Read files of a version in a thread.
+        def check() -> None:
+            check_policy(path, policy.kind, model_path)
+            check_tokenizer(path, model_path)
+            check_values(path)
 
-        Raises:
-            ReloadFailed: they were not read in time, as on a network file system that does not answer.
-        """
-        seconds = self._settings.reload_timeout_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.get_running_loop().run_in_executor(self._readers, read)
-        except TimeoutError as error:
-            raise ReloadFailed(
-                f"the files in {policy.path!r} were not read within {seconds:g} s (--reload-timeout-seconds): check "
-                "that their file system answers",
-                is_transient=True,
-            ) from error
+        await self.files.read(("check", path, str(model_path)), path, check, seconds=seconds)
 
     async def exchange(self, engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:
         """Make the engine serve the target, or on failure the last good version; return the pause, seconds.
 
         Raises:
             EngineError: the target is not served. An engine that cannot restore the last good version is taken out.
+            FilesNotRead: the same, but its files are being read; call again.
         """
         received = await self.receive(engine, target)
         with engine.status.reloading():
             try:
                 return await self.load(engine, target, received)
-            except EngineError as error:
+            except (EngineError, FilesNotRead) as error:
                 await self._restore_last_good(engine, last_good, error)
                 raise
 
@@ -112,6 +95,7 @@ class Loader:
 
         Raises:
             BadCheckpoint: there is no directory to load it from.
+            FilesNotRead: its directory is being read; call again.
         """
         if policy.kind is PolicyKind.LORA or is_own_model(policy, engine) or has_loaded(engine, policy):
             return None
@@ -122,7 +106,8 @@ class Loader:
         if received is not None:
             self._faults.point("weights_received")
             return received
-        await self._check_directory(policy, engine)  # the check of a version that is in memory is its transfer's
+        # The check of a version that is in memory is its transfer's.
+        await self._check_directory(policy, engine, PATIENCE_SECONDS)
         return None
 
     async def load(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
@@ -130,16 +115,21 @@ class Loader:
 
         Raises:
             EngineError: it is not known what the engine serves now.
+            FilesNotRead: the same, but a file of the version was not read in time.
         """
         seconds = self._settings.reload_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
                 if policy.kind is PolicyKind.LORA:
                     paused = await self._load_base(engine)
-                    engine.active_lane = await self._load_adapter(engine, policy)
+                    engine.active_lane = await self._load_adapter(
+                        engine, policy, await self.probe(policy, engine, seconds=None)
+                    )
                     return paused
                 return await self._load_weights(engine, policy, received)
         except TimeoutError as error:
+            if self.files.is_reading(policy.path):
+                raise FilesNotRead(f"a file in {policy.path!r} was not read within {seconds:g} s") from error
             raise ReloadFailed(
                 f"the engine at {engine.url} did not load version {policy.version} within {seconds:g} s "
                 "(--reload-timeout-seconds)"
@@ -150,9 +140,11 @@ class Loader:
 
         Raises:
             EngineError: the engine refused it.
+            FilesNotRead: its probe is being read, and nothing was loaded; call again.
         """
+        probe = await self.probe(policy, engine)
         await self._load_base(engine)
-        return await self._load_adapter(engine, policy)
+        return await self._load_adapter(engine, policy, probe)
 
     async def _load_weights(self, engine: Engine, policy: PolicyVersion, received: Offer | None) -> float:
         if has_loaded(engine, policy):
@@ -164,7 +156,8 @@ class Loader:
             paused = await self._replace_weights(
                 engine, lambda: self._load_received(engine, policy, received), policy.version
             )
-        await self._verify(engine.base_lane, received.probe if received else await self.probe(policy, engine))
+        probe = received.probe if received else await self.probe(policy, engine, seconds=None)
+        await self._verify(engine.base_lane, probe)
         return paused
 
     async def _load_received(self, engine: Engine, policy: PolicyVersion, received: Offer) -> None:
@@ -174,7 +167,7 @@ class Loader:
             await engine.transfers.load_received(policy.version, seconds=seconds)
         elif not await self._transfers.load_staged(received, engine):
             try:
-                await self._check_directory(policy, engine)
+                await self._check_directory(policy, engine, None)
             except BadCheckpoint as error:
                 raise ReloadFailed(str(error)) from error
             await engine.load_weights(policy.path, seconds=seconds)
@@ -191,9 +184,9 @@ class Loader:
             return 0.0
         return await self._read_weights(engine, own_model(engine))
 
-    async def _load_adapter(self, engine: Engine, policy: PolicyVersion) -> Lane:
+    async def _load_adapter(self, engine: Engine, policy: PolicyVersion, probe: Probe | None) -> Lane:
         lane = await engine.load_adapter(policy.version, policy.path, seconds=self._settings.reload_timeout_seconds)
-        await self._verify(lane, await self.probe(policy, engine))
+        await self._verify(lane, probe)
         return lane
 
     async def _replace_weights(self, engine: Engine, load: Callable[[], Awaitable[None]], version: int) -> float:
@@ -209,9 +202,16 @@ class Loader:
         await engine.resume()
         return time.perf_counter() - started
 
-    async def probe(self, policy: PolicyVersion, engine: Engine) -> Probe | None:
-        """Return a version's text with its logprobs, from its directory or from the trainer; None without one."""
-        found = await self._read(policy, lambda: read_probe(Path(policy.path)))
+    async def probe(
+        self, policy: PolicyVersion, engine: Engine, *, seconds: float | None = PATIENCE_SECONDS
+    ) -> Probe | None:
+        """Return a version's text with its logprobs, from its directory or from the trainer; None without one.
+
+        Raises:
+            FilesNotRead: it was not read in so many seconds; call again.
+        """
+        path = policy.path
+        found = await self.files.read(("probe", path), path, lambda: read_probe(Path(path)), seconds=seconds)
         if found is not None:
             return found
         offer = await self._transfers.offer(policy, engine)
@@ -227,7 +227,7 @@ class Loader:
         if problem is not None:
             raise ReloadFailed(problem)
 
-    async def _restore_last_good(self, engine: Engine, last_good: PolicyVersion | None, cause: EngineError) -> None:
+    async def _restore_last_good(self, engine: Engine, last_good: PolicyVersion | None, cause: Exception) -> None:
         """Load the last good version before new calls are admitted."""
         if last_good is None:
             self.take_out(engine, cause)
@@ -237,7 +237,7 @@ class Loader:
                 await engine.ask("GET", "/health", seconds=5.0)
             await self.load(engine, last_good, await self.receive(engine, last_good))
             await engine.resume()
-        except (BadCheckpoint, EngineError) as error:
+        except (BadCheckpoint, EngineError, FilesNotRead) as error:
             self.take_out(engine, error)
 
     async def retire(self, engine: Engine, keep: set[int]) -> None:

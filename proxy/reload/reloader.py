@@ -2,13 +2,14 @@
 
 One process drives at a time, by a lease in the store; the others read the engines' labels. One engine loads a new
 version first; the others follow if it succeeds. A version that cannot be loaded is marked failed and the last good one
-stays served; a failure that may pass is retried first. An engine that fails later is taken out, and is brought to the
-active version before it gets calls again.
+stays served; a failure that may pass is retried first. Files that take long to read are waited for over many rounds.
+An engine that fails later is taken out, and is brought to the active version before it gets calls again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -27,7 +28,7 @@ from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, ReloadFailed, TurnwiseError
+from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, FilesNotRead, ReloadFailed, TurnwiseError
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, utc_now
@@ -86,8 +87,8 @@ class Reloader:
 
     @property
     def problem(self) -> str | None:
-        """What a trial waits for, or why the last reload failed; None if neither."""
-        return self._canary.problem or self._last_error
+        """What a trial or a reload waits for, or why the last reload failed; None if neither."""
+        return self._canary.problem or self._last_error or self._loader.files.problem
 
     async def start(self) -> None:
         """Check the engines once before the first request; `run` waits for those that are absent.
@@ -126,6 +127,10 @@ class Reloader:
             return
         if not self._pool.serving or self._is_settled(wanted):
             return
+        with contextlib.suppress(FilesNotRead):  # a later round asks again; the read goes on, and is logged
+            await self._drive(wanted)
+
+    async def _drive(self, wanted: Wanted) -> None:
         async with self.lease.held() as is_driver:
             if not is_driver:
                 await self._read_served_versions(wanted)
@@ -267,7 +272,8 @@ class Reloader:
             elif isinstance(outcome, BadCheckpoint):
                 self._last_error = f"the engine at {engine.url} cannot be brought up to date: {outcome}"
         for outcome in outcomes:
-            if isinstance(outcome, EngineUnsuitable) or not isinstance(outcome, EngineError | BadCheckpoint | None):
+            is_expected = isinstance(outcome, EngineError | BadCheckpoint | FilesNotRead | None)
+            if outcome is not None and (isinstance(outcome, EngineUnsuitable) or not is_expected):
                 raise outcome
 
     async def _check(self, engine: Engine) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
+from proxy.reload.reloader import MAX_LOAD_ATTEMPTS
 from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
 from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import leases, policies, tables
@@ -58,34 +60,45 @@ def replace_by_pipe(file: Path) -> None:
 
 
 def restore(pipe: Path) -> None:
-    """Put the file back, and end the thread that reads the pipe, if there is one."""
+    """Put the file back, and let a thread that reads the pipe read the same."""
     writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-    pipe.unlink()
-    pipe.write_text("{}")
+    file = pipe.with_suffix(".whole")
+    file.write_text("{}")
+    file.replace(pipe)
+    os.write(writer, b"{}")
     os.close(writer)
 
 
-async def test_a_directory_that_does_not_answer_is_given_up_in_time_and_tried_again(stage: Stage):
-    """As on a network file system that stalls; here a pipe without a writer. Without a limit no round would end."""
-    async with stage.process() as process:
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "version-files"]
+
+
+@pytest.mark.parametrize(("share", "statuses"), [(0.0, ["retired", "active"]), (0.5, ["active", "canary"])])
+async def test_files_that_take_long_to_read_are_read_once_and_fail_no_version(
+    stage: Stage, monkeypatch, share: float, statuses: list[str]
+):
+    """As on a network file system that stalls; here a pipe without a writer. No round waits for the read's end."""
+    monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.driver_lease.LEASE_SECONDS", 600.0)  # the reader keeps it between its rounds
+    async with stage.process(canary_share=share) as process, stage.process(canary_share=share) as other:
         stage.publish(1)
         await process.follow()
         stalled = Path(stage.publish(2), "config.json")
         replace_by_pipe(stalled)
-        loader = process.reloader._loader
-        unhurried = loader._settings
-        loader._settings = unhurried.model_copy(update={"reload_timeout_seconds": 0.2})
         try:
             async with asyncio.timeout(60):
-                await process.follow()
+                for _ in range(MAX_LOAD_ATTEMPTS + 1):
+                    await process.follow()
+                    await other.follow()
             assert (process.versions, stage.statuses()) == ([1, 1], ["active", "published"])
-            assert process.reloader._attempts.count == 1
+            assert process.reloader._attempts.count == 0
+            assert [thread.daemon for thread in reading_threads()] == [True]  # no exit waits for it
         finally:
-            restore(stalled)  # the test process does not end before the thread does
-        loader._settings = unhurried
-        process.reloader._attempts.not_before = 0.0
-        await process.follow()
-        assert (process.versions, stage.statuses()) == ([2, 2], ["retired", "active"])
+            restore(stalled)
+        async with asyncio.timeout(60):
+            while stage.statuses() != statuses:
+                await process.follow()
+        assert process.reloader.problem is None
 
 
 async def test_a_pin_takes_precedence_over_newer_versions_until_it_is_removed(stage: Stage):

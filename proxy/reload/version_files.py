@@ -1,0 +1,146 @@
+"""Reads of versions' files, which may take as long as a large checkpoint or a slow file system needs.
+
+A read runs in a daemon thread of its own, so one that never ends blocks neither the event loop nor the exit of the
+process. Callers wait for a limited time and ask again later: the read goes on meanwhile, and no second one of the same
+files starts beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from turnwise.errors import BadCheckpoint, FilesNotRead, ReloadFailed
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 1.0
+"""How long a caller waits for a read before it does its other work; the read goes on."""
+LONG_SECONDS = 60.0
+"""How often a read that goes on is logged, and how long its result is kept for a caller that asks again."""
+RETRY_SECONDS = 5.0
+"""How long after an error of `NO_ANSWER` files are read again."""
+NO_ANSWER = frozenset(
+    {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOTCONN}
+)
+"""Errors of a network file system whose server does not answer; they say nothing about the files."""
+
+
+class _Reading:
+    """One read, and its result once it has ended."""
+
+    def __init__(self, path: str, read: Callable[[], Any]) -> None:
+        self.path = path
+        self.ended = asyncio.Event()
+        self.started_at = self.logged_at = time.monotonic()
+        self.ended_at: float | None = None
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._read = read
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._run, name="version-files", daemon=True).start()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether the read ended so long ago that another one is to start."""
+        limit = LONG_SECONDS if self.no_answer is None else RETRY_SECONDS
+        return self.ended_at is not None and time.monotonic() - self.ended_at >= limit
+
+    @property
+    def no_answer(self) -> OSError | None:
+        """The error of a file system that does not answer, which is none of the version; None without one."""
+        cause = self.error.__cause__ if isinstance(self.error, BadCheckpoint) else self.error
+        return cause if isinstance(cause, OSError) and cause.errno in NO_ANSWER else None
+
+    def _run(self) -> None:
+        result, failure = None, None
+        try:
+            result = self._read()
+        except Exception as error:  # noqa: BLE001  raised again where the result is awaited
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody asks any more
+            self._loop.call_soon_threadsafe(self._end, result, failure)
+
+    def _end(self, result: Any, error: Exception | None) -> None:
+        self.result, self.error = result, error
+        self.ended_at = time.monotonic()
+        self.ended.set()
+        if self.no_answer is not None:
+            log.warning("the file system of %r does not answer, trying again: %s", self.path, self.no_answer)
+
+
+class VersionFiles:
+    """Reads versions' files, each once at a time."""
+
+    def __init__(self) -> None:
+        self._readings: dict[tuple[str, ...], _Reading] = {}
+        """Reads that go on or whose result nobody has asked for yet, by what they read."""
+
+    @property
+    def problem(self) -> str | None:
+        """Which files take long to read; None if none do."""
+        for reading in self._readings.values():
+            seconds = time.monotonic() - reading.started_at
+            if not reading.ended.is_set() and seconds >= LONG_SECONDS:
+                return _not_read(reading.path, seconds)
+        return None
+
+    def is_reading(self, path: str) -> bool:
+        """Return whether a read in a directory goes on."""
+        return any(one.path == path and not one.ended.is_set() for one in self._readings.values())
+
+    async def read(self, key: tuple[str, ...], path: str, read: Callable[[], T], *, seconds: float | None) -> T:
+        """Return what a function reads in a directory.
+
+        Args:
+            key: What it reads; a second call with the same key waits for the same read.
+            path: The directory.
+            read: The function, called in a thread.
+            seconds: How long to wait for it; None waits without a limit.
+
+        Raises:
+            FilesNotRead: It goes on, or the file system does not answer; call again.
+            ReloadFailed: A file could not be read.
+        """
+        reading = self._readings.get(key)
+        if reading is None or reading.is_outdated:
+            reading = self._readings[key] = _Reading(path, read)
+        try:
+            async with asyncio.timeout(seconds):
+                await reading.ended.wait()
+        except TimeoutError as error:
+            raise FilesNotRead(_noted(reading)) from error
+        if reading.no_answer is not None:
+            raise FilesNotRead(f"the file system of {path!r} does not answer: {reading.no_answer}") from reading.error
+        self._readings.pop(key, None)
+        if isinstance(reading.error, OSError):
+            raise ReloadFailed(f"a file in {path!r} could not be read: {reading.error}", is_transient=True)
+        if reading.error is not None:
+            raise reading.error
+        result: T = reading.result
+        return result
+
+
+def _noted(reading: _Reading) -> str:
+    """Return that a read goes on, and log it once in a while."""
+    now = time.monotonic()
+    text = _not_read(reading.path, now - reading.started_at)
+    if now - reading.logged_at >= LONG_SECONDS:
+        reading.logged_at = now
+        log.warning("%s", text)
+    return text
+
+
+def _not_read(path: str, seconds: float) -> str:
+    return (
+        f"the files in {path!r} have been read for {seconds:.0f} s and are not complete; the engines serve what they "
+        "have. If this does not end, check that the file system answers"
+    )
