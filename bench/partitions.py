@@ -5,8 +5,8 @@ table, in partitions by their time (months or days), and in partitions by their 
 
 Printed for each layout: the CPU of the database's process and the time for each new turn, appended in batches of 32 as
 the proxy's writing process does; the blocks and the time of queries of the proxy and the routes; and what the deletion
-of the first month takes: by `retention.prune`, and with `DROP TABLE` of its partition first. The database is emptied
-at the end. CPU is printed if the server runs on this machine.
+of the first month takes: by `retention.prune`, and with `DROP TABLE` of its partition first. All tables are
+dropped at the end. CPU is printed if the server runs on this machine.
 """
 
 from __future__ import annotations
@@ -202,18 +202,53 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", choices=[layout.name for layout in LAYOUTS], help="by default all")
     given = parser.parse_args()
     database = Database(given.url, pool_size=1)
-    database.upgrade()
-    fill(database, given.turns)
+    with contextlib.closing(database), emptied(database):
+        database.upgrade()
+        fill(database, given.turns)
+        print_layouts(database, given.url, given.layouts or [layout.name for layout in LAYOUTS])
+    return 0
+
+
+@contextlib.contextmanager
+def emptied(database: Database) -> Iterator[None]:
+    """Drop all tables at the end.
+
+    Raises:
+        SystemExit: the database has tables already.
+    """
+    if found := table_names(database):
+        raise SystemExit(f"the database has the tables {found}; name an empty one, because all tables are dropped")
+    try:
+        yield
+    finally:
+        names = ", ".join(f'"{name}"' for name in table_names(database))
+        if names:
+            with database.write() as conn:
+                conn.exec_driver_sql(f"DROP TABLE {names} CASCADE")
+
+
+def table_names(database: Database) -> list[str]:
+    """Return the names of all tables, without those of partitions."""
+    named = (
+        "SELECT relname FROM pg_class WHERE relnamespace = current_schema()::regnamespace "
+        "AND relkind IN ('r', 'p') AND NOT relispartition ORDER BY relname"
+    )
+    with database.read() as conn:
+        return list(conn.exec_driver_sql(named).scalars())
+
+
+def print_layouts(database: Database, url: str, names: list[str]) -> None:
+    """Measure layouts of the turns of a filled database."""
     with database.write() as conn:
         # With many partitions PostgreSQL compiles each statement of the proxy for up to a minute.
         conn.exec_driver_sql("SET jit = off")
     num_sessions = spread_sessions(database)
     for layout in LAYOUTS:
-        if given.layouts and layout.name not in given.layouts:
+        if layout.name not in names:
             continue
         started = time.perf_counter()
         build(database, layout, num_sessions)
-        size = prepared_size(given.url)
+        size = prepared_size(url)
         print(f"{layout.name}: {size / 1e9:.2f} GB with the copy, built in {time.perf_counter() - started:.0f} s")
         cpu, spent = append_turns(database)
         print(f"  append a turn: {cpu:.0f} µs of the database's CPU, {spent:.0f} µs in all")
@@ -221,8 +256,6 @@ def main() -> int:
             milliseconds, blocks = measured(database, query)
             print(f"  {name:45}{milliseconds:9.2f} ms{blocks:8} blocks")
         print(f"  delete the first month: {delete_month(database, layout)}", flush=True)
-    database.close()
-    return 0
 
 
 if __name__ == "__main__":

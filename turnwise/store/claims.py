@@ -20,6 +20,7 @@ from turnwise.errors import Conflict, LeaseLost
 from turnwise.store import rows
 from turnwise.store.database import Database, clock, from_micros, to_micros
 from turnwise.store.policies import publish_policy
+from turnwise.store.statements import unindexed
 from turnwise.store.tables import groups, sessions, turns, updates
 from turnwise.store.trained import Advantages, record_trained
 from turnwise.types import FORKED, GroupKey, GroupStatus, PolicyVersion, SessionKey, SessionStatus, UpdateRecord
@@ -141,8 +142,8 @@ def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetim
         .join(sessions, sessions.c.group_pk == groups.c.group_pk)
         .join(turns, turns.c.session_pk == sessions.c.session_pk)
         .where(
-            # With the concatenation the databases search from the active sessions on: most open groups may be old.
-            groups.c.status.concat("") == GroupStatus.OPEN.value,
+            # The databases must search from the active sessions on: most open groups may be old.
+            unindexed(groups.c.status) == GroupStatus.OPEN.value,
             groups.c.imported.is_(None),
             sessions.c.status.in_([status.value for status in SessionStatus]),
             sessions.c.last_active_at >= to_micros(active_since),

@@ -17,7 +17,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict
 from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
-from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, members
+from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, members, unindexed
 from turnwise.store.tables import groups, sessions, turns
 from turnwise.types import IMPORT, GroupStatus, Session, SessionKey, Split, utc_now
 
@@ -157,9 +157,9 @@ def reopen(conn: sa.Connection, group_pks: Collection[int]) -> None:
     dialect = conn.dialect.name
     conn.execute(
         sa.update(groups)
-        # With the concatenation SQLite searches by the keys, not by the status, which most groups have.
+        # SQLite must search by the keys, not by the status, which most groups have.
         .where(
-            is_among(dialect, groups.c.group_pk, "group_pks"), groups.c.status.concat("") == GroupStatus.TRAINED.value
+            is_among(dialect, groups.c.group_pk, "group_pks"), unindexed(groups.c.status) == GroupStatus.TRAINED.value
         )
         .values(status=GroupStatus.READY.value, ready_at=to_micros(utc_now()), reason="revised"),
         {"group_pks": members(dialect, group_pks)},

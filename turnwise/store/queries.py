@@ -19,7 +19,7 @@ from turnwise.store import lineage, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
-from turnwise.store.statements import fetch_at_once, is_among, members
+from turnwise.store.statements import fetch_at_once, is_among, members, unindexed
 from turnwise.store.trainer_status import TrainerStatus, trainer_statuses
 from turnwise.types import Credit, GroupStatus, Session, Turn, UpdateRecord
 
@@ -194,8 +194,8 @@ def _select_sessions_of_turns(dialect: str) -> sa.Select[*tuple[Any, ...]]:
         .join_from(tables.turns, tables.sessions)
         .where(
             is_among(dialect, tables.turns.c.turn_id, "turn_ids"),
-            # With the concatenation SQLite searches by the ids, not through all turns of the tenant.
-            tables.sessions.c.tenant.concat(sa.literal_column("''")) == sa.bindparam("tenant"),
+            # SQLite must search by the ids, not through all turns of the tenant.
+            unindexed(tables.sessions.c.tenant) == sa.bindparam("tenant"),
         )
     )
 

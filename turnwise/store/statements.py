@@ -157,6 +157,14 @@ def is_among(dialect_name: str, column: sa.Column[Any], parameter: str) -> sa.Co
     return column.in_(sa.select(sa.func.json_each(sa.bindparam(parameter)).table_valued("value").c.value))
 
 
+def unindexed(column: sa.Column[str]) -> sa.ColumnElement[str]:
+    """Return the value of a column of texts as an expression, so that the databases search by other conditions.
+
+    No index applies to the expression, while its value is that of the column.
+    """
+    return column.concat(sa.literal_column("''"))
+
+
 def members(dialect_name: str, values: Collection[Any]) -> Any:
     """Return the list as the parameter of `is_among`."""
     return list(values) if dialect_name == "postgresql" else json.dumps(list(values))
