@@ -1,7 +1,8 @@
 """The trainer process: it builds the workflow and trains until a signal or the configured end.
 
 A signal only closes the source: the batch in progress is finished and committed, and no further batch is waited for.
-An evaluation in progress is ended. So a stop takes at most the time of one batch and loses no work.
+An evaluation in progress is ended. So a stop takes at most the time of one batch. It loses no work unless the database
+is not available then: the batch is not recorded, and is trained again after the next start.
 """
 
 from __future__ import annotations

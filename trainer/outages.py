@@ -1,6 +1,7 @@
 """How the trainer waits: for a stop, for a database that is not available, and after a jump of the database's clock.
 
-A lease that runs out meanwhile does no harm, since the acknowledgement checks the fencing tokens.
+A lease that runs out meanwhile is taken by a second trainer, if there is one; the acknowledgement then fails, since it
+checks the fencing tokens. Without another trainer no work is lost.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ def outlast(operation: Callable[[], Result], stopped: StopFlag) -> Result:
         stopped: Once it is set, an operation that fails is not repeated.
 
     Raises:
-        StoreUnavailable: The database is not available, and the trainer is to stop.
+        StoreUnavailable: The database is not available, and the trainer is to stop, or a repetition fails as well.
     """
     pause = FIRST_PAUSE_SECONDS
     while True:
         try:
             return operation()
         except StoreUnavailable as error:
-            if stopped.is_set():
+            if stopped.is_set() or error.is_permanent:
                 raise
             log.warning("the database is not available, trying again in %.1f s: %s", pause, error)
             stopped.wait(pause)

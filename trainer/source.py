@@ -256,8 +256,12 @@ class LedgerSource:
 
     def versions_in_use(self) -> set[int]:
         """Return the active version, the one on trial, the pinned and the newest good one."""
-        found = self._found(lambda conn: [*policies.active_and_canary(conn), policies.newest_policy(conn)])
-        pinned = self._found(policies.pinned_version)
+
+        def read(conn: Connection) -> tuple[list[PolicyVersion | None], int | None]:
+            named = [*policies.active_and_canary(conn), policies.newest_policy(conn)]
+            return named, policies.pinned_version(conn)
+
+        found, pinned = self._found(read)
         return {policy.version for policy in found if policy is not None} | ({pinned} if pinned is not None else set())
 
     def best_versions(self, count: int) -> set[int]:

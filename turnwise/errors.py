@@ -161,6 +161,12 @@ class StoreError(TurnwiseError):
 class StoreUnavailable(StoreError):
     """The database cannot be reached, is full, or is locked for too long."""
 
+    def __init__(self, message: str, *, is_permanent: bool = False) -> None:
+        super().__init__(message)
+        self.is_permanent = is_permanent
+        """Whether a repetition fails in the same way: the login is refused, the file is damaged or read-only, or a
+        statement takes longer than the database allows."""
+
 
 class SchemaMismatch(StoreError):
     """The tables are not those of this release."""

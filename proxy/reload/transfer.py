@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 
 from proxy.engines.engine import Engine
 from proxy.metrics import Metrics
@@ -70,16 +71,19 @@ class Transfers:
         """Return where a version can be had for an engine; None if only from its directory."""
         if policy.kind is not PolicyKind.FULL or self._has_refused(engine):
             return None
-        for url, found in await self._answers(f"/versions/{policy.version}", ANSWER_SECONDS):
-            return Offer(policy.version, url, probe_from(found.get("probe")))
-        return None
+        answer = await self._first_answer(f"/versions/{policy.version}", ANSWER_SECONDS, lambda _: True)
+        if answer is None:
+            return None
+        url, found = answer
+        return Offer(policy.version, url, probe_from(found.get("probe")))
 
     async def wanted_sleep(self) -> SleepWish | None:
         """Return a trainer's request that engines sleep; None where no trainer that answers has one."""
-        for url, found in await self._answers("/engines", CONNECT_SECONDS):
-            if found.get("sleep_level"):
-                return SleepWish(url, int(found["sleep_level"]))
-        return None
+        answer = await self._first_answer("/engines", CONNECT_SECONDS, lambda found: bool(found.get("sleep_level")))
+        if answer is None:
+            return None
+        url, found = answer
+        return SleepWish(url, int(found["sleep_level"]))
 
     async def confirm_sleep(self, wish: SleepWish) -> None:
         """Tell the trainer that engines sleep."""
@@ -174,15 +178,26 @@ class Transfers:
         refused_at = self._refused_at.get(engine.url)
         return refused_at is not None and time.monotonic() - refused_at < REFUSED_SECONDS
 
-    async def _answers(self, path: str, seconds: float) -> list[tuple[str, Json]]:
-        """Return the address and the answer of each trainer that answers, the latest announcement first.
+    async def _first_answer(
+        self, path: str, seconds: float, is_usable: Callable[[Json], bool]
+    ) -> tuple[str, Json] | None:
+        """Return the address and the usable answer of the trainer that was announced last; None if none has one.
 
-        All are asked at the same time: the address of a machine that is gone may not answer at all, and remains in the
-        ledger until a trainer of its name starts again.
+        All are asked at the same time, and those announced before it are not waited for: the address of a machine that
+        is gone may not answer at all, and remains in the ledger until a trainer of its name starts again.
         """
         urls = await self._urls()
-        answers = await asyncio.gather(*(ask_trainer(url, "GET", path, {}, seconds) for url in urls))
-        return [(url, answer) for url, answer in zip(urls, answers, strict=True) if answer is not None]
+        asked = [asyncio.create_task(ask_trainer(url, "GET", path, {}, seconds)) for url in urls]
+        try:
+            for url, asking in zip(urls, asked, strict=True):
+                answer = await asking
+                if answer is not None and is_usable(answer):
+                    return url, answer
+            return None
+        finally:
+            for asking in asked:
+                asking.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def _urls(self) -> list[str]:
         def read() -> list[str]:

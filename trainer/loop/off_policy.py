@@ -19,6 +19,7 @@ from trainer.build import OptimizerLike, make_agent, optimizer_factory
 from trainer.loop.evaluator import Evaluator, LedgerEvaluator
 from trainer.loop.state import State
 from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.outages import StopFlag, outlast
 from trainer.pacing import Position, SourceRule
 from trainer.policy.agent import PolicyAgent
 from trainer.settings import TrainerSettings
@@ -55,6 +56,8 @@ class ReplayBuffer:
         self._capacity = capacity
         self._min_groups = min_groups
         self._sampling: Sampling = sampling
+        self.stopped = StopFlag()
+        """Once it is set, a read that fails is not repeated."""
 
     def add(self, buffer: Json, claimed: ClaimedBatch) -> Json:
         """Return the buffer with a claim's groups in it; the oldest leave when it is full."""
@@ -97,11 +100,15 @@ class ReplayBuffer:
         A group that has left the store has none, even if its number in the store belongs to another group by now.
         """
         names = {entry.group_id for entry in self.entries(buffer) if entry.group_pk in group_pks}
-        with self._db.read() as conn:
-            found = experiences.experiences_of_groups(
-                conn, group_pks, reward_bonus_coeff=rule.reward_bonus_coeff, roles=rule.train_roles
-            )
-            return [experience for experience in found if experience.group_key[1] in names]
+
+        def read() -> list[Experience]:
+            with self._db.read() as conn:
+                found = experiences.experiences_of_groups(
+                    conn, group_pks, reward_bonus_coeff=rule.reward_bonus_coeff, roles=rule.train_roles
+                )
+                return [experience for experience in found if experience.group_key[1] in names]
+
+        return outlast(read, self.stopped)
 
     @staticmethod
     def entries(buffer: Json) -> list[Entry]:
@@ -152,6 +159,11 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
             buffer,
             settings,
         )
+
+    def stop(self) -> None:
+        """End the loop after the batch in progress; safe in a signal handler."""
+        self.replay_buffer.stopped.set()
+        super().stop()
 
     def step(self, state: State) -> tuple[Json, State]:
         """Move finished groups into the buffer; once it holds enough, train on a sample of it.

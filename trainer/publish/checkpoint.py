@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import shutil
@@ -43,6 +44,8 @@ WRITING = ".writing-"
 """Prefix of a directory that is not complete."""
 REPLACED = ".replaced-"
 """Prefix of a directory that a new one takes the place of."""
+UNPUBLISHED = "unpublished-"
+"""Prefix of a directory that was set aside, because the database does not know its version."""
 
 
 class Checkpoints:
@@ -163,11 +166,13 @@ class Checkpoints:
             ) from error
 
     def discard_after(self, version: int) -> None:
-        """Remove the version that was written after this one and not published: a crash came in between.
+        """Set aside the version that was written after this one and not published: a crash came in between.
+
+        It is renamed, not removed: with an empty database, or one that is a version old, it may belong to another run.
 
         Raises:
             SettingsError: There are more of them. No crash leaves more than one, so the database is another one, or an
-                older copy; they are not removed.
+                older copy.
         """
         newer = [found for found in self.versions() if found > version]
         if newer and newer[-1] > version + 1:
@@ -177,7 +182,11 @@ class Checkpoints:
                 "another policies_dir; to go on from this database, move the newer versions away"
             )
         for found in newer:
-            self._remove(found)
+            for place in (self.state_directory(found), self.policy_directory(found)):
+                if place.exists():
+                    aside = _unused(place)
+                    place.replace(aside)
+                    log.warning("%s is not in the database: it is now %s; remove it if nothing needs it", place, aside)
 
     def prune(self, protected: set[int]) -> list[int]:
         """Remove all but the newest `keep` versions and the protected ones; return what was removed."""
@@ -236,6 +245,12 @@ def _locked(path: Path) -> TextIO:
             ) from error
         log.warning("%s cannot be locked (%s): make sure that no other trainer uses this directory", path, error)
     return file
+
+
+def _unused(place: Path) -> Path:
+    """Return a name for a directory that is set aside."""
+    names = (place.parent / f"{UNPUBLISHED}{place.name}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ _REFUSED = "Connection refused"
 _LOGIN_REFUSED = re.compile(
     r"\w+ authentication failed for user \S+|no password supplied|(?:role|database) \S+ does not exist|no pg_hba.conf"
 )
+_PERMANENT = ("28", "3D000", "57014", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY")
+"""Beginnings of SQLSTATEs and SQLite's error names: no login, no database, `statement_timeout`; a broken file."""
 _UNKNOWN_TABLE = ("no such table", "no such column", "has no column named", "UndefinedTable", "UndefinedColumn")
 
 
@@ -297,15 +299,23 @@ def attributed() -> Iterator[None]:
             raise
         if found := _LOGIN_REFUSED.search(said):
             raise StoreUnavailable(
-                f"database login refused ({found[0]}); check user, password and name in the URL"
+                f"database login refused ({found[0]}); check user, password and name in the URL",
+                is_permanent=True,
             ) from error
         if _REFUSED in said:
             raise StoreUnavailable(
                 f"no database server answers ({said.splitlines()[0]}); start it, or check host and port in the URL"
             ) from error
         raise StoreUnavailable(
-            f"the database failed ({said}); check that it runs, has space and is not locked"
+            f"the database failed ({said}); check that it runs, has space and is not locked",
+            is_permanent=_is_permanent(error.orig),
         ) from error
+
+
+def _is_permanent(failure: BaseException | None) -> bool:
+    """Return whether a driver's error stays when the operation is repeated."""
+    code = getattr(failure, "sqlstate", None) or getattr(failure, "sqlite_errorname", None) or ""
+    return code.startswith(_PERMANENT)
 
 
 def _parsed(url: str) -> sa.URL:

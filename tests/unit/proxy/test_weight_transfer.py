@@ -219,6 +219,29 @@ async def test_trainers_that_are_gone_are_asked_at_the_same_time_as_the_one_that
     assert offer.url == trainer.url
 
 
+async def test_trainers_announced_before_the_one_that_answers_are_not_waited_for(
+    stage: Stage, trainer: WeightServer, monkeypatch
+):
+    ended: list[str] = []
+
+    async def ask(url, *_):
+        if url == trainer.url:
+            return {"probe": None}
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(url)
+
+    monkeypatch.setattr(transfer, "ask_trainer", ask)
+    with stage.database.write() as connection:
+        weight_servers.announce_weights(connection, "gone", "http://gone", datetime(2026, 1, 1, tzinfo=UTC))
+    transfers = transfer.Transfers(stage.database, Metrics(), seconds=60)
+    async with stage.process() as process, asyncio.timeout(60):
+        offer = await transfers.offer(PolicyVersion(version=1, path="v1"), process.pool.engines[0])
+    assert offer is not None
+    assert (offer.url, ended) == (trainer.url, ["http://gone"])
+
+
 async def test_an_engine_without_the_backend_reads_directories(stage: Stage, trainer: WeightServer):
     trainer.held.hold(1, weights(1), NO_PROBE)
     for engine in stage.engines:

@@ -88,6 +88,8 @@ def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them
         (tmp_path / "policies" / version).rename(tmp_path / "policies" / version.replace("4", "3"))
     train(settings_for(tmp_path, model, total_batches=2))
     assert find_versions(tmp_path / "policies") == [1, 2]
+    assert (tmp_path / "policies/unpublished-v000003-1/model.safetensors").is_file()
+    assert (tmp_path / "policies/unpublished-v000003.trainer-1").is_dir()
 
 
 def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypatch):

@@ -4,6 +4,8 @@ import numpy as np
 from support.trainer_ledger import Rollouts, load_model, settings_for
 
 from trainer.loop.off_policy import OffPolicyWorkflow, ReplayBuffer
+from turnwise.errors import StoreUnavailable
+from turnwise.store import experiences
 
 
 def workflow_for(tmp_path, model, **changes):
@@ -44,6 +46,25 @@ def test_the_buffer_survives_a_restart_also_before_the_first_checkpoint(tmp_path
     third = workflow_for(tmp_path, model)
     assert third.setup(0).buffer == trained.buffer
     third.close()
+
+
+def test_a_sample_is_read_again_after_an_outage_of_the_database(tmp_path, model, ledger, monkeypatch):
+    Rollouts(ledger, load_model(model)).play("a", num_groups=4)
+    workflow = workflow_for(tmp_path, model, groups_per_batch=4)
+    state = workflow.setup(0)
+    read, num_reads = experiences.experiences_of_groups, 0
+
+    def failing_once(*arguments, **named):
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 2:  # the first one reads the arrivals, the second one the sample
+            raise StoreUnavailable("the database is down")
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(experiences, "experiences_of_groups", failing_once)
+    _, state = workflow.step(state)
+    assert (state.progress.policy_version, num_reads) == (1, 3)
+    workflow.close()
 
 
 def buffer_json(priorities):

@@ -17,14 +17,15 @@ from support.waiting import wait_until
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule, select
 from trainer.loop.workflows import OnPolicyWorkflow
-from trainer.outages import SteadyClock, StopFlag
+from trainer.outages import SteadyClock, StopFlag, outlast
 from trainer.pacing import Position, SourceRule
 from trainer.source import FinishedBatch, LedgerSource
+from turnwise.errors import StoreUnavailable
 from turnwise.store import ledger as ledger_of
-from turnwise.store import queries
+from turnwise.store import policies, queries
 from turnwise.store.database import Database, to_micros
 from turnwise.store.trainer_status import TrainerStatus
-from turnwise.types import Reward, Role, UpdateRecord, utc_now
+from turnwise.types import PolicyVersion, Reward, Role, UpdateRecord, utc_now
 
 PATIENCE_SECONDS = 60.0
 STALLED_SECONDS = 0.3
@@ -155,6 +156,24 @@ def test_a_trained_batch_outlasts_an_outage_of_the_database(ledger, tmp_path, ca
     acking.join(timeout=PATIENCE_SECONDS)
     assert groups(ledger) == {"trained": 1}
     source.close()
+
+
+def test_an_operation_that_a_repetition_cannot_help_is_not_repeated(ledger):
+    """Here the connection is read-only, as with a file that the trainer may not write."""
+    stopped, num_calls = StopFlag(), 0
+
+    def write() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            stopped.set()
+        with ledger.write() as connection:
+            connection.exec_driver_sql("PRAGMA query_only = 1")
+            policies.publish_policy(connection, PolicyVersion(version=1, path="v1"))
+
+    with pytest.raises(StoreUnavailable, match="readonly"):
+        outlast(write, stopped)
+    assert num_calls == 1
 
 
 def test_a_stop_within_a_wait_of_the_same_thread_never_blocks():
