@@ -64,6 +64,8 @@ MOST_MORE = 8
 """And so many more: a query reads few blocks, and a deeper index adds one to each of its searches."""
 START = utc_now() - datetime.timedelta(days=30)
 HOUR = datetime.timedelta(hours=1)
+SESSIONS_AT_AN_INSTANT = 500
+"""Sessions with the same last activity."""
 Query = Callable[[sa.Connection], Any]
 
 
@@ -236,7 +238,12 @@ def store_group(connection: sa.Connection, group: Group, group_pk: int) -> None:
     }
     pks = range(first_pk, first_pk + GROUP_SIZE)
     new = [
-        {**rows.session_row(member, group_pk), **stored, "session_pk": pk}
+        {
+            **rows.session_row(member, group_pk),
+            **stored,
+            "session_pk": pk,
+            "last_active_at": to_micros(START) + pk // SESSIONS_AT_AN_INSTANT,
+        }
         for pk, member in zip(pks, members, strict=True)
     ]
     insert_rows(connection, tables.sessions, new)
