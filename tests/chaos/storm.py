@@ -18,6 +18,7 @@ from chaos.world import World
 from support.waiting import wait_until
 
 KILL_A_PROXY = "kill a proxy"
+RESTART_THE_DATABASE = "restart the database"
 RECOVERY_SECONDS = 60.0
 FINISH_SECONDS = 180.0
 HOLD_SECONDS = (0.2, 2.5)
@@ -83,8 +84,9 @@ class Storm:
         self.report.faults.append(line)
         self._say(line)
         with contextlib.ExitStack() as broken:
-            # The last one that ends is the killed proxy: its start needs the database and an engine.
-            for name in sorted(names, key=lambda name: name != KILL_A_PROXY):
+            # The killed proxy is the last one that ends: its start needs the database and an engine. The database is
+            # stopped last: a jump of its clock is written to it.
+            for name in sorted(names, key=lambda name: (name != KILL_A_PROXY, name == RESTART_THE_DATABASE)):
                 broken.enter_context(self._faults()[name]())
             time.sleep(hold)  # how long a fault lasts is part of the seed
         self._world.revive()
@@ -119,7 +121,7 @@ class Storm:
         if world.postgres is None:
             faults["fill the disk"] = lambda: proxy.full_disk(world.sqlite_file)
         else:
-            faults["restart the database"] = lambda: _until_restored(world.postgres.stop, world.postgres.start)
+            faults[RESTART_THE_DATABASE] = lambda: _until_restored(world.postgres.stop, world.postgres.start)
         return faults
 
     @contextlib.contextmanager
