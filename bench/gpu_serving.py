@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -179,9 +177,8 @@ def stand_in_argv(place: Path, port: int) -> list[str]:
 @contextlib.contextmanager
 def running(argv: list[str], url: str, log: Path) -> Iterator[None]:
     """Run a server until the block ends, or until this process is killed because its part takes too long."""
-    guarded = [sys.executable, "-I", "-S", str(guard.__file__), str(STOP_SECONDS), str(os.getpid()), *argv]
     with log.open("wb") as output:
-        process = subprocess.Popen(guarded, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(guard.guarded(argv, STOP_SECONDS), stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not is_ready(url):

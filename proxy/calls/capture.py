@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proxy.continuation.conversation import call_has_media, tool_call_ids
+from proxy.continuation.digests import Extended
 from proxy.continuation.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.plan import Plan, has_more_text
@@ -122,15 +123,11 @@ def build_turns(
             role_reason=found and found.reason,
             inferred_by=inferred_by,
             **_retry_identity(call, index, request_digest, aborted),
-            history_digest=digests.full,
-            messages_digest=digests.messages,
-            dialogue_digest=digests.dialogue,
+            **_digests(digests),
             **_place(call, plan, prompt, own_id),
         )
-        state = digests.messages_state
-        turns.append(
-            Sampled(turn, choice.logprobs, prompt.echo, routing=_routing(choice, prompt), messages_state=state)
-        )
+        routing, state = _routing(choice, prompt), digests.messages_state
+        turns.append(Sampled(turn, choice.logprobs, prompt.echo, routing=routing, messages_state=state))
     return turns
 
 
@@ -214,6 +211,15 @@ def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, A
         "chain_id": turn_id,
         "messages": plan.new_messages(call.messages),
         "prompt_delta": prompt.between,
+    }
+
+
+def _digests(digests: Extended) -> dict[str, bytes]:
+    """Return the digests of the conversation with this reply, by which a later call finds the turn."""
+    return {
+        "history_digest": digests.full,
+        "messages_digest": digests.messages,
+        "dialogue_digest": digests.dialogue,
     }
 
 

@@ -8,14 +8,13 @@ files starts beside it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from turnwise.daemon_thread import call_in_daemon_thread
 from turnwise.errors import BadCheckpoint, FilesNotRead, ReloadFailed
 
 log = logging.getLogger(__name__)
@@ -43,10 +42,8 @@ class _Reading:
         self.started_at = self.logged_at = time.monotonic()
         self.ended_at: float | None = None
         self.result: Any = None
-        self.error: Exception | None = None
-        self._read = read
-        self._loop = asyncio.get_running_loop()
-        threading.Thread(target=self._run, name="version-files", daemon=True).start()
+        self.error: BaseException | None = None
+        call_in_daemon_thread("version-files", read, self._end)
 
     @property
     def is_outdated(self) -> bool:
@@ -60,16 +57,7 @@ class _Reading:
         cause = self.error.__cause__ if isinstance(self.error, BadCheckpoint) else self.error
         return cause if isinstance(cause, OSError) and cause.errno in NO_ANSWER else None
 
-    def _run(self) -> None:
-        result, failure = None, None
-        try:
-            result = self._read()
-        except Exception as error:  # noqa: BLE001  raised again where the result is awaited
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody asks any more
-            self._loop.call_soon_threadsafe(self._end, result, failure)
-
-    def _end(self, result: Any, error: Exception | None) -> None:
+    def _end(self, result: Any, error: BaseException | None) -> None:
         self.result, self.error = result, error
         self.ended_at = time.monotonic()
         self.ended.set()

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -134,15 +132,7 @@ class LedgerEvaluator:
 
     def _play(self, version: int) -> bool:
         """Run the command; return whether it exited by itself."""
-        guarded = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(guard.__file__),
-            str(GRACE_SECONDS),
-            str(os.getpid()),
-            *self._command,
-        ]
+        guarded = guard.guarded(self._command, GRACE_SECONDS)
         with self._temporary_key() as key:
             environment = child_environment(evaluation_environment(self._proxy_url, key, version))
             with subprocess.Popen(guarded, env=environment, start_new_session=True) as process:  # noqa: S603  the operator's

@@ -14,12 +14,18 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 """Linux's prctl option: the signal that a process gets when its parent ends."""
 _PR_SET_CHILD_SUBREAPER = 36
 """Linux's prctl option: orphaned descendants become children of this process."""
 _WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+
+
+def guarded(command: Sequence[str], grace_seconds: float) -> list[str]:
+    """Return the command line that runs a command under a guard, whose parent is this process."""
+    return [sys.executable, "-I", "-S", __file__, str(grace_seconds), str(os.getpid()), *command]
 
 
 def main(grace_seconds: float, parent: int, command: list[str]) -> int:

@@ -6,11 +6,9 @@ Each command runs under the guard (`guard.py`), so nothing that it started outli
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,11 +55,10 @@ async def run_limited(
         stdin: What it reads; None gives it an empty standard input.
         capture: Return standard output.
     """
-    guarded = [sys.executable, "-I", "-S", str(guard.__file__), str(GRACE_SECONDS), str(os.getpid()), *argv]
     started = time.monotonic()
     with log.open("ab") as written:
         process = await asyncio.create_subprocess_exec(
-            *guarded,
+            *guard.guarded(argv, GRACE_SECONDS),
             cwd=cwd,
             env=dict(environment),
             stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,

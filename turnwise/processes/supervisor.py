@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -235,13 +234,12 @@ class Supervisor:
         if child.port is not None and not ports.is_free(child.port):
             self._handle_taken_port(run, child.port)
             return
-        command = [sys.executable, "-I", "-S", str(guard.__file__), str(child.grace_seconds), str(os.getpid())]
         with run.log_path.open("ab") as log:
             run.log_start = log.tell()
             if child.shown_lines is not None and run.follower is None:
                 run.follower = LogFollower(run.log_path, child.shown_lines)
             run.process = subprocess.Popen(  # noqa: S603  argv is the caller's, no shell
-                [*command, *child.argv],
+                guard.guarded(child.argv, child.grace_seconds),
                 env=child_environment(child.env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

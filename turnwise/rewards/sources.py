@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from turnwise.daemon_thread import call_in_daemon_thread
 from turnwise.errors import GraderFailed, SettingsError
 from turnwise.processes.limited import split_command
 from turnwise.rewards.command import CommandGrader
@@ -86,32 +85,22 @@ def _failure(name: str, error: BaseException) -> GraderFailed:
 
 
 async def _in_daemon_thread(name: str, function: Callable[[Json], Any], document: Json) -> Any:
-    """Return what the function returns; `asyncio.to_thread` would wait for a hanging one at the process's end.
+    """Return what the function returns, without a wait for a hanging one at the process's end.
 
     Raises:
         GraderFailed: the function raised an exception.
     """
-    loop = asyncio.get_running_loop()
-    returned: asyncio.Future[Any] = loop.create_future()
+    returned: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    def call() -> None:
-        value, failure = None, None
-        try:
-            value = function(document)
-        except BaseException as error:  # noqa: BLE001  raised again where it is awaited
-            failure = _failure(name, error)  # a future takes no StopIteration
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(finish, value, failure)
-
-    def finish(value: Any, failure: GraderFailed | None) -> None:
+    def finish(value: Any, error: BaseException | None) -> None:
         if returned.done():  # the time limit has passed
             return
-        if failure is None:
+        if error is None:
             returned.set_result(value)
         else:
-            returned.set_exception(failure)
+            returned.set_exception(_failure(name, error))  # a future takes no StopIteration
 
-    threading.Thread(target=call, name="grader", daemon=True).start()
+    call_in_daemon_thread("grader", lambda: function(document), finish)
     return await returned
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import os
 import uuid
 from pathlib import Path
-from typing import Self, TextIO
+from typing import Self
 
 from turnwise.errors import SettingsError
+from turnwise.line_file import append_lines
 from turnwise.types import Json
 
 Key = tuple[int, str, str, int]
@@ -71,22 +71,17 @@ class Results:
         except SettingsError:
             self._lock.close()
             raise
-        self._file: TextIO = self._path.open("a", encoding="utf-8")
-        if self._file.tell() and not self._path.read_bytes().endswith(b"\n"):
-            self._file.write("\n")  # a kill cut the last line, which is played again
+        append_lines(self._path, [])  # the file exists also before the first run has finished
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
         self._lock.close()
 
     def add(self, result: RunResult) -> None:
         """Record a finished run durably."""
-        self._file.write(json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append_lines(self._path, [json.dumps(dataclasses.asdict(result), ensure_ascii=False)], is_durable=True)
         self.finished[result.key] = result
 
     def _identify(self, plan: Json) -> str:

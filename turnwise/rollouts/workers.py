@@ -149,10 +149,9 @@ class _Worker:
         Raises:
             SettingsError: the agent cannot be imported, or not in time.
         """
-        guarded = [sys.executable, "-I", "-S", str(guard.__file__), str(GRACE_SECONDS), str(os.getpid()), *argv]
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *guarded,
+                *guard.guarded(argv, GRACE_SECONDS),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

@@ -71,6 +71,12 @@ def _columns(
     return columns
 
 
+def _index_where_set(condition: str, name: str, *columns: str, unique: bool = False) -> sa.Index:
+    """Return an index of the rows whose column `condition` is not null."""
+    where = sa.text(f"{condition} IS NOT NULL")
+    return sa.Index(name, *columns, unique=unique, sqlite_where=where, postgresql_where=where)
+
+
 sessions = sa.Table(
     "sessions",
     metadata,
@@ -112,30 +118,11 @@ turns = sa.Table(
     *_columns(Turn, key="turn_id", omit=frozenset({"session_id", "tenant"}), required=frozenset({"step"})),
     sa.UniqueConstraint("session_pk", "seq"),
     # Few calls have a key; turns without one are not indexed.
-    sa.Index(
-        "ix_turns_request",
-        "session_pk",
-        "request_key",
-        unique=True,
-        sqlite_where=sa.text("request_key IS NOT NULL"),
-        postgresql_where=sa.text("request_key IS NOT NULL"),
-    ),
+    _index_where_set("request_key", "ix_turns_request", "session_pk", "request_key", unique=True),
     # Turns of calls that name their session are not searched by conversation and not indexed.
-    sa.Index(
-        "ix_turns_inferred",
-        "inferred_by",
-        "history_digest",
-        sqlite_where=sa.text("inferred_by IS NOT NULL"),
-        postgresql_where=sa.text("inferred_by IS NOT NULL"),
-    ),
+    _index_where_set("inferred_by", "ix_turns_inferred", "inferred_by", "history_digest"),
     # A handoff changes tools or system message, so its conversation is found by the dialogue alone.
-    sa.Index(
-        "ix_turns_inferred_dialogue",
-        "inferred_by",
-        "dialogue_digest",
-        sqlite_where=sa.text("inferred_by IS NOT NULL"),
-        postgresql_where=sa.text("inferred_by IS NOT NULL"),
-    ),
+    _index_where_set("inferred_by", "ix_turns_inferred_dialogue", "inferred_by", "dialogue_digest"),
 )
 
 rewards = sa.Table(
@@ -184,13 +171,7 @@ groups = sa.Table(
     sa.Index("ix_groups_activity", "status", "last_active_at"),
     sa.Index("ix_groups_finished", "status", "num_finished"),
     # Most groups are not imported, and not indexed.
-    sa.Index(
-        "ix_groups_imported",
-        "imported",
-        "group_pk",
-        sqlite_where=sa.text("imported IS NOT NULL"),
-        postgresql_where=sa.text("imported IS NOT NULL"),
-    ),
+    _index_where_set("imported", "ix_groups_imported", "imported", "group_pk"),
 )
 """The unit of claiming. A session without a group id has a group of size 1 with the session's id. `imported` is 1 for
 groups of imported sessions, which only SFT and DPO train; null otherwise."""
