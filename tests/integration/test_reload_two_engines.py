@@ -1,5 +1,6 @@
 """Two real vLLMs behind one proxy: one is killed during a reload, restarts, and gets the active version.
 
+A relay before the engine that is killed holds the request that loads the version, so that the reload cannot end before.
 Calls in flight to the killed engine end with an error; all others are served, by weights that `transformers` confirms.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chaos.relay import Relay
 from openai import APIError, AsyncOpenAI
 from support.checkpoints import Forward, forward_of, write_perturbed
 from support.control_plane import ask, publish, versions_of_engines
@@ -32,6 +34,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TOLERANCE = 1e-3
 NUM_STREAMS = 8
+STREAMED = b"chat.completion.chunk"
+"""A chunk of a stream on its way from the engine."""
+LOAD = b"POST /collective_rpc"
+"""The request that makes an engine read a version's weights."""
 
 
 @contextlib.contextmanager
@@ -72,10 +78,6 @@ def greedy_gap(engine_url: str, forward: Forward) -> float:
     return float((forward(prompt + choice["token_ids"], len(prompt)) - theirs).abs().max())
 
 
-def count_pauses(log: Path) -> int:
-    return log.read_text(errors="replace").count("POST /pause")
-
-
 @dataclasses.dataclass
 class Observed:
     """Replies and errors that the clients observed."""
@@ -111,25 +113,28 @@ def test_an_engine_killed_during_a_reload_is_taken_out_and_gets_the_active_versi
     engine: RunningEngine, start_proxy: StartProxy, small_model_dir: Path, tmp_path: Path
 ):
     """The other loads the version, or keeps the last; no client hangs; the returned engine serves the active one."""
-    port = free_port()
-    other_url = f"http://127.0.0.1:{port}"
+    port, relay_port = free_port(), free_port()
+    other_url = f"http://127.0.0.1:{relay_port}"
     seen, log = Observed(), tmp_path / "other.log"
     paths = {number: write_perturbed(small_model_dir, tmp_path / f"v{number}", number) for number in (1, 2, 3)}
 
     def publish_version(number: int) -> None:
         publish(proxy, paths[number], version=number)
 
-    async def reload_and_kill(process: subprocess.Popen[bytes]) -> None:
+    async def reload_and_kill(process: subprocess.Popen[bytes], relay: Relay) -> None:
         stop = asyncio.Event()
         agents = [asyncio.create_task(stream_until(stop, proxy, number, seen)) for number in range(NUM_STREAMS)]
         publish_version(1)
         await asyncio.to_thread(wait_for_engines, proxy, {other_url: 1, engine.url: 1})
         await asyncio.to_thread(wait_until, lambda: seen.num_whole >= 3 * NUM_STREAMS, "each stream ended thrice")
         assert seen.errors == []
-        num_pauses = count_pauses(log)
+        relay.hold_after(STREAMED)
+        await asyncio.to_thread(wait_until, lambda: relay.held[STREAMED], "a stream is on the engine")
+        relay.hold_after(LOAD)
         publish_version(2)
-        await asyncio.to_thread(wait_until, lambda: count_pauses(log) > num_pauses, "the reload has begun")
+        await asyncio.to_thread(wait_until, lambda: relay.held[LOAD], "the engine loads the version")
         os.killpg(process.pid, signal.SIGKILL)
+        relay.close()
         await asyncio.to_thread(wait_for_engines, proxy, {engine.url: 1})
         num_whole = seen.num_whole
         await asyncio.to_thread(wait_until, lambda: seen.num_whole > num_whole + NUM_STREAMS, "the other engine serves")
@@ -138,9 +143,10 @@ def test_an_engine_killed_during_a_reload_is_taken_out_and_gets_the_active_versi
 
     with running_vllm(small_model_dir, log, port) as process:
         # The second engine is named first: it tries each version first, and it is the one that is killed.
+        relay = Relay(port, relay_port)
         proxy = start_proxy(other_url, "--engine", engine.url)
         wait_for_engines(proxy, {other_url: 0, engine.url: 0})
-        asyncio.run(reload_and_kill(process))
+        asyncio.run(reload_and_kill(process, relay))
     assert seen.errors, "no call was on its way to the engine that died, so nothing was tested"
     outcomes = [view.turn.outcome for view in proxy.turns()]
     counts = collections.Counter(outcome.value for outcome in outcomes)
@@ -153,7 +159,7 @@ def test_an_engine_killed_during_a_reload_is_taken_out_and_gets_the_active_versi
     status = {each["version"]: each["status"] for each in ask(proxy.url, "/v1/policies")["data"]}
     assert status == {1: "active", 2: "failed"}
     assert greedy_gap(engine.url, forward_of(paths[1])) < TOLERANCE
-    with running_vllm(small_model_dir, log, port):
+    with running_vllm(small_model_dir, log, port), contextlib.closing(Relay(port, relay_port)):
         wait_for_engines(proxy, {other_url: 1, engine.url: 1})
         assert greedy_gap(other_url, forward_of(paths[1])) < TOLERANCE
         publish_version(3)
