@@ -7,7 +7,8 @@ whose whole prompt is new. The engine is a stand-in that echoes the prompt ids a
 
 With `--live 200` so many conversations of the first length are played, turn by turn in turns, by a proxy whose memory
 settings are a share of the defaults: 200 of 10,000. Printed: its growth at each round, against the sum of the settings,
-and the outcomes of the turns, of which most read back what the proxy has dropped.
+and the outcomes of the turns, of which most read back what the proxy has dropped. The client keeps only the replies, so
+`--live 10000 --rounds 2` fits on a machine with 16 GB of free disk; it takes about a quarter of an hour of two cores.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ SETTLE_SECONDS = 7.0
 """Until the proxy has returned freed memory to the system."""
 TRIM_BYTES = 8 * 2**20
 """Of long requests, after which the proxy returns freed memory; see `proxy.http.freed_memory`."""
-LIVE_ROUNDS = 3
 LIVE_SAMPLES = 5
 """Samples of the memory in each round."""
 WARM_UP_LIVE_TURNS = 20
@@ -76,8 +76,18 @@ def is_writer(pid: int) -> bool:
 class Server:
     """A proxy under measurement, of one worker or several."""
 
-    def __init__(self, url: str, pid: int, num_workers: int = 1, *, engine_pid: int = 0, engine_url: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        pid: int,
+        num_workers: int = 1,
+        *,
+        engine_pid: int = 0,
+        engine_url: str = "",
+        directory: Path = HERE,
+    ) -> None:
         self.url = url
+        self._directory = directory
         self.engine_pid = engine_pid
         self.engine_url = engine_url
         self._address = urlsplit(url).netloc
@@ -107,18 +117,23 @@ class Server:
     def turn(self, session_id: str, conversation: Conversation, *, stream: bool) -> int:
         """Play one turn; return the number of characters that were sent."""
         body = conversation.request(stream=stream)
-        self._http.request(
-            "POST",
-            "/v1/chat/completions",
-            body,
-            {"content-type": "application/json", "x-session-id": session_id},
-        )
+        conversation.extend(self.reply(session_id, body, stream=stream))
+        return len(body)
+
+    def reply(self, session_id: str, body: bytes, *, stream: bool) -> dict[str, Any]:
+        """Send a request; return the reply's message."""
+        headers = {"content-type": "application/json", "x-session-id": session_id}
+        self._http.request("POST", "/v1/chat/completions", body, headers)
         response = self._http.getresponse()
         raw = response.read()
         if response.status != 200:
             raise RuntimeError(f"the proxy answered {response.status}: {raw[:500]!r}")
-        conversation.extend(joined(raw) if stream else orjson.loads(raw)["choices"][0]["message"])
-        return len(body)
+        message: dict[str, Any] = joined(raw) if stream else orjson.loads(raw)["choices"][0]["message"]
+        return message
+
+    def database_bytes(self) -> int:
+        """Return the size of the database's files."""
+        return sum(path.stat().st_size for path in self._directory.glob("bench.db*"))
 
     def cpu(self) -> tuple[float, float]:
         """Return the CPU time of the serving processes and of the writing processes."""
@@ -159,7 +174,12 @@ def served(*flags: str, engine_flags: Sequence[str] = (), num_workers: int = 1) 
         argv += ["--workers", str(num_workers)]
         process = servers.enter_context(running(argv, f"http://127.0.0.1:{proxy}/readyz"))
         yield Server(
-            f"http://127.0.0.1:{proxy}", process.pid, num_workers, engine_pid=stand_in.pid, engine_url=engine_url
+            f"http://127.0.0.1:{proxy}",
+            process.pid,
+            num_workers,
+            engine_pid=stand_in.pid,
+            engine_url=engine_url,
+            directory=Path(directory),
         )
 
 
@@ -227,34 +247,63 @@ def first_hold(server: Server, shape: Shape, num_tokens: int, name: str, *, stre
     return float(server.get("/bench/hold")["seconds"]) * 1e3
 
 
-def play_live(num_conversations: int, num_tokens: int) -> None:
+class LiveConversation:
+    """A conversation of which only the seed and the replies are kept: its messages are made again for each turn."""
+
+    def __init__(self, num_tokens: int, seed: int) -> None:
+        self._num_characters = int(num_tokens * CHARACTERS_PER_TOKEN)
+        self._seed = seed
+        self._replies: list[bytes] = []
+
+    def turn(self, server: Server) -> None:
+        """Play its next turn."""
+        conversation = Conversation(MANY, self._num_characters, self._seed)
+        for reply in self._replies:
+            conversation.extend(orjson.loads(reply))
+        message = server.reply(f"live-{self._seed}", conversation.request(stream=False), stream=False)
+        self._replies.append(orjson.dumps(message))
+
+
+class Growth:
+    """How much memory a proxy and its writing process use more than when the measurement started."""
+
+    def __init__(self, server: Server) -> None:
+        self._pids = (server.pid, *server.writers)
+        self._before = [resident_bytes(pid) for pid in self._pids]
+
+    def __str__(self) -> str:
+        proxy, writer = (
+            (resident_bytes(pid) - before) / 1e6 for pid, before in zip(self._pids, self._before, strict=True)
+        )
+        return f"proxy {proxy:.0f} MB more, writer {writer:.0f} MB more"
+
+
+def play_live(num_conversations: int, num_tokens: int, num_rounds: int) -> None:
     """Play many conversations, each one turn after the other conversations' turns; print the growth of the memory."""
     flags = cache_flags(num_conversations / FULL_SESSIONS)
     limit = sum(int(flag.split("=")[1]) for flag in flags)
-    conversations = [
-        Conversation(MANY, int(num_tokens * CHARACTERS_PER_TOKEN), seed) for seed in range(num_conversations)
-    ]
+    conversations = [LiveConversation(num_tokens, seed) for seed in range(num_conversations)]
+    each = num_conversations // LIVE_SAMPLES or 1
     with served(*flags, engine_flags=["--any-ids"]) as server:
-        warm = Conversation(MANY, int(num_tokens * CHARACTERS_PER_TOKEN), num_conversations)
+        warm = LiveConversation(num_tokens, num_conversations)
         for _ in range(WARM_UP_LIVE_TURNS):
-            server.turn("warm", warm, stream=False)
+            warm.turn(server)
         time.sleep(SETTLE_SECONDS)
-        pids = [server.pid, *server.writers]
-        resident, before = [resident_bytes(pid) for pid in pids], server.cpu()
-        for round_number in range(1, LIVE_ROUNDS + 1):
-            for number, conversation in enumerate(conversations, 1):
-                server.turn(f"live-{number}", conversation, stream=False)
-                if number % (num_conversations // LIVE_SAMPLES or 1) == 0:
-                    proxy, writer = (resident_bytes(pid) - first for pid, first in zip(pids, resident, strict=True))
-                    print(f"  {number}: proxy {proxy / 1e6:.0f} MB more, writer {writer / 1e6:.0f} MB", flush=True)
-            spent = (sum(server.cpu()) - sum(before)) / num_conversations * 1e3
-            time.sleep(SETTLE_SECONDS)
-            proxy, writer = (resident_bytes(pid) - first for pid, first in zip(pids, resident, strict=True))
+        growth, started = Growth(server), time.monotonic()
+        print(f"{num_conversations} conversations of {num_tokens} tokens, memory settings of {limit / 1e6:.0f} MB")
+        for round_number in range(1, num_rounds + 1):
             before = server.cpu()
+            for number, conversation in enumerate(conversations, 1):
+                conversation.turn(server)
+                if number % each == 0:
+                    print(f"  {number} after {time.monotonic() - started:.0f} s: {growth}", flush=True)
+            spent = [
+                (after - start) / num_conversations * 1e3 for start, after in zip(before, server.cpu(), strict=True)
+            ]
+            time.sleep(SETTLE_SECONDS)
             print(
-                f"{num_conversations} conversations of {num_tokens} tokens, turn {round_number}: proxy "
-                f"{proxy / 1e6:.0f} MB more than before, writer {writer / 1e6:.0f} MB, with memory settings of "
-                f"{limit / 1e6:.0f} MB; {spent:.1f} ms of CPU a turn",
+                f"turn {round_number}: {growth}; a turn takes {spent[0]:.1f} ms of CPU of the serving process and "
+                f"{spent[1]:.1f} ms of the writing process; {server.database_bytes() / 1e9:.1f} GB are stored",
                 flush=True,
             )
         for line in server.text("/metrics").splitlines():
@@ -269,10 +318,11 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=12, help="measured turns of each case")
     parser.add_argument("--modes", nargs="+", choices=["whole", "stream"], default=["whole", "stream"])
     parser.add_argument("--live", type=int, default=0, help="conversations of the first length, instead of the cases")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each conversation with --live")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if given.live:
-        play_live(given.live, given.tokens[0])
+        play_live(given.live, given.tokens[0], given.rounds)
         return 0
     rows = []
     print(
