@@ -66,8 +66,17 @@ def find_versions(parent: Path) -> list[int]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return a version's weight files in the order of their names."""
-    return sorted(directory.glob(WEIGHTS_PATTERN))
+    """Return a version's weight files in the order of their names; none where there is no readable directory.
+
+    Raises:
+        BadCheckpoint: the directory could not be listed.
+    """
+    try:
+        return sorted(path for path in directory.iterdir() if path.match(WEIGHTS_PATTERN))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+    except OSError as error:
+        raise BadCheckpoint(f"{directory} cannot be listed: {error.strerror}") from error
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

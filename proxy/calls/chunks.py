@@ -5,6 +5,7 @@ Events that arrived together are handled together, and no event waits for a late
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import msgspec
@@ -50,15 +51,17 @@ def take_each(events: list[bytes], running: Running, lane: Lane) -> bytes:
     call, captured = running.call, running.captured
     is_over = events[-1:] == [sse.DONE]
     chunks = events[:-1] if is_over else events
-    failures = [event for event in chunks if CHOICES not in event]
-    if failures:
-        chunks = [event for event in chunks if CHOICES in event]
-    try:
-        shown = call.dialect.capture_chunks(as_requested(chunks, running, lane), captured, call)
-    except NOT_A_COMPLETION as error:
-        raise not_a_completion(lane, error) from error
+    encoded = b""
+    for is_error, together in itertools.groupby(chunks, lambda event: CHOICES not in event):
+        if is_error:
+            encoded += b"".join(map(call.encoder.error, together))
+            continue
+        try:
+            shown = call.dialect.capture_chunks(as_requested(list(together), running, lane), captured, call)
+        except NOT_A_COMPLETION as error:
+            raise not_a_completion(lane, error) from error
+        encoded += call.encoder.chunks(shown)
     _note_first_token(running, lane)
-    encoded = call.encoder.chunks(shown) + b"".join(map(call.encoder.error, failures))
     return encoded + call.encoder.done() if is_over else encoded
 
 

@@ -25,6 +25,7 @@ from proxy.engines.probe import token_logprobs
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
+from proxy.reload.load_attempts import LoadAttempts
 from proxy.reload.loader import NUM_PROBED, Loader
 from proxy.reload.served_versions import ServedVersions
 from proxy.settings import ProxySettings
@@ -124,6 +125,7 @@ class Canary:
         pool: EnginePool,
         loader: Loader,
         served: ServedVersions,
+        attempts: LoadAttempts,
         settings: ProxySettings,
         metrics: Metrics,
         *,
@@ -134,6 +136,7 @@ class Canary:
         self._pool = pool
         self._loader = loader
         self._served = served
+        self._attempts = attempts
         self._reserve = reserve
         """Lets the proxy's other workers send an engine no new calls, and waits for their running ones."""
         self._settings = settings
@@ -190,7 +193,7 @@ class Canary:
         return True
 
     async def begin(self, policy: PolicyVersion, active: PolicyVersion) -> None:
-        """Load a version and start its trial.
+        """Load a version and start its trial; after a failure that may pass, a later round begins again.
 
         The store names the version first: from then on no process sends calls to an engine that has its whole weights.
         """
@@ -204,6 +207,8 @@ class Canary:
             await self._place(policy, active)
             reason = await self._drift_reason(policy)
         except (BadCheckpoint, EngineError) as error:
+            if self._attempts.schedule(policy.version, error):
+                return
             reason = str(error)
         if reason is not None:
             await self._withdraw(policy, active, reason)
@@ -228,7 +233,8 @@ class Canary:
             await self._place(policy, active)
             self._pool.stop_draining()
         except (BadCheckpoint, EngineError) as error:
-            await self._withdraw(policy, active, str(error))
+            if not self._attempts.schedule(policy.version, error):
+                await self._withdraw(policy, active, str(error))
             return False
         arms = await asyncio.to_thread(self._arms, policy, active)
         await self._record(arms, policy, active)

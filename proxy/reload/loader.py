@@ -10,6 +10,7 @@ version's directory.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -50,6 +51,27 @@ class Loader:
         self._faults = faults
         self._transfers = transfers
         self.files = VersionFiles()
+
+    async def compare_with_own_models(self, versions: list[PolicyVersion], engines: list[Engine]) -> None:
+        """Read which of these versions are the models that the engines were started with, for `is_own_model`.
+
+        Raises:
+            FilesNotRead: the directory of one is being read, and was never read before; call again.
+        """
+        base = [policy.path for policy in versions if policy.version == 0 and policy.kind is PolicyKind.FULL]
+        pairs = [(path, engine) for path in base for engine in engines if engine.model_path not in ("", path)]
+        await asyncio.gather(*(self._compare(path, engine) for path, engine in pairs))
+
+    async def _compare(self, path: str, engine: Engine) -> None:
+        own = engine.model_path
+        read = functools.partial(_is_same_model, path, own)
+        try:
+            same = await self.files.read(("own model", path, own), path, read, seconds=PATIENCE_SECONDS)
+        except FilesNotRead:
+            if (path, own) not in engine.same_models:
+                raise
+        else:
+            engine.same_models[path, own] = same
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.
@@ -258,11 +280,16 @@ def own_model(engine: Engine) -> PolicyVersion:
 
 
 def is_own_model(policy: PolicyVersion, engine: Engine) -> bool:
-    """Return whether a version is the model that the engine was started with, whose path may exist only there."""
+    """Return whether a version is the model that the engine was started with, as last read from the file system."""
     if policy.version != 0 or policy.kind is not PolicyKind.FULL:
         return False
-    place = Path(policy.path)
-    return not place.is_dir() or place.resolve() == Path(engine.model_path).resolve()
+    return policy.path == engine.model_path or engine.same_models.get((policy.path, engine.model_path), False)
+
+
+def _is_same_model(path: str, own: str) -> bool:
+    """Return whether a path names an engine's own model, which may exist only where the engine runs."""
+    place = Path(path)
+    return not place.is_dir() or place.resolve() == Path(own).resolve()
 
 
 def has_loaded(engine: Engine, policy: PolicyVersion) -> bool:

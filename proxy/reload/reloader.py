@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -22,13 +21,14 @@ from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.reload.canary import Canary
 from proxy.reload.driver_lease import DriverLease
+from proxy.reload.load_attempts import LoadAttempts
 from proxy.reload.loader import Loader, own_model, serves
 from proxy.reload.served_versions import ServedVersions, Wanted
 from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, FilesNotRead, ReloadFailed, TurnwiseError
+from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, FilesNotRead, TurnwiseError
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, utc_now
@@ -36,20 +36,6 @@ from turnwise.types import PolicyKind, PolicyVersion, utc_now
 log = logging.getLogger(__name__)
 HEALTH_SECONDS = 1.0
 """How often a serving engine is checked; an absent one is checked as often as policy versions are."""
-MAX_LOAD_ATTEMPTS = 3
-"""Attempts to load a version whose load failed in a way that may pass, before it is marked failed."""
-RETRY_LOAD_SECONDS = 1.0
-"""Pause before the second attempt; it doubles with each further one."""
-
-
-@dataclasses.dataclass(slots=True)
-class LoadAttempts:
-    """Failed attempts to load one version."""
-
-    version: int
-    count: int = 0
-    not_before: float = 0.0
-    """When the next attempt may start, on the monotonic clock."""
 
 
 class Reloader:
@@ -78,11 +64,11 @@ class Reloader:
         self._loader = Loader(settings, faults or FaultPoints(), transfers, announce)
         self._served = ServedVersions(database, pool)
         pool.read_served = self._served.refresh
+        self._attempts = LoadAttempts(metrics)
         self._canary = Canary(
-            database, self.lease, pool, self._loader, self._served, settings, metrics, reserve=reserve
+            database, self.lease, pool, self._loader, self._served, self._attempts, settings, metrics, reserve=reserve
         )
         self._probe_lock = asyncio.Lock()
-        self._attempts = LoadAttempts(-1)
         self._last_error: str | None = None
 
     @property
@@ -119,16 +105,28 @@ class Reloader:
 
     async def _follow(self) -> None:
         """Bring every serving engine to the wanted version, or advance the canary."""
-        wanted = await self._served.wanted()
+        with contextlib.suppress(FilesNotRead):  # a later round asks again; the read goes on, and is logged
+            await self._follow_once(await self._wanted())
+
+    async def _follow_once(self, wanted: Wanted) -> None:
         self._canary.note_engines(wanted.canary)
         if wanted.canary is None or wanted.canary.activated_at is not None:
             self._pool.stop_draining(before=wanted.read_at)
         if self._settings.engine_sleep and await self._sleeper.follow(wanted.active):
             return
-        if not self._pool.serving or self._is_settled(wanted):
-            return
-        with contextlib.suppress(FilesNotRead):  # a later round asks again; the read goes on, and is logged
+        if self._pool.serving and not self._is_settled(wanted):
             await self._drive(wanted)
+
+    async def _wanted(self) -> Wanted:
+        """Read what the store wants to be served, and whether the engines were started with it.
+
+        Raises:
+            FilesNotRead: the directory of a version is being read; call again.
+        """
+        wanted = await self._served.wanted()
+        versions = [policy for policy in (wanted.target, wanted.active) if policy is not None]
+        await self._loader.compare_with_own_models(versions, self._pool.engines)
+        return wanted
 
     async def _drive(self, wanted: Wanted) -> None:
         async with self.lease.held() as is_driver:
@@ -136,7 +134,7 @@ class Reloader:
                 await self._read_served_versions(wanted)
                 return
             # Another process may have driven while the lease was awaited.
-            wanted = await self._served.wanted()
+            wanted = await self._wanted()
             await self._read_served_versions(wanted)
             await self._step(wanted)
 
@@ -144,7 +142,7 @@ class Reloader:
         """Return whether there is nothing to do now."""
         if wanted.target is None:
             return True
-        if wanted.target.version == self._attempts.version and time.monotonic() < self._attempts.not_before:
+        if self._attempts.is_waiting(wanted.target.version):
             return True
         if wanted.canary is not None:
             return not wanted.is_pinned and not self._canary.is_due
@@ -206,7 +204,7 @@ class Reloader:
         except (BadCheckpoint, EngineError) as error:
             if active is not None and active.version == target.version:
                 raise
-            if not self._schedule_retry(target, error):
+            if not self._attempts.schedule(target.version, error):
                 await self._fail(target, error)
             return
         others = await asyncio.gather(
@@ -221,34 +219,10 @@ class Reloader:
                 seconds = max(seconds, outcome)
         await self._succeed(target, seconds)
 
-    def _schedule_retry(self, target: PolicyVersion, error: TurnwiseError) -> bool:
-        """Schedule another attempt if the failure may pass; return whether one is scheduled."""
-        if not isinstance(error, ReloadFailed) or not error.is_transient:
-            return False
-        if self._attempts.version != target.version:
-            self._attempts = LoadAttempts(target.version)
-        attempts = self._attempts
-        attempts.count += 1
-        if attempts.count >= MAX_LOAD_ATTEMPTS:
-            return False
-        pause = RETRY_LOAD_SECONDS * 2 ** (attempts.count - 1)
-        attempts.not_before = time.monotonic() + pause
-        self._metrics.reloads.labels("retried").inc()
-        log.warning(
-            "attempt %d of %d to load policy version %d failed, the next one is in %.0f s: %s",
-            attempts.count,
-            MAX_LOAD_ATTEMPTS,
-            target.version,
-            pause,
-            error,
-        )
-        return True
-
     async def _fail(self, target: PolicyVersion, error: TurnwiseError) -> None:
         self._last_error = reason = f"version {target.version} was not loaded: {error}"
         self._metrics.reloads.labels("failed").inc()
         log.error("%s; the last good version is served", reason)
-        self._attempts = LoadAttempts(-1)
         await self.lease.write(policies.fail_policy, target.version, reason)
 
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
@@ -302,7 +276,7 @@ class Reloader:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
         engine.forget_transfers()
         await engine.fetch_models()
-        wanted = await self._served.wanted()
+        wanted = await self._wanted()
         active = wanted.active
         if self._settings.engine_sleep and not await self._sleeper.bring_awake(engine, active):
             return

@@ -87,7 +87,11 @@ def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> Tensor:
 
 
 def find_not_finite(path: Path, tensors: dict[str, Tensor]) -> str | None:
-    """Return the name of a tensor that holds a NaN or an infinity, None when there is none; reads the whole file."""
+    """Return the name of a tensor that holds a NaN or an infinity, None when there is none; reads the whole file.
+
+    Raises:
+        BadCheckpoint: the file became shorter meanwhile.
+    """
     with path.open("rb") as file:
         for name, tensor in tensors.items():
             if tensor.dtype not in EXPONENT:
@@ -96,7 +100,10 @@ def find_not_finite(path: Path, tensors: dict[str, Tensor]) -> str | None:
             file.seek(tensor.begin)
             left = tensor.end - tensor.begin
             while left:
-                bits = np.frombuffer(file.read(min(left, CHUNK_BYTES)), kind)
+                part = file.read(min(left, CHUNK_BYTES))
+                if not part:
+                    raise BadCheckpoint(f"{path} ends in {name!r}: it was truncated after its header was read")
+                bits = np.frombuffer(part, kind)
                 if bool(((bits & kind(exponent)) == exponent).any()):
                     return name
                 left -= bits.nbytes

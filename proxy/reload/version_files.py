@@ -31,6 +31,10 @@ NO_ANSWER = frozenset(
     {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOTCONN}
 )
 """Errors of a network file system whose server does not answer; they say nothing about the files."""
+WRONG_FILE = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
+)
+"""Errors that a file gives at each read; others, such as EIO or too many open files, may pass."""
 
 
 class _Reading:
@@ -52,10 +56,16 @@ class _Reading:
         return self.ended_at is not None and time.monotonic() - self.ended_at >= limit
 
     @property
+    def read_error(self) -> OSError | None:
+        """The error of the system that ended the read, also as the cause of a `BadCheckpoint`; None without one."""
+        cause = self.error.__cause__ if isinstance(self.error, BadCheckpoint) else self.error
+        return cause if isinstance(cause, OSError) else None
+
+    @property
     def no_answer(self) -> OSError | None:
         """The error of a file system that does not answer, which is none of the version; None without one."""
-        cause = self.error.__cause__ if isinstance(self.error, BadCheckpoint) else self.error
-        return cause if isinstance(cause, OSError) and cause.errno in NO_ANSWER else None
+        error = self.read_error
+        return error if error is not None and error.errno in NO_ANSWER else None
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         self.result, self.error = result, error
@@ -96,7 +106,8 @@ class VersionFiles:
 
         Raises:
             FilesNotRead: It goes on, or the file system does not answer; call again.
-            ReloadFailed: A file could not be read.
+            ReloadFailed: A file could not be read, which may pass.
+            BadCheckpoint: What `read` raised: a file is missing or wrong.
         """
         reading = self._readings.get(key)
         if reading is None or reading.is_outdated:
@@ -109,8 +120,9 @@ class VersionFiles:
         if reading.no_answer is not None:
             raise FilesNotRead(f"the file system of {path!r} does not answer: {reading.no_answer}") from reading.error
         self._readings.pop(key, None)
-        if isinstance(reading.error, OSError):
-            raise ReloadFailed(f"a file in {path!r} could not be read: {reading.error}", is_transient=True)
+        failed = reading.read_error
+        if failed is not None and (failed is reading.error or failed.errno not in WRONG_FILE):
+            raise ReloadFailed(f"a file in {path!r} could not be read: {failed}", is_transient=True) from reading.error
         if reading.error is not None:
             raise reading.error
         result: T = reading.result

@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,8 @@ REPLACED = ".replaced-"
 """Prefix of a directory that a new one takes the place of."""
 UNPUBLISHED = "unpublished-"
 """Prefix of a directory that was set aside, because the database does not know its version."""
+UNPUBLISHED_DAYS = 7
+"""How long such a directory is kept. The first start of a trainer after that removes it."""
 
 
 class Checkpoints:
@@ -80,6 +83,7 @@ class Checkpoints:
             ) from error
         for leftover in self.directory.glob(f"{WRITING}*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        self._remove_unpublished()
 
     def close(self) -> None:
         """Let another trainer use the directory."""
@@ -185,8 +189,15 @@ class Checkpoints:
             for place in (self.state_directory(found), self.policy_directory(found)):
                 if place.exists():
                     aside = _unused(place)
+                    os.utime(place)  # the days that it is kept begin now
                     place.replace(aside)
-                    log.warning("%s is not in the database: it is now %s; remove it if nothing needs it", place, aside)
+                    log.warning(
+                        "%s is not in the database: it is now %s, and a start of the trainer after %d days removes it; "
+                        "rename it if it is needed",
+                        place,
+                        aside,
+                        UNPUBLISHED_DAYS,
+                    )
 
     def prune(self, protected: set[int]) -> list[int]:
         """Remove all but the newest `keep` versions and the protected ones; return what was removed."""
@@ -199,6 +210,14 @@ class Checkpoints:
     def versions(self) -> list[int]:
         """Return the versions on disk, oldest first."""
         return version_directory.find_versions(self.directory) if self.directory.is_dir() else []
+
+    def _remove_unpublished(self) -> None:
+        """Remove the directories that were set aside more than `UNPUBLISHED_DAYS` ago."""
+        before = time.time() - UNPUBLISHED_DAYS * 24 * 3600
+        for aside in self.directory.glob(f"{UNPUBLISHED}*"):
+            if aside.stat().st_mtime < before:
+                shutil.rmtree(aside, ignore_errors=True)
+                log.info("%s was set aside over %d days ago, and is removed", aside, UNPUBLISHED_DAYS)
 
     def _remove(self, version: int) -> None:
         # The state goes first: a version without state can still be served, one without weights cannot be resumed.

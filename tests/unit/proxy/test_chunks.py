@@ -86,7 +86,10 @@ def streams(draw: st.DrawFn) -> list[bytes]:
     body = draw(st.lists(text_chunks(), max_size=12))
     if draw(st.booleans()):  # continuous_usage_stats
         body = [{**each, "usage": {"prompt_tokens": 3, "details": {"cached_tokens": 1}}} for each in body]
-    ending = draw(st.sampled_from([[last], [last, usage], [last, {"error": {"message": "m", "code": 500}}], []]))
+    error: Json = {"error": {"message": "m", "code": 500}}
+    if draw(st.booleans()):
+        body.insert(draw(st.integers(0, len(body))), error)
+    ending = draw(st.sampled_from([[last], [last, usage], [last, error], []]))
     separators = draw(st.sampled_from([(",", ":")] * 5 + [(", ", ": ")]))
     ascii_only = draw(st.booleans())
     events = [

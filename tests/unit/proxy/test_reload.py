@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
 import signal
 import threading
@@ -21,7 +22,7 @@ from proxy.engines.engine import LOADING
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
-from proxy.reload.reloader import MAX_LOAD_ATTEMPTS
+from proxy.reload.load_attempts import MAX_LOAD_ATTEMPTS
 from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
 from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import leases, policies, tables
@@ -101,6 +102,58 @@ async def test_files_that_take_long_to_read_are_read_once_and_fail_no_version(
         assert process.reloader.problem is None
 
 
+@pytest.mark.parametrize(("num_errors", "status"), [(2, "active"), (3, "failed")])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_version(
+    stage: Stage, monkeypatch, share: float, num_errors: int, status: str
+):
+    """Also where the version is to be tried by a share of the sessions first."""
+    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 0.05)
+    opened, left = Path.open, [num_errors]
+
+    def open_with_errors(self: Path, *args, **kwargs):
+        if self.parent.name == "v2" and self.suffix == ".safetensors" and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_with_errors)
+    async with stage.process(canary_share=share) as process, asyncio.timeout(60):
+        stage.publish(1)
+        await process.follow()
+        stage.publish(2)
+        while stage.statuses()[1] == "published":
+            await process.follow()
+            await asyncio.sleep(0.02)
+    expected = "canary" if share and status == "active" else status
+    assert (stage.statuses()[1], left) == (expected, [0])
+
+
+async def test_the_directory_of_version_0_is_never_looked_at_on_the_event_loop(stage: Stage, monkeypatch):
+    """A network file system that stalls must not stop the calls; the round ends, and a later one goes on."""
+    monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
+    answers, on_loop, is_dir = threading.Event(), [], Path.is_dir
+
+    def stalling(self: Path, **kwargs: bool) -> bool:
+        if self.name == "v0":
+            on_loop.append(threading.current_thread() is threading.main_thread())
+            if not on_loop[-1]:
+                answers.wait(60)
+        return is_dir(self, **kwargs)
+
+    monkeypatch.setattr(Path, "is_dir", stalling)
+    async with stage.process() as process, asyncio.timeout(60):
+        stage.publish(0)
+        for _ in range(2):
+            await process.follow()
+        assert (stage.statuses(), stage.loads) == (["published"], [[], []])
+        answers.set()
+        while stage.statuses() == ["published"]:
+            await process.follow()
+        assert stage.loads == [["v0"], ["v0"]]  # another directory than the one that the engines were started with
+    assert not any(on_loop)
+
+
 async def test_a_pin_takes_precedence_over_newer_versions_until_it_is_removed(stage: Stage):
     async with stage.process() as process:
         for version in (1, 2):
@@ -136,7 +189,7 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
     stage: Stage, monkeypatch, num_failures: int, status: str
 ):
     """One short lack of memory must not mark the version failed for good."""
-    monkeypatch.setattr("proxy.reload.reloader.RETRY_LOAD_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 0.05)
     left = [num_failures]
 
     def has_weights(directory: Path) -> bool:

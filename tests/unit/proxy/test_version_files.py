@@ -28,11 +28,18 @@ async def test_a_file_system_that_does_not_answer_says_nothing_about_the_version
             await files.read(("v1",), "v1", failing(error, as_bad=as_bad), seconds=60)
 
 
-async def test_a_file_that_cannot_be_read_is_tried_again_and_one_that_is_missing_fails_the_version():
-    files = VersionFiles()
-    with pytest.raises(ReloadFailed, match="could not be read") as failed:
-        await files.read(("v1",), "v1", failing(OSError(errno.EIO, "I/O error"), as_bad=False), seconds=60)
+@pytest.mark.parametrize("as_bad", [False, True])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+async def test_a_read_error_that_may_pass_is_tried_again(as_bad: bool, number: int):
+    """A header's read error arrives as a `BadCheckpoint`, that of its values as it is."""
+    files, error = VersionFiles(), OSError(number, "it may pass")
+    with pytest.raises(ReloadFailed, match=r"could not be read: .*it may pass") as failed:
+        await files.read(("v1",), "v1", failing(error, as_bad=as_bad), seconds=60)
     assert failed.value.is_transient
-    with pytest.raises(BadCheckpoint):
-        await files.read(("v1",), "v1", failing(OSError(errno.ENOENT, "missing"), as_bad=True), seconds=60)
     assert await files.read(("v1",), "v1", lambda: 3, seconds=60) == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ENOTDIR])
+async def test_a_file_that_is_missing_or_locked_away_fails_the_version(number: int):
+    with pytest.raises(BadCheckpoint):
+        await VersionFiles().read(("v1",), "v1", failing(OSError(number, "missing"), as_bad=True), seconds=60)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,23 @@ def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them
     assert find_versions(tmp_path / "policies") == [1, 2]
     assert (tmp_path / "policies/unpublished-v000003-1/model.safetensors").is_file()
     assert (tmp_path / "policies/unpublished-v000003.trainer-1").is_dir()
+
+
+def test_a_version_that_was_set_aside_is_removed_by_the_first_start_after_a_week(place):
+    checkpoints = Checkpoints(place, keep=1)
+    checkpoints.open()
+    checkpoints.write_policy(1, lambda staging: (staging / "model.safetensors").touch(), {})
+    day = 24 * 3600
+    os.utime(checkpoints.policy_directory(1), times=(time.time() - 30 * day,) * 2)
+    checkpoints.discard_after(0)
+    aside = place / "unpublished-v000001-1"
+    for days, is_kept in [(0, True), (6, True), (8, False)]:
+        checkpoints.close()
+        if days:
+            os.utime(aside, times=(time.time() - days * day,) * 2)
+        checkpoints.open()
+        assert aside.exists() == is_kept
+    checkpoints.close()
 
 
 def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypatch):
