@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """One reading of the store."""
+class Wanted:
+    """What the store wants to be served, as one reading found it."""
 
     number: int
     """Order of the readings of this process, by their start."""
@@ -35,12 +35,6 @@ class Served:
     """The version that is served."""
     canary: PolicyVersion | None
     """The version on trial, also before its trial has started."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted(Served):
-    """What the store wants to be served."""
-
     target: PolicyVersion | None
     """The pinned version, or the newest that has not failed."""
     is_pinned: bool
@@ -64,27 +58,7 @@ class ServedVersions:
 
     async def wanted(self) -> Wanted:
         """Read and apply what the store wants."""
-        number, read_at = next(self._numbers), time.monotonic()
-
-        def read() -> Wanted:
-            with self._database.read() as connection:
-                pinned = policies.pinned_version(connection)
-                active, canary = policies.active_and_canary(connection)
-                target = (
-                    policies.newest_policy(connection) if pinned is None else policies.get_policy(connection, pinned)
-                )
-            if target is not None and target.status is PolicyStatus.FAILED:
-                target = active
-            return Wanted(
-                number=number,
-                read_at=read_at,
-                active=active,
-                canary=canary,
-                target=target,
-                is_pinned=pinned is not None,
-            )
-
-        wanted = await asyncio.to_thread(read)
+        wanted = await self._read()
         self._apply(wanted)
         return wanted
 
@@ -102,39 +76,46 @@ class ServedVersions:
         if running is not None and not running.done():
             await asyncio.wait({running})
         self._running, self._next = self._next, None
-        served = await self._read()
-        await self._find_adapters(served)
-        self._apply(served)
+        wanted = await self._read()
+        await self._find_adapters(wanted)
+        self._apply(wanted)
 
-    async def _read(self) -> Served:
+    async def _read(self) -> Wanted:
         number, read_at = next(self._numbers), time.monotonic()
+        state = await asyncio.to_thread(self._serving_state)
+        target = state.pinned or state.newest
+        return Wanted(
+            number=number,
+            read_at=read_at,
+            active=state.active,
+            canary=state.canary,
+            target=state.active if target is not None and target.status is PolicyStatus.FAILED else target,
+            is_pinned=state.pinned is not None,
+        )
 
-        def read() -> Served:
-            with self._database.read() as connection:
-                active, canary = policies.active_and_canary(connection)
-            return Served(number=number, read_at=read_at, active=active, canary=canary)
+    def _serving_state(self) -> policies.ServingState:
+        with self._database.read() as connection:
+            return policies.serving_state(connection)
 
-        return await asyncio.to_thread(read)
-
-    async def _find_adapters(self, served: Served) -> None:
+    async def _find_adapters(self, wanted: Wanted) -> None:
         """Ask the engines for adapters that another process has loaded into them."""
         missing = [
             (engine, policy.version)
-            for policy in (served.active, served.canary)
+            for policy in (wanted.active, wanted.canary)
             if policy is not None and policy.kind is PolicyKind.LORA
             for engine in self._pool.serving
             if policy.version not in engine.adapters
         ]
         await asyncio.gather(*(_find_adapter(engine, version) for engine, version in missing))
 
-    def _apply(self, served: Served) -> None:
-        """Set the trial; let calls sample with another adapter if another version is served."""
-        if served.number < self._applied:
+    def _apply(self, wanted: Wanted) -> None:
+        """Set the trial; let calls sample with another adapter if another version is wanted."""
+        if wanted.number < self._applied:
             return
-        self._applied = served.number
-        self._pool.trial = None if served.canary is None else served.canary.version
-        before, self.active = self.active, served.active
-        if _version(before) != _version(served.active):
+        self._applied = wanted.number
+        self._pool.trial = None if wanted.canary is None else wanted.canary.version
+        before, self.active = self.active, wanted.active
+        if _version(before) != _version(wanted.active):
             for engine in self._pool.serving:
                 self.choose_adapter(engine)
 

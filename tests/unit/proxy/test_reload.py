@@ -55,6 +55,18 @@ async def test_the_newest_version_is_loaded_by_every_engine_once(stage: Stage):
         assert stage.statuses() == ["published", "retired", "active"]
 
 
+async def test_a_round_without_a_change_sends_one_statement(stage: Stage):
+    sent: list[str] = []
+    async with stage.process() as process:
+        stage.publish(1)
+        await process.follow()
+        sa.event.listen(stage.database._engine, "checkout", lambda driver, *_: driver.set_trace_callback(sent.append))
+        await process.follow()
+        assert process.versions == [1, 1]
+    (statement,) = sent
+    assert statement.startswith("SELECT policies.version")
+
+
 def replace_by_pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)

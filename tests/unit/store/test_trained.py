@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,34 @@ def test_a_version_without_a_pin_is_served_until_a_newer_one_is_published(databa
         assert policies.pinned_version(connection) == 1
         policies.choose_policy(connection, 4, pin=False)  # the newest: follow it
         assert policies.pinned_version(connection) is None
+
+
+def test_the_serving_state_is_read_by_one_statement_as_its_parts_are(database: Database) -> None:
+    def publish(version: int) -> None:
+        policies.publish_policy(connection, PolicyVersion(version=version, path="org/model", metrics={"loss": 0.1}))
+
+    with database.write() as connection:
+        changes: list[Callable[[], object]] = [
+            lambda: None,
+            lambda: publish(0),
+            lambda: policies.activate_policy(connection, 0, reload_seconds=0.1),
+            lambda: publish(1),
+            lambda: policies.try_policy(connection, 1, 0.3),
+            lambda: publish(2),
+            lambda: policies.choose_policy(connection, 0, pin=False),  # until version 3 is published
+            lambda: publish(3),
+            lambda: policies.fail_policy(connection, 3, "it is broken"),
+            lambda: policies.pin_policy(connection, 3),
+            lambda: policies.pin_policy(connection, None),
+        ]
+        for change in changes:
+            change()
+            version = policies.pinned_version(connection)
+            pinned = None if version is None else policies.get_policy(connection, version)
+            newest = policies.newest_policy(connection)
+            parts = policies.ServingState(*policies.active_and_canary(connection), pinned, newest)
+            assert policies.serving_state(connection) == parts
+    assert (parts.active and parts.active.version, parts.canary and parts.canary.version) == (0, 1)
 
 
 def test_a_version_whose_files_are_gone_is_not_chosen(database: Database, tmp_path: Path) -> None:
