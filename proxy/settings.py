@@ -129,7 +129,7 @@ class ProxySettings(Settings):
     tenant_requests_per_minute: int | None = Field(default=None, gt=0)
     tenant_tokens_per_minute: int | None = Field(default=None, gt=0)
     key_token_budget: int | None = Field(default=None, gt=0)
-    """Prompt and sampled tokens that one key may use in all; a key can have a budget of its own instead."""
+    """Prompt and sampled tokens that one key may use in all; a key can have its own budget instead."""
     tenant_token_budget: int | None = Field(default=None, gt=0)
     """Prompt and sampled tokens that all keys of one tenant may use in all."""
     token_budget_days: int | None = Field(default=None, gt=0, le=3650)

@@ -1,6 +1,6 @@
 """Every setting of the trainer: `[trainer]` of `turnwise.toml`, `TURNWISE_TRAINER_*`, the flags of `turnwise train`.
 
-A part of the trainer declares its settings in a rule of its own, with defaults, limits and descriptions. This class
+A part of the trainer declares its settings in a rule, with defaults, limits and descriptions. This class
 inherits from all rules and adds the settings of the loop, so each setting is declared once, and a part receives the
 settings under its own rule's type.
 """

@@ -12,7 +12,7 @@ from typing import Any
 def call_in_daemon_thread(
     name: str, function: Callable[[], Any], finish: Callable[[Any, BaseException | None], None]
 ) -> None:
-    """Call a function in a thread of its own; `asyncio.to_thread` would wait for a hanging one at the process's end.
+    """Call a function in its own thread; `asyncio.to_thread` would wait for a hanging one at the process's end.
 
     Args:
         name: Of the thread.

@@ -1,4 +1,4 @@
-"""Exports ended OpenTelemetry spans in batches from a thread of its own, and counts the spans that are lost.
+"""Exports ended OpenTelemetry spans in batches from its own thread, and counts the spans that are lost.
 
 The SDK's own processor drops spans without a count. Only a process that exports spans imports this module.
 """

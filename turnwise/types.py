@@ -166,7 +166,7 @@ class Session:
     run: int = 0
     """Which rollout of the task this is, from 0."""
     group_id: str | None = None
-    """The group of rollouts whose rewards are compared; without one the session is a group of its own."""
+    """The group of rollouts whose rewards are compared; without one the session is its own group."""
     group_size: int | None = None
     """Number of sessions that complete the group."""
     split: Split = Split.TRAIN

@@ -114,7 +114,7 @@ class _Awaited(NamedTuple):
 
 
 class _Workers:
-    """The workers of one proxy, each kept running by a task of its own."""
+    """The workers of one proxy, each kept running by its own task."""
 
     def __init__(self, setup: WorkerSetup, num_workers: int) -> None:
         self._setup = setup

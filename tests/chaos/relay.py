@@ -18,7 +18,7 @@ CALL_SECONDS = 10.0
 
 
 class Relay:
-    """Forwards every connection to the target from a thread of its own."""
+    """Forwards every connection to the target from its own thread."""
 
     def __init__(self, target: Address, listen: Address = 0) -> None:
         self.address = listen

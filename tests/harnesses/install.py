@@ -1,6 +1,6 @@
 """Installs pinned agents into scratch directories; no install script runs, and no file of the user changes.
 
-Each package of PyPI gets an environment of its own, since frameworks pin each other's dependencies differently. uv
+Each package of PyPI gets its own environment, since frameworks pin each other's dependencies differently. uv
 makes them, because it links files instead of copying them: an environment takes seconds.
 """
 

@@ -257,7 +257,7 @@ def test_a_text_completion_has_vllms_shape(name, streamed, real, fake):
 
 
 def _in_as_many_chunks(real: httpx2.Client, case: dict[str, Any], chunks: int) -> list[dict[str, Any]]:
-    """Repeat the call until each token has a chunk of its own: a busy vLLM puts several tokens into one chunk."""
+    """Repeat the call until each token has its own chunk: a busy vLLM puts several tokens into one chunk."""
     for _ in range(50):
         streamed = _chunks(real.post(TEXT, json=case))
         if len(streamed) == chunks:

@@ -135,7 +135,7 @@ def test_a_poisoned_update_is_rolled_back_automatically_and_a_good_one_is_promot
 ):
     """Only the canary's share of the sessions samples with it, and only the roll-back moves a running session.
 
-    Each call is a connection of its own, so with two workers the sessions move between them.
+    Each call has its own connection, so with two workers the sessions move between them.
     """
     urls = [engine.url for engine in engines][: 2 if kind == "full" else 1]
     proxy = start_proxy(

@@ -50,7 +50,7 @@ def test_side_calls_are_stored_with_their_role_and_not_trained(proxy: RunningPro
 
 
 def test_a_sub_agent_without_a_path_is_in_the_session_of_its_harness(proxy: RunningProxy):
-    """Claude Code's headers name both; each agent id has a chain of its own, also under equal messages."""
+    """Claude Code's headers name both; each agent id has its own chain, also under equal messages."""
     of_session = {"x-claude-code-session-id": "c1"}
     for headers in ({}, {"x-claude-code-agent-id": "a1"}, {"x-claude-code-agent-id": "a2"}):
         body = {"model": "fake", "messages": [USER]}

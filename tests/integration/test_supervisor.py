@@ -132,7 +132,7 @@ def test_a_process_whose_output_nobody_reads_ends_after_its_last_line():
 
 
 def test_a_log_that_cannot_be_written_ends_the_stack_with_the_reason(tmp_path):
-    """Otherwise no child would run, and the command would wait for ever."""
+    """Otherwise no child would run, and the command would wait forever."""
     child = _sleeper(tmp_path / "pids")
     supervisor = Supervisor([child], log_directory=tmp_path / "logs", first_delay_seconds=0.02)
     with supervisor:

@@ -54,7 +54,7 @@ def test_readiness_asks_the_writing_process(fake_engine: RunningFakeEngine, star
 
 
 def test_a_client_that_stops_reading_is_disconnected_and_its_slot_is_freed(fake_engine: RunningFakeEngine, start_proxy):
-    """With one slot and without the deadline, every other call gets 429 for ever."""
+    """With one slot and without the deadline, every other call gets 429 forever."""
     proxy = start_proxy(fake_engine.url, "--client-stall-seconds", "2", "--max-concurrent-calls", "1")
     fake_engine.calls.clear()  # the calls of the proxy's probe
     fake_engine.answer(Rule(contains="much", reply=Reply(text="much to read " * 8_000)))

@@ -58,7 +58,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxyAndEngine]
 
 
 def converse(proxy: RunningProxy, question: str, **headers: str) -> list[str]:
-    """Play a conversation, each turn over a connection of its own; return the turns' ids."""
+    """Play a conversation, each turn over its own connection; return the turns' ids."""
     messages: list[dict] = []
     turn_ids = []
     for number in range(NUM_CONNECTIONS):

@@ -2,7 +2,7 @@
 
 It reads a line of JSON for each start and writes a line for each start and each end. A proxy needs two seconds of CPU
 for its imports, and the tests start hundreds of proxies; `warm_start.py` has what else they are spared. Everything else
-is as after `python -m turnwise`: a process of its own, in its own process group, with its own environment, directory
+is as after `python -m turnwise`: a separate process, in its own process group, with its own environment, directory
 and log.
 """
 

@@ -196,7 +196,7 @@ def _parts(batch: Batch, members: Sequence[int], count: int, rng: np.random.Gene
 def pack(batch: Batch, members: Iterable[int], row_tokens: int, packing: Packing) -> list[Row]:
     """Return rows of at most `row_tokens` tokens that compute the members' trained tokens, without padding.
 
-    A chain, or a pair, that is longer than that is a row of its own. Packing `chain` gives each chain, or pair, its
+    A chain, or a pair, that is longer than that is a separate row. Packing `chain` gives each chain, or pair, its
     own row, for models whose layers do not all attend to every earlier token.
     """
     units: dict[int, list[int]] = {}

@@ -57,7 +57,7 @@ class AgentRule(MixingRule, ValueRule):
     """Compute a row of `row_tokens` tokens at the start, forward and backward, and shorter ones until one fits into
     memory. By default with one process on CUDA; of several processes, each run avoids what did not fit before."""
     packing: Packing = "forest"
-    """`forest` packs chains and shares their prefixes; `chain` gives each chain a row of its own, which models with
+    """`forest` packs chains and shares their prefixes; `chain` gives each chain its own row, which models with
     sliding windows need."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_logprob_gap: float = Field(default=0.1, gt=0)

@@ -1,6 +1,6 @@
 """The critic: the value of each state, from hidden states of the trained model or of a second one.
 
-Its values come from the same packed rows as the policy's logprobs. It has an optimizer of its own, and engines never
+Its values come from the same packed rows as the policy's logprobs. It has its own optimizer, and engines never
 see it. Legend: m trained tokens of a row, H hidden size.
 """
 

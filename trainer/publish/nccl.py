@@ -71,7 +71,7 @@ class Group:
             NcclFailed: It cannot be started.
         """
         place = _at(payload)
-        with torch.cuda.device(self._device):  # each thread has a current device of its own
+        with torch.cuda.device(self._device):  # each thread has its own current device
             _call("ncclBroadcast", place, place, _count(payload), UINT8, SENDER, self._communicator, self._handle)
 
     def is_done(self) -> bool:

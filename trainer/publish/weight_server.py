@@ -103,7 +103,7 @@ class Transfer:
 
 
 class WeightServer:
-    """Answers on a port of its own; each request has a thread."""
+    """Answers on its own port; each request has a thread."""
 
     def __init__(self, rule: WeightRule, gpu: torch.device | None = None) -> None:
         """Start to answer.

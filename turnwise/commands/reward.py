@@ -1,4 +1,4 @@
-"""`turnwise reward`: rewards from a program, a function, rules or a judging model, as a process of its own."""
+"""`turnwise reward`: rewards from a program, a function, rules or a judging model, as a separate process."""
 
 from __future__ import annotations
 

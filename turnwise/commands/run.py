@@ -1,4 +1,4 @@
-"""`turnwise run`: any agent's command in a session of its own, or over all tasks of a file."""
+"""`turnwise run`: any agent's command in its own session, or over all tasks of a file."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ command = RunCommand(
     section="run",
     run=_run,
     takes_extra="[-- COMMAND…]",
-    help="Run any agent through the proxy: one command in a session of its own, or all tasks of a file as rollouts.",
+    help="Run any agent through the proxy: one command in its own session, or all tasks of a file as rollouts.",
 )

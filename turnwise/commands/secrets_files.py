@@ -1,4 +1,4 @@
-"""Secrets of a container deployment: the database's password and the first admin key, each in a file of its own.
+"""Secrets of a container deployment: the database's password and the first admin key, each in its own file.
 
 A file appears whole, under its final permissions, and only once: a restart changes no secret, and no process reads a
 half-written one.

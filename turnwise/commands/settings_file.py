@@ -18,7 +18,7 @@ from turnwise.settings import Settings, toml_value
 HEAD = """\
 # Settings of Turnwise. Remove the comment sign of a setting to change it; the values shown are the defaults.
 # Precedence: defaults < this file < environment (TURNWISE_<SECTION>_<SETTING>) < flags. Unknown names are errors.
-# `turnwise up`, and each command of its own, read `turnwise.toml` in the directory where they start.
+# `turnwise up` and the separate commands read `turnwise.toml` in the directory where they start.
 #
 # A LoRA adapter instead of all weights, with everything under `turnwise up`:
 #
@@ -41,7 +41,7 @@ MODELS = {
     "trainer": ("trainer.settings:TrainerSettings", "`turnwise train`: claims experiences, updates, publishes."),
     "engine": ("turnwise.processes.engine_command:EngineSettings", "`turnwise engine`: vLLM with the right flags."),
     "run": ("turnwise.rollouts.settings:RunSettings", "`turnwise run`: any agent as rollouts."),
-    "reward": ("turnwise.rewards.settings:RewardSettings", "`turnwise reward`: rewards from a process of its own."),
+    "reward": ("turnwise.rewards.settings:RewardSettings", "`turnwise reward`: rewards from a separate process."),
 }
 """Settings model and description of each section."""
 

@@ -1,7 +1,7 @@
 """The demo with a third-party agent: mini-swe-agent, unmodified, learns the trail as files in a real shell.
 
 It is the demo of `driver` with another model format. The agent is a function `play(task, run)`, called by the code of
-`turnwise run --call`, and may have a virtual environment of its own. `AGENT_WORLDS` lists the formats of tasks.
+`turnwise run --call`, and may have its own virtual environment. `AGENT_WORLDS` lists the formats of tasks.
 """
 
 from __future__ import annotations

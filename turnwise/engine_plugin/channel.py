@@ -1,6 +1,6 @@
 """A connection between the trainer, as rank 0, and the workers of one engine: a process group of torch's.
 
-Each transfer has a group of its own, so nothing of a dead process is left in the next one. The trainer listens for the
+Each transfer has its own group, so nothing of a dead process is left in the next one. The trainer listens for the
 rendezvous on its own address only. Every wait has a time limit.
 """
 

@@ -24,7 +24,7 @@ class TraceEndpoint:
 
     traces_url: str
     scores_url: str | None = None
-    """Langfuse takes scores at a route of its own; None: rewards are only events of the spans."""
+    """Langfuse takes scores at its own route; None: rewards are only events of the spans."""
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

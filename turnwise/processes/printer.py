@@ -20,7 +20,7 @@ PRINT_SECONDS = 2.0
 
 
 class Printer:
-    """Prints lines in a thread of its own."""
+    """Prints lines in its own thread."""
 
     def __init__(self, say: Say) -> None:
         """Start the thread."""

@@ -2,7 +2,7 @@
 
 One thread owns all children and loops over their states, so starting, dying, backing off and stopping cannot race. Each
 child runs under a guard that ends its whole process group, also when this process is killed. The output of each child
-goes to a file of its own; the supervisor prints one line for each event. Another thread prints, because the reader of
+goes to its own file; the supervisor prints one line for each event. Another thread prints, because the reader of
 the terminal or pipe may stop, and the children must be restarted and stopped all the same.
 """
 
@@ -203,7 +203,7 @@ class Supervisor:
             while not self._stopping.is_set() and self.failure is None:
                 self._tick()
                 self._stopping.wait(_TICK_SECONDS)
-        except Exception as error:  # noqa: BLE001  the thread's outermost edge: otherwise the main thread would wait for ever
+        except Exception as error:  # noqa: BLE001  the thread's outermost edge: otherwise the main thread would wait forever
             self.failure = f"the processes were stopped, because they cannot be supervised: {error!r}"
         finally:
             for run in reversed(self._runs):

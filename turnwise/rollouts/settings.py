@@ -59,13 +59,13 @@ class RunSettings(Settings):
     keep_workdirs: bool = False
     """Keep each run's copy of the directory after it is graded."""
     scratch_home: bool | None = None
-    """Give runs a HOME of their own; by default known agents and all runs of tasks get one."""
+    """Give runs their own HOME; by default known agents and all runs of tasks get one."""
     call: str | None = None
     """`module:function` to call instead of a command, in warm worker processes."""
     workers: int = Field(default=1, ge=1)
     """Number of worker processes of `call`; the parallel runs are divided among them."""
     python: str = sys.executable
-    """Interpreter of the workers; the agent's packages may live in an environment of its own."""
+    """Interpreter of the workers; the agent's packages may live in its own environment."""
 
     @property
     def timeout_seconds(self) -> float:

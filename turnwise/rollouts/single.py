@@ -1,4 +1,4 @@
-"""`turnwise run -- CMD` without tasks: one command, in this directory and terminal, in a session of its own."""
+"""`turnwise run -- CMD` without tasks: one command, in this directory and terminal, in its own session."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A warm worker of `turnwise run --call`: imports a function once and calls it for each run.
 
 Functions run in threads. Coroutines of all runs share one event loop, so that they can share clients and connections.
-The worker is started by its path and needs only the standard library, so the agent may have an environment of its own.
+The worker is started by its path and needs only the standard library, so the agent may have its own environment.
 It reads one request per line from standard input and writes one answer per line to its original standard output; the
 agent's own output goes to standard error.
 """

@@ -233,7 +233,7 @@ def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:
     """
     row = conn.execute(sa.select(table).where(table.c.version == version)).one_or_none()
     if row is None:
-        raise NotFound(f"there is no policy version {version!r}", param="version")
+        raise NotFound(f"there is no policy version {version!r}; `turnwise policies` lists them", param="version")
     return rows.POLICIES.record(row)
 
 

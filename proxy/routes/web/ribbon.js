@@ -103,7 +103,7 @@ function setHeights(blocks, height) {
   for (const block of blocks) block.style.height = `${height}px`;
 }
 
-// A block is a line of its own, so it ends with a token that ends a line, unless none comes in time.
+// A block is a separate line, so it ends with a token that ends a line, unless none comes in time.
 function blockRanges({token_ids: ids, pieces}) {
   const ranges = [];
   for (let start = 0, end = 1; start < ids.length; end += 1) {

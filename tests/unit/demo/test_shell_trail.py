@@ -55,7 +55,7 @@ def test_the_commands_that_follow_each_boss_reach_the_answer_within_the_step_lim
             name = shown_task["files"][name].split()[1]
             steps += 1
         assert name == shown_task["answer"]
-        assert steps + 1 <= shown_task["step_limit"], "the submission is a step of its own"
+        assert steps + 1 <= shown_task["step_limit"], "the submission is a separate step"
         assert shown_task["answer"] not in shown_task["question"]
 
 

@@ -211,7 +211,7 @@ def test_a_restored_group_keeps_the_row_number_that_a_replay_buffer_names(databa
 def test_restored_groups_keep_their_row_numbers_in_a_table_without_other_groups(
     database: Database, tmp_path: Path
 ) -> None:
-    """The newest group, and groups below deleted ones, too. A later group gets a number of its own."""
+    """The newest group, and groups below deleted ones, too. A later group gets its own number."""
     for number in range(1, 6):
         add_session(database, f"s{number}", group_id=f"g{number}")
         finish(database, f"s{number}", 1.0)

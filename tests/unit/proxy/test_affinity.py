@@ -1,6 +1,6 @@
 """Workers hand connections to each other, so that the requests of a session are served by one of them.
 
-Each worker is a server of its own in this process, and the test chooses the worker that a connection reaches.
+Each worker is a separate server in this process, and the test chooses the worker that a connection reaches.
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ def test_a_replayed_reward_post_gets_its_first_answer_and_writes_nothing(databas
 
 
 def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> None:
-    """Otherwise the corrected post under the same key would be refused for ever."""
+    """Otherwise the corrected post under the same key would be refused forever."""
     add_session(database)
     with pytest.raises(NotFound), database.write() as connection:
         ledger.add_rewards(connection, [Reward(session_id="x", value=1)], idempotency_key="k", body_digest=b"a")

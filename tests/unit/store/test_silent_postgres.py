@@ -25,7 +25,7 @@ def postgres_url(postgres_server, postgres_template):
 
 
 def test_a_statement_without_an_answer_fails_at_its_deadline_and_the_pool_recovers(postgres_url, monkeypatch):
-    """Without a deadline each such request blocks one more thread of the pool for ever."""
+    """Without a deadline each such request blocks one more thread of the pool forever."""
     monkeypatch.setattr(store, "ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(store, "GRACE_SECONDS", 1.0)
     database = Database(postgres_url, pool_size=1)

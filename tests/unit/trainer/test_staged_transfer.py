@@ -69,7 +69,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_transfer_after_its_time_limit_is_not_begun(groups: Groups, held: HeldVersion):
-    """An engine that were told to receive would wait for ever: the chunks are gone, and the group is closed."""
+    """An engine that were told to receive would wait forever: the chunks are gone, and the group is closed."""
     transfers = StagedTransfers(0.05, CPU)
     made = transfers.prepare(held, "nccl", request())
     wait_until(lambda: groups.num_aborted == 1)

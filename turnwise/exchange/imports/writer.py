@@ -35,7 +35,7 @@ class Format(Protocol):
 
     @staticmethod
     def key_of(document: Json) -> str | None:
-        """Return the session that the document belongs to; None if it is a session of its own."""
+        """Return the session that the document belongs to; None if it is a separate session."""
 
     @staticmethod
     def drafts_of(document: Json) -> list[Draft]:
@@ -157,7 +157,7 @@ def import_files(
 
 
 def _units(path: Path, reader: Format, rule: ImportRule, report: ImportReport) -> Iterator[_Unit]:
-    """Yield each line that is a session of its own, then the sessions of several lines."""
+    """Yield each line that is a separate session, then the sessions of several lines."""
     seen: collections.Counter[str] = collections.Counter()
     by_key: dict[str, list[tuple[IndexedDocuments, Place]]] = collections.defaultdict(list)
     for file, documents in open_files(path):
