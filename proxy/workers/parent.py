@@ -25,7 +25,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from proxy.settings import ProxySettings
 from proxy.workers.peers import AwaitedChange, Confirmed, WorkerFailed, WorkerReady, WorkerSetup
-from proxy.writer.process import Frames, frame
+from proxy.writer.frames import Frames, frame
 from turnwise.errors import ChildFailed, SettingsError, TurnwiseError
 from turnwise.processes.supervisor import describe_exit
 from turnwise.settings import child_environment

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxy.settings import ProxySettings
-from proxy.writer.process import Frames, frame, receive_one
+from proxy.writer.frames import Frames, frame, receive_one
 from turnwise.errors import TurnwiseError
 
 

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from proxy.metrics import Metrics
-from proxy.writer.process import Ending, Frames, Job, Packed, Report, Sampled, Setup, Work, answer, frame, pack
+from proxy.writer.frames import Frames, frame
+from proxy.writer.process import Ending, Job, Packed, Report, Sampled, Setup, Work, answer, pack
 from turnwise.errors import StoreUnavailable
 from turnwise.store.database import Connection
 from turnwise.telemetry import LogFormat, current_request
@@ -121,7 +122,7 @@ class Writer:
             return await self._append(sampled)
 
     async def _append(self, sampled: list[Sampled]) -> list[Ending]:
-        endings: list[Ending] = await self._submit(list(map(pack, sampled)))
+        endings = [Ending(*fields) for fields in await self._submit(list(map(pack, sampled)))]
         for ending in endings:
             if ending.routing_problem is not None:
                 self._metrics.unreadable_routing.labels(ending.routing_problem.value).inc()
@@ -182,7 +183,7 @@ class Writer:
         if not self._outgoing:
             loop.call_soon(self._flush)
         now = time.monotonic()
-        self._outgoing += frame(Job(number, now + self._timeout_seconds, work))
+        self._outgoing += frame(tuple(Job(number, now + self._timeout_seconds, work)))
         future: asyncio.Future[Any] = loop.create_future()
         self._waiting[number] = _Waiting(future, now, len(work) if isinstance(work, list) else 0)
         return future
@@ -297,8 +298,8 @@ class _Link(asyncio.Protocol):
         self._frames = Frames()
 
     def data_received(self, data: bytes) -> None:
-        for report in self._frames.feed(data):
-            self._writer.take(report)
+        for fields in self._frames.feed(data):
+            self._writer.take(Report(*fields))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         self._writer.lost()

@@ -8,6 +8,7 @@ that was killed: by then another proxy may have sampled the same call again.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import gc
 import itertools
@@ -16,17 +17,16 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from proxy.dialects.decoding_process import receive_exactly
 from proxy.dialects.engine_reply import read_logprobs
 from proxy.fault import FaultPoints
+from proxy.writer.frames import Frames, frame
 from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.store import new_turns, opening, rows
@@ -43,10 +43,7 @@ RETRY_SECONDS = 0.05
 READ_BYTES = 1 << 20
 GC_ALLOCATIONS = 50_000
 """Allocations between two garbage collections: decoding one reply makes thousands of objects without cycles."""
-LOGPROB_BYTES = 4
-"""Of a stored logprob, and of a token id."""
 MAX_ID = 2**31 - 1
-_LENGTH = struct.Struct("<Q")
 
 
 class Setup(NamedTuple):
@@ -96,7 +93,7 @@ class Work(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One unit of writing."""
+    """One unit of writing; it is sent as a plain tuple."""
 
     number: int
     deadline: float
@@ -106,7 +103,7 @@ class Job(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a turn is stored."""
+    """How a turn is stored; it is sent as a plain tuple."""
 
     turn_id: str
     """Another id than the turn's own if a turn with the same request key was stored first."""
@@ -126,59 +123,15 @@ class Completed(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The results of one batch."""
+    """The results of one batch; it is sent as a plain tuple."""
 
     results: dict[int, Any]
-    """By the jobs' numbers: a value, or an exception to raise. For appended turns their endings."""
+    """By the jobs' numbers: a value, or an exception to raise. For appended turns the fields of their endings."""
     num_retries: int
     num_errors: int
     """Unexpected failures; the log has the tracebacks."""
     num_lost_log_lines: int = 0
     """Lines of this process's log that were lost since the last report."""
-
-
-class _Pieces(list[bytes]):
-    """Takes a pickle in pieces; a long text is a piece of its own, which is not copied into a larger one."""
-
-    write = list.append
-
-
-def frame(content: object) -> list[bytes]:
-    """Return the wire form of an object, length and pickle, for the two processes of one release."""
-    pieces = _Pieces()
-    pickle.Pickler(pieces, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
-    return [_LENGTH.pack(sum(map(len, pieces))), *pieces]
-
-
-def receive_one(link: socket.socket) -> Any:
-    """Return the next object from a blocking socket; what follows it stays in the socket.
-
-    Raises:
-        EOFError: the other end has closed the link.
-    """
-    (length,) = _LENGTH.unpack(receive_exactly(link, _LENGTH.size))
-    return pickle.loads(receive_exactly(link, length))  # noqa: S301  from our own process
-
-
-class Frames:
-    """Decodes a byte stream of frames."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> list[Any]:
-        """Add data; return the objects that are complete."""
-        self._pending += data
-        found, at = [], 0
-        while len(self._pending) >= at + _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._pending, at)
-            end = at + _LENGTH.size + length
-            if len(self._pending) < end:
-                break
-            found.append(pickle.loads(memoryview(self._pending)[at + _LENGTH.size : end]))  # noqa: S301  from our own process
-            at = end
-        del self._pending[:at]
-        return found
 
 
 def pack(sampled: Sampled) -> Packed:
@@ -193,8 +146,11 @@ def complete(packed: Packed) -> Completed:
     """Decode a turn's prompt, logprobs and routing; a turn without a logprob for each token cannot be trained on."""
     tenant, session_id, values, encoded_logprobs, prompt_ids, pickled_messages, encoded_routing = packed
     row, logprobs = rows.TURNS.unpack(values), read_logprobs([encoded_logprobs])
-    is_complete = None not in logprobs and len(logprobs) * LOGPROB_BYTES == len(row["token_ids"])
-    row["logprobs"] = np.array(logprobs, np.float32).tobytes()
+    try:
+        row["logprobs"] = array.array("f", cast("list[float]", logprobs)).tobytes()
+        is_complete = len(row["logprobs"]) == len(row["token_ids"])
+    except TypeError:  # some are null
+        row["logprobs"], is_complete = np.array(logprobs, np.float32).tobytes(), False
     if prompt_ids:
         row["prompt_delta"] = ids_from_text(prompt_ids)
     if pickled_messages:
@@ -302,20 +258,21 @@ class Committer:
             os._exit(0)
 
 
-def _append(connection: Connection, appends: list[tuple[int, list[Completed]]]) -> dict[int, list[Ending]]:
+def _append(connection: Connection, appends: list[tuple[int, list[Completed]]]) -> dict[int, list[tuple[Any, ...]]]:
     """Append the turns of all jobs; return how each is stored, by the jobs' numbers."""
     turns = [completed.turn for _, job in appends for completed in job]
     added = iter(new_turns.append(connection, turns))
     return {number: [_ending(connection, each, is_new=next(added)) for each in job] for number, job in appends}
 
 
-def _ending(connection: Connection, completed: Completed, *, is_new: bool) -> Ending:
+def _ending(connection: Connection, completed: Completed, *, is_new: bool) -> tuple[Any, ...]:
+    """Return the fields of an `Ending`."""
     new = completed.turn
     if is_new:
         row = new.row
-        return Ending(row["turn_id"], row["outcome"], row["reason"], row["chain_id"], completed.routing_problem)
+        return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], completed.routing_problem
     turn = new_turns.stored_turn(connection, new)
-    return Ending(turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id)
+    return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id
 
 
 def answer(connection: Connection) -> None:
@@ -360,15 +317,15 @@ def serve(link: socket.socket) -> None:
     log_handler = configure_logging("warning", setup.log_format)
     database = Database(setup.url, pool_size=1, lock_timeout_seconds=setup.lock_seconds)
     committer = Committer(database, FaultPoints(setup.fault, lambda: _kill_both(setup.proxy_pid)), setup.proxy_pid)
-    link.sendall(b"".join(frame(Report({}, 0, 0))))
+    link.sendall(b"".join(frame(tuple(Report({}, 0, 0)))))
     num_lost = 0
     for jobs in itertools.chain([early], arriving):
         for start in range(0, len(jobs), MAX_BATCH):
-            report = committer.write(jobs[start : start + MAX_BATCH])
+            report = committer.write([Job(*job) for job in jobs[start : start + MAX_BATCH]])
             if log_handler is not None:
                 report = report._replace(num_lost_log_lines=log_handler.num_lost - num_lost)
                 num_lost += report.num_lost_log_lines
-            link.sendall(b"".join(frame(report)))
+            link.sendall(b"".join(frame(tuple(report))))
     database.close()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
-from typing import Any
 
 import sqlalchemy as sa
 
-from turnwise.store.statements import fetch_at_once, is_among, members
+from turnwise.store.statements import fetch_rows
 from turnwise.store.tables import turns
+
+_HAS_CHILD = (
+    "EXISTS (SELECT 1 FROM turns AS child WHERE child.session_pk = turns.session_pk AND child.seq > turns.seq "
+    "AND child.parent_turn_id = turns.turn_id)"
+)
+"""Whether a turn extends this one; it reads only later turns of the session."""
 
 
 class ChainIds:
@@ -17,11 +21,13 @@ class ChainIds:
 
     def __init__(self, conn: sa.Connection, parent_ids: Iterable[str | None]) -> None:
         """Read the chains of the stored parents; their sessions are locked."""
-        dialect = conn.dialect.name
         parents = {parent_id for parent_id in parent_ids if parent_id is not None}
-        found = fetch_at_once(conn, _select_parents(dialect), {"ids": members(dialect, parents)}) if parents else []
+        columns = ("turn_id", "session_pk", "chain_id", _HAS_CHILD)
+        found = fetch_rows(conn, turns, columns, {"turn_id": list(parents)}) if parents else []
+        self.session_of_parent: dict[str, int] = {turn_id: session_pk for turn_id, session_pk, _, _ in found}
+        """Sessions of the stored parents."""
         self._last_of_chain: dict[str, str] = {
-            turn_id: chain_id for turn_id, chain_id, children in found if not children
+            turn_id: chain_id for turn_id, _, chain_id, has_child in found if not has_child
         }
         """Chain ids of turns that no turn extends."""
 
@@ -30,21 +36,3 @@ class ChainIds:
         chain_id = turn_id if parent_id is None else self._last_of_chain.pop(parent_id, turn_id)
         self._last_of_chain[turn_id] = chain_id
         return chain_id
-
-
-@functools.cache
-def _select_parents(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    """Return the statement for ids, chains and the number of children; it reads only later turns of the session."""
-    child = turns.alias()
-    children = (
-        sa.select(sa.func.count())
-        .where(
-            child.c.session_pk == turns.c.session_pk,
-            child.c.seq > turns.c.seq,
-            child.c.parent_turn_id == turns.c.turn_id,
-        )
-        .correlate(turns)
-        .scalar_subquery()
-        .label("children")
-    )
-    return sa.select(turns.c.turn_id, turns.c.chain_id, children).where(is_among(dialect, turns.c.turn_id, "ids"))

@@ -6,7 +6,6 @@ Turns arrive as rows instead of records, because the proxy's writing process bui
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from turnwise.errors import Conflict, NotFound
 from turnwise.store import digests, queries
 from turnwise.store.chain_ids import ChainIds
 from turnwise.store.session_locks import lock_sessions
-from turnwise.store.statements import count_up, fetch_at_once, insert_rows, is_among, members
+from turnwise.store.statements import count_up, fetch_rows, insert_rows
 from turnwise.store.tables import turns
 from turnwise.types import Outcome, SessionKey, SessionStatus, Turn
 
@@ -56,8 +55,9 @@ def append(conn: sa.Connection, batch: Sequence[NewTurn]) -> list[bool]:
         Conflict: another session has a turn with this id.
     """
     states = _lock(conn, {turn.session for turn in batch})
-    session_of_turn, stored_keys = _already_stored(conn, batch, states)
     chain_ids = ChainIds(conn, [turn.row["parent_turn_id"] for turn in batch])
+    session_of_turn, stored_keys = _already_stored(conn, batch, states)
+    session_of_turn |= chain_ids.session_of_parent
     added: list[bool] = []
     for new in batch:
         state, row = states[new.session], new.row
@@ -125,31 +125,20 @@ def _lock(conn: sa.Connection, wanted: set[SessionKey]) -> dict[SessionKey, _Ses
     }
 
 
-@functools.cache
-def _select_by_id(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return sa.select(turns.c.turn_id, turns.c.session_pk).where(is_among(dialect, turns.c.turn_id, "turn_ids"))
-
-
-@functools.cache
-def _select_by_key(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return sa.select(turns.c.session_pk, turns.c.request_key).where(
-        is_among(dialect, turns.c.session_pk, "session_pks"), is_among(dialect, turns.c.request_key, "request_keys")
-    )
-
-
 def _already_stored(
     conn: sa.Connection, batch: Sequence[NewTurn], states: dict[SessionKey, _SessionState]
 ) -> tuple[dict[str, int], set[tuple[int, str | None]]]:
-    """Return the stored ones of the batch's turns and parents, with their session, and of its request keys."""
-    dialect = conn.dialect.name
-    ids = {turn.row["turn_id"] for turn in batch} | {turn.row["parent_turn_id"] for turn in batch} - {None}
-    session_of_turn = dict(fetch_at_once(conn, _select_by_id(dialect), {"turn_ids": members(dialect, ids)}))
-    keys = {turn.row["request_key"] for turn in batch} - {None}
-    if not keys:
+    """Return the stored ones of the batch's turns, with their session, and of its request keys."""
+    ids = [turn.row["turn_id"] for turn in batch]
+    session_of_turn = dict(fetch_rows(conn, turns, ("turn_id", "session_pk"), {"turn_id": ids}))
+    keyed = [turn for turn in batch if turn.row["request_key"] is not None]
+    if not keyed:
         return session_of_turn, set()
-    pks = [state.session_pk for state in states.values()]
-    names = {"session_pks": members(dialect, pks), "request_keys": members(dialect, keys)}
-    return session_of_turn, set(map(tuple, fetch_at_once(conn, _select_by_key(dialect), names)))
+    names = {
+        "session_pk": [states[turn.session].session_pk for turn in keyed],
+        "request_key": [turn.row["request_key"] for turn in keyed],
+    }
+    return session_of_turn, set(fetch_rows(conn, turns, tuple(names), names))
 
 
 def _is_replay(

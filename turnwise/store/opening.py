@@ -7,15 +7,13 @@ choice, and returns those that exist.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import sqlalchemy as sa
 
 from turnwise.errors import StoreUnavailable, TurnwiseError
 from turnwise.store import groups, ledger, rows, trials
-from turnwise.store.statements import fetch_at_once, insert_new_rows, is_among, members
+from turnwise.store.statements import fetch_rows, insert_new_rows
 from turnwise.store.tables import sessions
 from turnwise.types import Session, SessionKey, Split
 
@@ -73,17 +71,8 @@ def _stored(conn: sa.Connection, keys: Collection[SessionKey]) -> list[SessionKe
     """Return the keys of stored sessions among these, and maybe others."""
     if not keys:
         return []
-    dialect = conn.dialect.name
-    tenants, session_ids = ({key[position] for key in keys} for position in (0, 1))
-    names = {"tenants": members(dialect, tenants), "session_ids": members(dialect, session_ids)}
-    return list(map(tuple, fetch_at_once(conn, _select_keys(dialect), names)))
-
-
-@functools.cache
-def _select_keys(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return sa.select(sessions.c.tenant, sessions.c.session_id).where(
-        is_among(dialect, sessions.c.tenant, "tenants"), is_among(dialect, sessions.c.session_id, "session_ids")
-    )
+    names = {"tenant": [tenant for tenant, _ in keys], "session_id": [session_id for _, session_id in keys]}
+    return [(tenant, session_id) for tenant, session_id in fetch_rows(conn, sessions, tuple(names), names)]
 
 
 def _open_one(conn: sa.Connection, session: Session) -> Opened:

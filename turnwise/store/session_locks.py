@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
 from turnwise.errors import NotFound
-from turnwise.store.statements import fetch_at_once, is_among, members
+from turnwise.store.statements import fetch_rows
 from turnwise.store.tables import sessions
 from turnwise.types import SessionKey
 
@@ -33,27 +32,14 @@ def lock_sessions(conn: sa.Connection, wanted: Collection[SessionKey]) -> list[L
     Raises:
         NotFound: one of them is not stored.
     """
-    dialect = conn.dialect.name
-    names = {
-        "tenants": members(dialect, {tenant for tenant, _ in wanted}),
-        "session_ids": members(dialect, {session_id for _, session_id in wanted}),
-    }
-    found = starmap(LockedSession, fetch_at_once(conn, _select_sessions(dialect), names))
+    keys = list(wanted)
+    names = {"tenant": [tenant for tenant, _ in keys], "session_id": [session_id for _, session_id in keys]}
+    found = starmap(LockedSession, fetch_rows(conn, sessions, LockedSession._fields, names, lock=True))
     locked = [row for row in found if (row.tenant, row.session_id) in wanted]
     if len(locked) < len(wanted):
         missing = min(set(wanted) - {(row.tenant, row.session_id) for row in locked})
         raise no_session(missing[1])
     return locked
-
-
-@functools.cache
-def _select_sessions(dialect: str) -> sa.Select[*tuple[Any, ...]]:
-    return (
-        sa.select(*(sessions.c[field] for field in LockedSession._fields))
-        .where(is_among(dialect, sessions.c.tenant, "tenants"), is_among(dialect, sessions.c.session_id, "session_ids"))
-        .order_by(sessions.c.session_pk)
-        .with_for_update()
-    )
 
 
 def no_session(session_id: str) -> NotFound:

@@ -11,11 +11,13 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
+
+T = TypeVar("T")
 
 
 def insert_ignoring(conn: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> bool:
@@ -49,12 +51,82 @@ def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
     Raises:
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
-    driver = conn.dialect.dbapi
-    assert driver is not None
     try:
         return conn.connection.driver_connection.execute(sql, values)  # type: ignore[union-attr]
-    except driver.Error as error:
-        raise sa.exc.DBAPIError.instance(sql, values, error, driver.Error, dialect=conn.dialect) from error
+    except _driver(conn).Error as error:
+        raise _translated(conn, error, sql, values) from error
+
+
+def begin(conn: sa.Connection) -> None:
+    """Open the next transaction of the driver, as `execute` runs a statement; PostgreSQL's driver opens it itself."""
+    if conn.dialect.name == "sqlite":
+        execute(conn, conn.get_execution_options()["begin"], ())
+
+
+def commit(conn: sa.Connection) -> None:
+    """Commit the transaction of the driver, as `execute` runs a statement.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
+    """
+    try:
+        conn.connection.driver_connection.commit()  # type: ignore[union-attr]
+    except _driver(conn).Error as error:
+        raise _translated(conn, error, "COMMIT", ()) from error
+
+
+def _driver(conn: sa.Connection) -> Any:
+    """Return the module of the database's driver."""
+    assert conn.dialect.dbapi is not None
+    return conn.dialect.dbapi
+
+
+def _translated(conn: sa.Connection, error: Exception, sql: str, values: tuple[Any, ...]) -> sa.exc.DBAPIError:
+    """Return the error that SQLAlchemy raises for an error of the driver."""
+    return sa.exc.DBAPIError.instance(sql, values, error, _driver(conn).Error, dialect=conn.dialect)  # type: ignore[return-value]
+
+
+def fetch_rows(
+    conn: sa.Connection,
+    table: sa.Table,
+    columns: Sequence[str],
+    keys: Mapping[str, Sequence[Any]],
+    *,
+    lock: bool = False,
+) -> list[tuple[Any, ...]]:
+    """Return columns of the rows with these keys; this is the hot path.
+
+    Args:
+        conn: A transaction.
+        table: The table to read.
+        columns: SQL expressions of its columns.
+        keys: The columns of the key, each with its value in every wanted row. PostgreSQL also returns rows that
+            combine the values in another way.
+        lock: Lock the rows until the transaction ends, in the order of the primary key.
+    """
+    if conn.dialect.name == "postgresql":
+        sql = _rows_sql_postgresql(table, tuple(columns), tuple(keys), lock=lock)
+        return list(execute(conn, sql, tuple(list(set(values)) for values in keys.values())))
+    found: list[tuple[Any, ...]] = []
+    for chunk in _chunks(list(zip(*keys.values(), strict=True))):
+        sql = _rows_sql_sqlite(table, tuple(columns), tuple(keys), len(chunk))
+        found += execute(conn, sql, tuple(itertools.chain.from_iterable(chunk)))
+    return found
+
+
+@functools.lru_cache
+def _rows_sql_sqlite(table: sa.Table, columns: tuple[str, ...], keys: tuple[str, ...], num_rows: int) -> str:
+    """Return the statement that reads so many rows by their keys; SQLite searches for each key in an index."""
+    row, names = f"({', '.join('?' * len(keys))})", ", ".join(keys)
+    wanted = f"WITH wanted({names}) AS (VALUES {', '.join([row] * num_rows)})"
+    return f"{wanted} SELECT {', '.join(columns)} FROM wanted CROSS JOIN {table.name} USING ({names})"  # noqa: S608  names are ours
+
+
+@functools.lru_cache
+def _rows_sql_postgresql(table: sa.Table, columns: tuple[str, ...], keys: tuple[str, ...], *, lock: bool) -> str:
+    condition = " AND ".join(f"{key} = ANY(%s)" for key in keys)
+    locking = f" ORDER BY {', '.join(table.primary_key.columns.keys())} FOR UPDATE" if lock else ""
+    return f"SELECT {', '.join(columns)} FROM {table.name} WHERE {condition}{locking}"  # noqa: S608  names are ours
 
 
 def fetch_at_once(conn: sa.Connection, query: sa.Select[*tuple[Any, ...]], parameters: Mapping[str, Any]) -> list[Any]:
@@ -102,26 +174,32 @@ def _insert(
         return found
     columns = tuple(batch[0])
     values_of = operator.itemgetter(*columns)
-    start = 0
-    for size in _ROWS_PER_STATEMENT:
-        while len(batch) - start >= size:
-            values = tuple(itertools.chain.from_iterable(map(values_of, batch[start : start + size])))
-            cursor = execute(conn, _insert_sql(table, columns, size, conn.dialect.name) + suffix, values)
-            if suffix:
-                found += cursor.fetchall()
-            start += size
+    for chunk in _chunks(batch):
+        values = tuple(itertools.chain.from_iterable(map(values_of, chunk)))
+        cursor = execute(conn, _insert_sql(table, columns, len(chunk), conn.dialect.name, suffix), values)
+        if suffix:
+            found += cursor.fetchall()
     return found
 
 
-_ROWS_PER_STATEMENT = (32, 8, 1)
+_ROWS_PER_STATEMENT = (32, 16, 8, 4, 2, 1)
 """A batch is split into these sizes, so that few different statements are prepared."""
 
 
+def _chunks(batch: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Split the rows of a batch into those of its statements."""
+    start = 0
+    for size in _ROWS_PER_STATEMENT:
+        while len(batch) - start >= size:
+            yield batch[start : start + size]
+            start += size
+
+
 @functools.lru_cache
-def _insert_sql(table: sa.Table, columns: tuple[str, ...], num_rows: int, dialect_name: str) -> str:
+def _insert_sql(table: sa.Table, columns: tuple[str, ...], num_rows: int, dialect_name: str, suffix: str) -> str:
     mark = "%s" if dialect_name == "postgresql" else "?"
     row = f"({', '.join([mark] * len(columns))})"
-    return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES {', '.join([row] * num_rows)}"  # noqa: S608  names are ours
+    return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES {', '.join([row] * num_rows)}{suffix}"  # noqa: S608  names are ours
 
 
 def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) -> None:
@@ -131,12 +209,8 @@ def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) ->
         conn: a transaction of `Database.write`.
         batch: session_pk, new turns, new chains, instant of the last activity; each session once.
     """
-    start = 0
-    for size in _ROWS_PER_STATEMENT:
-        while len(batch) - start >= size:
-            values = tuple(value for row in batch[start : start + size] for value in row)
-            execute(conn, _count_sql(size, conn.dialect.name), values)
-            start += size
+    for chunk in _chunks(batch):
+        execute(conn, _count_sql(len(chunk), conn.dialect.name), tuple(itertools.chain.from_iterable(chunk)))
 
 
 @functools.lru_cache

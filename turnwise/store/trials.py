@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import sqlalchemy as sa
 
-from turnwise.store.tables import policies
+from turnwise.store.statements import execute
 from turnwise.types import IMPORT, PolicyStatus, Session
 
 
@@ -24,24 +24,19 @@ def takes(version: int, share: float, session: Session) -> bool:
 
 def assign(conn: sa.Connection, sessions: Sequence[Session]) -> list[Session]:
     """Return new sessions as they are stored: those that the running trial takes name its version."""
-    trial = conn.execute(_RUNNING).one_or_none() if sessions else None
+    trial = execute(conn, _RUNNING, ()).fetchone() if sessions else None
     if trial is None:
         return list(sessions)
+    version, share = trial
     return [
-        dataclasses.replace(session, canary=trial.version)
-        if session.opened_by != IMPORT and takes(trial.version, trial.canary_share, session)
+        dataclasses.replace(session, canary=version)
+        if session.opened_by != IMPORT and takes(version, share, session)
         else session
         for session in sessions
     ]
 
 
 _RUNNING = (
-    sa.select(policies.c.version, policies.c.canary_share)
-    .where(
-        policies.c.status == PolicyStatus.CANARY.value,
-        policies.c.activated_at.is_not(None),
-        policies.c.canary_share.is_not(None),
-    )
-    .order_by(policies.c.version)
-    .limit(1)
+    f"SELECT version, canary_share FROM policies WHERE status = '{PolicyStatus.CANARY.value}' "  # noqa: S608  a constant
+    "AND activated_at IS NOT NULL AND canary_share IS NOT NULL ORDER BY version LIMIT 1"
 )

@@ -23,7 +23,8 @@ from proxy.dialects.chat import ChatCompletions, readable_messages
 from proxy.dialects.decoding_process import DecodingProcess, FairLock
 from proxy.dialects.known_requests import KnownRequests, MessageReader, digest_of
 from proxy.dialects.long_calls import LongRequest, counted_call, digest_call, read_call, read_counted_call
-from proxy.writer.process import Sampled, complete, frame, pack
+from proxy.writer.frames import frame
+from proxy.writer.process import Sampled, complete, pack
 from turnwise.errors import InvalidRequest, ProxyUnavailable, TooLarge
 from turnwise.store.rows import dump
 from turnwise.types import Json, JsonText, Turn

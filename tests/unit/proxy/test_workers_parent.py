@@ -12,7 +12,7 @@ import pytest
 from proxy.settings import ProxySettings
 from proxy.workers.parent import _Worker, _Workers
 from proxy.workers.peers import Confirmed, KeysChanged, WeightsLoaded, WorkerReady, WorkerSetup, receive_setup
-from proxy.writer.process import Frames, frame
+from proxy.writer.frames import Frames, frame
 
 LOADED = WeightsLoaded("http://engine", "7", "receipt")
 

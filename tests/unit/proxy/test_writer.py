@@ -19,7 +19,8 @@ import pytest
 
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
-from proxy.writer.process import Ending, Frames, Job, Report, Sampled, Setup, frame, pack
+from proxy.writer.frames import Frames, frame
+from proxy.writer.process import Ending, Job, Report, Sampled, Setup, pack
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import ledger, queries
 from turnwise.store.database import Connection, Database
@@ -279,10 +280,10 @@ def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):
         with theirs:
             program = f"'{sys.executable}' -c 'from proxy.writer.process import main; main()' {theirs.fileno()} & wait"
             proxy = subprocess.Popen(["sh", "-c", program], pass_fds=[theirs.fileno()])
-        late = Job(0, time.monotonic(), [pack(turn("late"))])
+        late = tuple(Job(0, time.monotonic(), [pack(turn("late"))]))
         ours.sendall(b"".join([*frame(Setup(url, 0.1, None, proxy.pid)), *frame(late)]))
         assert type(receive(ours).results[0]) is StoreUnavailable
-        ours.sendall(b"".join(frame(Job(1, time.monotonic() + 60, [pack(turn("left"))]))))
+        ours.sendall(b"".join(frame(tuple(Job(1, time.monotonic() + 60, [pack(turn("left"))])))))
         proxy.kill()
         proxy.wait()
         holder.rollback()
@@ -295,5 +296,6 @@ def receive(link: socket.socket) -> Report:
     """Return the next report of a writing process that has results."""
     frames, found = Frames(), []
     while not found:
-        found = [report for report in frames.feed(link.recv(1 << 16)) if report.results]
+        reports = [Report(*fields) for fields in frames.feed(link.recv(1 << 16))]
+        found = [report for report in reports if report.results]
     return found[0]

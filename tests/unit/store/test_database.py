@@ -51,6 +51,20 @@ def test_a_write_that_raises_is_rolled_back(database: Database) -> None:
         assert queries.counts(connection).sessions == {}
 
 
+def test_each_transaction_of_a_kept_connection_is_committed_when_its_block_ends(
+    database: Database, database_url: str
+) -> None:
+    """Another process can read what it wrote, and can write."""
+    other = Database(database_url)
+    for count, name in enumerate("abc", 1):
+        with database.write_often() as connection:
+            ledger.create_session(connection, Session(session_id=name))
+        with other.write() as connection:
+            assert queries.counts(connection).sessions == {"open": 2 * count - 1}
+            ledger.create_session(connection, Session(session_id=f"{name} of the other"))
+    other.close()
+
+
 def test_a_kept_connection_is_replaced_after_a_transaction_that_failed(database: Database) -> None:
     """A transaction that raises is rolled back; PostgreSQL also closes the connection itself."""
 
