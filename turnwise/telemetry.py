@@ -66,9 +66,9 @@ current_request: contextvars.ContextVar[RequestContext | None] = contextvars.Con
 
 def make_context(request_id: str, traceparent: str) -> RequestContext:
     """Return the context of a new request from its headers; a missing or malformed header is replaced."""
-    match = _TRACEPARENT.fullmatch(traceparent)
+    match = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
     is_valid = match is not None and set(match[1]) != {"0"} and set(match[2]) != {"0"}
-    given = _REQUEST_ID.fullmatch(request_id) is not None
+    given = bool(request_id) and _REQUEST_ID.fullmatch(request_id) is not None
     noise = random_hex(80)
     return RequestContext(
         request_id=request_id if given else noise[:32],

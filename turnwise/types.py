@@ -210,9 +210,12 @@ def _session_of(*values: Any) -> Session:
     return Session(**dict(zip(_SESSION_FIELDS, values, strict=True)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Turn:
-    """One model call with one sampled choice; it stores only the tokens and messages after its parent."""
+    """One model call with one sampled choice; it stores only the tokens and messages after its parent.
+
+    It is not frozen only because every call makes one, and a frozen dataclass takes five times as long to initialise.
+    """
 
     turn_id: str
     """The id of the completion that the client received; with n > 1, `…#1`, `…#2` for the later choices."""

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from proxy.continuation.conversation import call_has_media, tool_call_ids
-from proxy.continuation.digests import Extended
 from proxy.continuation.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.plan import Plan, has_more_text
-from proxy.continuation.roles import Found, side_task, system_digest
+from proxy.continuation.plan import NO_IDS, Plan, has_more_text
+from proxy.continuation.roles import Found, Root, read_root
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.decoding_process import split
 from proxy.dialects.engine_reply import LONG_ECHO_BYTES
@@ -31,12 +30,14 @@ CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 PICKLED_HERE = 256 * 2**10
 """Characters of messages that are pickled in one step of the event loop."""
 SLICE_MESSAGES = 100
-NO_IDS = np.empty(0, np.int32)
+NO_LOGPROBS = np.empty(0, np.float32)
+NO_ROOT = Root(None, b"")
+"""Of a turn that extends another."""
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Timing:
     """Times and policy versions of a call."""
 
@@ -53,16 +54,13 @@ def failed_turn(
     call: Call, timing: Timing, reason: str, *, turn_id: str, session: Session, inferred_by: str | None = None
 ) -> Turn:
     """Return the turn of a call without a completion: it stores the request and no tokens."""
-    return _turn(
-        call,
-        timing,
-        session,
+    return Turn(
+        **_common(call, timing, session, inferred_by),
         turn_id=turn_id,
         chain_id=turn_id,
         model=call.model,
         messages=message_list(call.messages),
         tools=call.tools,
-        inferred_by=inferred_by,
         outcome=Outcome.ERROR,
         reason=reason,
     )
@@ -100,20 +98,26 @@ def build_turns(
     sent = _sent_prompt(plan) if echoes_prompt else None
     echo = sent or _echoed_prompt(captured.prompt_ids, plan, captured.num_prompt_ids)
     unsampled = unsampled_reason(call, session)
+    common = _common(call, timing, session, inferred_by)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
         prompt = _echoed_prompt(choice.prompt_ids, plan) if choice.prompt_ids else echo
+        parent = prompt.parent
         outcome, reason = _outcome(prompt, choice, plan, unsampled, aborted=aborted)
         digests = plan.history.extended(choice.message)
         own_id = turn_id if index == 0 else f"{turn_id}#{index}"
-        turn = _turn(
-            call,
-            timing,
-            session,
+        key = call.idempotency_key if aborted is None else None  # a retry of a reply that was cut off samples again
+        turn = Turn(
+            **common,
             turn_id=own_id,
+            parent_turn_id=None if parent is None else parent.turn_id,
+            chain_id=own_id,  # the store sets the chain of a turn that extends another
             model=captured.model or call.model,
+            messages=message_list(call.messages) if parent is None else plan.new_messages(call.messages),
+            tools=call.tools if parent is None else None,
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
+            prompt_delta=prompt.between,
             prompt_length=prompt.length,
             token_ids=as_token_ids(choice.token_ids),
             finish_reason=choice.finish_reason,
@@ -121,10 +125,11 @@ def build_turns(
             reason=reason,
             role=found and found.role,
             role_reason=found and found.reason,
-            inferred_by=inferred_by,
-            **_retry_identity(call, index, request_digest, aborted),
-            **_digests(digests),
-            **_place(call, plan, prompt, own_id),
+            history_digest=digests.full,
+            messages_digest=digests.messages,
+            dialogue_digest=digests.dialogue,
+            request_key=None if key is None else request_key(key, index),
+            request_digest=None if key is None else request_digest,
         )
         routing, state = _routing(choice, prompt), digests.messages_state
         turns.append(Sampled(turn, choice.logprobs, prompt.echo, routing=routing, messages_state=state))
@@ -136,26 +141,29 @@ def as_token_ids(numbers: list[int]) -> TokenIds:
     return np.frombuffer(array("i", numbers), np.int32)
 
 
-def _turn(call: Call, timing: Timing, session: Session, **known: Any) -> Turn:
-    """Return a turn with the fields of the request, the timing and `known`."""
-    return Turn(
-        session_id=session.session_id,
-        tenant=session.tenant,
-        step=call.step,
-        dialect=call.dialect.name,
-        sampling=effective_sampling(call, timing.sampling_defaults),
-        policy_version_first=timing.policy_version_first,
-        policy_version_last=timing.policy_version_last,
-        created_at=timing.created_at,
-        ttft_seconds=timing.ttft_seconds,
-        duration_seconds=timing.duration_seconds,
-        **known,
-    )
+def _common(call: Call, timing: Timing, session: Session, inferred_by: str | None) -> dict[str, Any]:
+    """Return the fields that all turns of a call have in common: of the request, the session and the timing."""
+    return {
+        "session_id": session.session_id,
+        "tenant": session.tenant,
+        "step": call.step,
+        "dialect": call.dialect.name,
+        "sampling": effective_sampling(call, timing.sampling_defaults),
+        "logprobs": NO_LOGPROBS,
+        "policy_version_first": timing.policy_version_first,
+        "policy_version_last": timing.policy_version_last,
+        "inferred_by": inferred_by,
+        "created_at": timing.created_at,
+        "ttft_seconds": timing.ttft_seconds,
+        "duration_seconds": timing.duration_seconds,
+    }
 
 
 def effective_sampling(call: Call, defaults: Json) -> Json:
     """Return the sampling parameters of a call: the request's, and the engine's defaults where it sets none."""
     given = call.sampling
+    if not defaults:
+        return given
     return {**given, **{name: value for name, value in defaults.items() if given.get(name) is None}}
 
 
@@ -202,34 +210,6 @@ def routing_request(plan: Plan) -> Json:
     return {"routed_experts_prompt_start": plan.prompt.num_ids - len(plan.between) - 1}
 
 
-def _place(call: Call, plan: Plan, prompt: _Prompt, turn_id: str) -> dict[str, Any]:
-    """Return the fields that place a turn after its parent, or at the root of a chain; the store assigns its chain."""
-    if prompt.parent is None:
-        return {"chain_id": turn_id, "messages": message_list(call.messages), "tools": call.tools}
-    return {
-        "parent_turn_id": prompt.parent.turn_id,
-        "chain_id": turn_id,
-        "messages": plan.new_messages(call.messages),
-        "prompt_delta": prompt.between,
-    }
-
-
-def _digests(digests: Extended) -> dict[str, bytes]:
-    """Return the digests of the conversation with this reply, by which a later call finds the turn."""
-    return {
-        "history_digest": digests.full,
-        "messages_digest": digests.messages,
-        "dialogue_digest": digests.dialogue,
-    }
-
-
-def _retry_identity(call: Call, index: int, request_digest: bytes | None, aborted: str | None) -> dict[str, Any]:
-    """Return the fields by which a retry finds this choice; none if the reply was cut off: a retry samples again."""
-    if call.idempotency_key is None or aborted is not None:
-        return {}
-    return {"request_key": request_key(call.idempotency_key, index), "request_digest": request_digest}
-
-
 def request_key(idempotency_key: str, index: int) -> str:
     """Return the key under which a retry finds a stored choice."""
     return f"{idempotency_key}#{index}"
@@ -262,10 +242,20 @@ def _outcome(
     return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason
 
 
-def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
-    """Return what a session in memory needs to extend a turn that was just stored."""
+def known_turn(sampled: Sampled, plan: Plan, chain_id: str, root: Root | None = None) -> KnownTurn:
+    """Return what a session in memory needs to extend a turn that was just stored.
+
+    Args:
+        sampled: the turn.
+        plan: its prompt.
+        chain_id: its chain.
+        root: `read_root` of its call, if it has been read.
+    """
     turn = sampled.turn
-    is_root = turn.parent_turn_id is None
+    if turn.parent_turn_id is not None:
+        root = NO_ROOT
+    elif root is None:
+        root = read_root(turn.messages, turn.tools, turn.sampling)
     started_at = turn.created_at.timestamp()
     return KnownTurn(
         turn_id=turn.turn_id,
@@ -281,8 +271,8 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str) -> KnownTurn:
         call_ids=tuple(tool_call_ids(turn.response)),
         is_aborted=turn.outcome is Outcome.ABORTED,
         role=_chain_role(turn, plan),
-        side_task=side_task(turn.messages, turn.tools, turn.sampling) if is_root else None,
-        system_digest=system_digest(turn.messages) if is_root else b"",
+        side_task=root.side_task,
+        system_digest=root.system_digest,
         started_at=started_at,
         ended_at=started_at + turn.duration_seconds,
         tokens=_all_ids(sampled, plan),

@@ -20,7 +20,7 @@ from proxy.calls.failures import broken_stream, not_a_completion, stored_reason,
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
 from proxy.calls.running import Running, WrongPrompt
 from proxy.continuation.forest import Forest
-from proxy.continuation.roles import Correction, corrections, find_role
+from proxy.continuation.roles import Correction, corrections, find_role, read_root
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
@@ -76,7 +76,8 @@ class Relay:
 
         Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         """
-        has_waited = self._sessions.template is None and not await self._pool.wait_for_first()
+        is_first = self._sessions.template is None and not self._pool.serving
+        has_waited = is_first and not await self._pool.wait_for_first()
         conversation = await self._sessions.read_conversation(call, principal)
         placement = await self._sessions.find(call, conversation, principal)
         try:
@@ -133,12 +134,14 @@ class Relay:
     async def _sample_whole(self, running: Running, left: asyncio.Future[None]) -> bytes | None:
         """Return the reply once its turns are stored; None if another process has stored its reply under the key."""
         with cancelled_when_client_leaves(left):
-            lane = await self._admit(running)
+            lane = running.lane or await self._admit(running)
             running.version_first = lane.version
             raw = await self._read_whole(running, lane)
         running.version_last = lane.version
         try:
-            (raw,) = chunks.as_requested(await running.cut_long_echo([raw]), running, lane)
+            if len(raw) >= LONG_ECHO_BYTES:
+                (raw,) = await running.cut_long_echo([raw])
+            (raw,) = chunks.as_requested([raw], running, lane)
             running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
             running.restore_long_echo()
             running.check_prompt()
@@ -148,7 +151,8 @@ class Relay:
         return reply if await self._commit(running) else None
 
     async def _read_whole(self, running: Running, lane: Lane) -> bytes:
-        with await self._post(running, lane) as answer:
+        self._faults.point("before_engine")
+        with await post_call(running, lane) as answer:
             try:
                 return await answer.read(self._max_reply_bytes)
             except AnswerTooLong as error:
@@ -182,9 +186,10 @@ class Relay:
         """
         held, has_sent, num_bytes, buffer = b"", False, 0, sse.EventBuffer()
         with cancelled_when_client_leaves(left):
-            lane = await self._admit(running)
+            lane = running.lane or await self._admit(running)
             running.version_first = lane.version
-            with await self._post(running, lane) as answer:
+            self._faults.point("before_engine")
+            with await post_call(running, lane) as answer:
                 while data := await self._next_part(answer, lane):
                     running.version_last = lane.version
                     num_bytes += len(data)
@@ -272,14 +277,9 @@ class Relay:
             self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
 
     async def _admit(self, running: Running) -> Lane:
-        """Return the lane of a call that is repeated, or take one of the pool; `_recorded` releases it."""
-        if running.lane is None:
-            running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
+        """Take a lane of the pool; `_recorded` releases it."""
+        running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
         return running.lane
-
-    async def _post(self, running: Running, lane: Lane) -> Answer:
-        self._faults.point("before_engine")
-        return await post_call(running, lane)
 
     async def wait_idle(self) -> None:
         """Wait until no call runs."""
@@ -292,10 +292,12 @@ class Relay:
             Whether they are stored; not if another process has stored a reply under the same key.
         """
         forest = running.placement.live.forest
-        found = find_role(running.call, running.plan, forest)
+        call, plan = running.call, running.plan
+        root = read_root(call.messages, call.tools, call.body) if plan.parent is None else None
+        found = find_role(call, plan, forest, root)
         sampled = capture.build_turns(
-            running.call,
-            running.plan,
+            call,
+            plan,
             running.captured,
             running.timing(),
             turn_id=running.turn_id,
@@ -314,7 +316,7 @@ class Relay:
             self._metrics.coalesced.inc()
             return False
         known = [
-            capture.known_turn(each, running.plan, ending.chain_id)
+            capture.known_turn(each, plan, ending.chain_id, root)
             for each, ending in zip(sampled, endings, strict=True)
             if len(each.turn.token_ids)
         ]

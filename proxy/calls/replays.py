@@ -57,6 +57,8 @@ class Attempt:
     """One call that a retry may refer to."""
 
     identity: RequestIdentity
+    lookup_key: tuple[object, ...]
+    """`identity.lookup_key`"""
     call_id: str
     left: asyncio.Future[None]
     """Done once the client has closed its connection."""
@@ -91,12 +93,13 @@ class Replays:
 
     def begin(self, identity: RequestIdentity, call_id: str, left: asyncio.Future[None]) -> Attempt:
         """Add a call that starts to sample."""
-        attempt = Attempt(identity, call_id, left)
+        key = identity.lookup_key
+        attempt = Attempt(identity, key, call_id, left)
         if identity.idempotency_key is not None:
-            for earlier in self._by_key.get(identity.lookup_key, [])[:]:
+            for earlier in self._by_key.get(key, [])[:]:
                 self._remove(earlier)
         self._attempts[attempt] = None
-        self._by_key.setdefault(identity.lookup_key, []).append(attempt)
+        self._by_key.setdefault(key, []).append(attempt)
         self._num_bytes += ATTEMPT_BYTES
         return attempt
 
@@ -142,10 +145,10 @@ class Replays:
         if attempt not in self._attempts:
             return
         del self._attempts[attempt]
-        same = self._by_key[attempt.identity.lookup_key]
+        same = self._by_key[attempt.lookup_key]
         same.remove(attempt)
         if not same:
-            del self._by_key[attempt.identity.lookup_key]
+            del self._by_key[attempt.lookup_key]
         self._num_bytes -= ATTEMPT_BYTES + len(attempt.answer or b"")
 
 

@@ -15,22 +15,21 @@ SLICE_MESSAGES = 2_000
 """Known messages whose digests are added in one step of the event loop; each takes 1 µs."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Conversation:
     """The messages of one call."""
 
     messages: Sequence[Json]
     history: History
     """Digests of every prefix of the messages."""
-    replies: Sequence[int]
-    """Positions of the assistant messages."""
     known: KnownRequest | None = None
     """What was derived from the messages that an earlier request had too."""
 
     @property
     def num_replied(self) -> int:
         """Number of messages up to and including the last assistant message; 0 without one."""
-        return self.replies[-1] + 1 if self.replies else 0
+        replies = self.history.replies
+        return replies[-1] + 1 if replies else 0
 
     def call_ids(self) -> frozenset[str]:
         """Return the ids of all tool calls in the conversation: unique to a run, if the client sends them unchanged."""
@@ -49,7 +48,7 @@ class Conversation:
         return self._after_replies(self.history.dialogue)
 
     def _after_replies(self, digests: list[bytes]) -> list[bytes]:
-        return [digests[end] for end in reversed(self.replies)]
+        return [digests[end] for end in reversed(self.history.replies)]
 
 
 def tool_call_ids(message: Json) -> frozenset[str]:
@@ -75,14 +74,9 @@ def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS, earlier: H
         earlier = known.history
         digests = known.digests if known.digest_fields == fields else []
     history = digest_history(call.messages, context, fields, earlier, digests)
-    first = 0 if known is None else known.num_roles
-    replies = [*known.replies] if known is not None else []
-    new = call.messages[first:]
-    replies += [first + position for position, message in enumerate(new) if message.get("role") == "assistant"]
     if known is not None:
         known.history, known.digests = history, []
-        known.replies, known.num_roles = replies, len(call.messages)
-    return Conversation(call.messages, history, replies, known)
+    return Conversation(call.messages, history, known)
 
 
 async def read_in_slices(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:

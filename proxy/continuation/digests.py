@@ -42,7 +42,7 @@ class Extended(NamedTuple):
     """The running hash of `messages`."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class History:
     """Digests of a list of messages: entry i covers the first i + 1 messages."""
 
@@ -52,6 +52,8 @@ class History:
     """Without tools and template arguments."""
     dialogue: list[bytes]
     """Without system messages as well."""
+    replies: list[int]
+    """Positions of the assistant messages."""
     states: tuple[Any, Any, Any]
     """The three running hashes after the last message."""
     fields: frozenset[str] = NO_FIELDS
@@ -62,7 +64,7 @@ class History:
     def extended(self, message: Json) -> Extended:
         """Return the digests after one more message, the reply."""
         digest = message_digest(message, self.fields)
-        full, messages, dialogue = (state.copy() for state in self.states)
+        full, messages, dialogue = _copies(self.states)
         full.update(digest)
         messages.update(digest)
         dialogue.update(digest)
@@ -86,24 +88,31 @@ def digest_history(
         digests: `message_digest` of the first messages, as far as they are known.
     """
     if earlier is not None and (earlier.context, earlier.fields) == (context, fields):
-        full, plain, dialogue = (state.copy() for state in earlier.states)
-        history = History(
-            earlier.full[:], earlier.messages[:], earlier.dialogue[:], (full, plain, dialogue), fields, context
-        )
+        states = full, plain, dialogue = _copies(earlier.states)
+        lists = earlier.full[:], earlier.messages[:], earlier.dialogue[:], earlier.replies[:]
     else:
-        full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
-        history = History([], [], [], (full, plain, dialogue), fields, context)
+        states = full, plain, dialogue = blake2b(context, digest_size=DIGEST_BYTES), _empty(), _empty()
+        lists = [], [], [], []
+    history = History(*lists, states, fields, context)
     for index in range(len(history.full), len(messages)):
         message = messages[index]
         digest = digests[index] if index < len(digests) else message_digest(message, fields)
         full.update(digest)
         plain.update(digest)
-        if message.get("role") not in SYSTEM_ROLES:
+        role = message.get("role")
+        if role not in SYSTEM_ROLES:
             dialogue.update(digest)
+        if role == "assistant":
+            history.replies.append(index)
         history.full.append(full.digest())
         history.messages.append(plain.digest())
         history.dialogue.append(dialogue.digest())
     return history
+
+
+def _copies(states: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    full, plain, dialogue = states
+    return full.copy(), plain.copy(), dialogue.copy()
 
 
 def _empty() -> Any:

@@ -17,7 +17,7 @@ PIECE_BYTES = 160
 """Memory of a piece beside its text, roughly: the two objects."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class EncodedIds:
     """A list of token ids: the list `before`, and one more piece."""
 

@@ -26,11 +26,12 @@ from turnwise.types import Json, TokenIds
 
 RENDERED_HERE = 4 * 2**10
 """Characters that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
+NO_IDS = np.empty(0, np.int32)
 RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
 """Threads of their own: a text of many megabytes takes seconds, and other calls read the store in the common ones."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Plan:
     """The prompt of one call."""
 
@@ -41,7 +42,7 @@ class Plan:
     """The prompt to send; None lets the engine render the messages."""
     parent_tokens: EncodedIds | None = None
     """The parent's prompt and sampled ids, which the prompt begins with."""
-    between: TokenIds = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
+    between: TokenIds = dataclasses.field(default_factory=lambda: NO_IDS)
     """The prompt's ids after the parent's; they belong to this turn."""
     reason: str | None = None
     """Why a conversation with replies starts a new chain, or branches from an earlier turn than its last reply's."""
@@ -132,10 +133,10 @@ def has_more_text(messages: Sequence[Json], limit: int) -> bool:
     """Return whether the content and the tool calls of messages have more characters than `limit`."""
     total = 0
     for message in messages:
-        content, calls = message.get("content"), message.get("tool_calls")
+        content = message.get("content")
         total += len(content) if isinstance(content, str) else _text_length(content)
-        if calls:
-            total += _text_length(calls)
+        if "tool_calls" in message:
+            total += _text_length(message["tool_calls"])
         if total > limit:
             return True
     return False

@@ -27,11 +27,8 @@ class _Recent(NamedTuple):
     text: bytes
     """Their JSON array, without the bracket that closes it."""
     history: History
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory, roughly."""
-        return HISTORY_BYTES + len(self.text) + len(self.history.full) * MESSAGE_BYTES
+    num_bytes: int
+    """Memory, roughly."""
 
 
 class RecentHistories:
@@ -56,11 +53,12 @@ class RecentHistories:
         replaced = self._by_session.pop(session, None)
         if replaced is not None:
             self._num_bytes -= replaced.num_bytes
-        recent = _Recent(messages_json[:-1], history)
-        if recent.num_bytes > self._max_bytes:
+        text = messages_json[:-1]
+        num_bytes = HISTORY_BYTES + len(text) + len(history.full) * MESSAGE_BYTES
+        if num_bytes > self._max_bytes:
             return
-        self._by_session[session] = recent
-        self._num_bytes += recent.num_bytes
+        self._by_session[session] = _Recent(text, history, num_bytes)
+        self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= self._by_session.popitem(last=False)[1].num_bytes
 

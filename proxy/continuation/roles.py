@@ -67,6 +67,15 @@ class Found(NamedTuple):
     reason: str
 
 
+class Root(NamedTuple):
+    """What the first turn of a chain shows about the chain."""
+
+    side_task: str | None
+    """`side_task` of its call."""
+    system_digest: bytes
+    """`system_digest` of its messages."""
+
+
 class Correction(NamedTuple):
     """Stored turns whose role a later turn has shown to be another one."""
 
@@ -74,8 +83,13 @@ class Correction(NamedTuple):
     found: Found
 
 
-def find_role(call: Call, plan: Plan, forest: Forest) -> Found:
-    """Return the role of a call's turn."""
+def read_root(messages: Sequence[Json], tools: Any, parameters: Json) -> Root:
+    """Return what a call without a parent shows about the chain that it starts."""
+    return Root(side_task(messages, tools, parameters), system_digest(messages))
+
+
+def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None = None) -> Found:
+    """Return the role of a call's turn; `root` is `read_root` of the call, if it has been read."""
     parent = plan.parent
     if parent is not None:
         if COMPACTION.is_in(_last_user_text(call.messages)):
@@ -86,12 +100,12 @@ def find_role(call: Call, plan: Plan, forest: Forest) -> Found:
     others = forest.agent_roots
     if not others:
         return Found(Role.MAIN, "first_chain")
-    task = side_task(call.messages, call.tools, call.body)
-    if task is not None:
-        return Found(Role.SIDE, task)
+    root = root or read_root(call.messages, call.tools, call.body)
+    if root.side_task is not None:
+        return Found(Role.SIDE, root.side_task)
     if plan.reason is not None and plan.reason != "edited_history":
         return Found(Role.MAIN, "continues_conversation")
-    same = others.get(system_digest(call.messages))
+    same = others.get(root.system_digest)
     return Found(Role.SUB_AGENT, "other_system") if same is None else Found(same.role, "same_system")
 
 

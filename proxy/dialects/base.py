@@ -160,8 +160,14 @@ class RawJson(NamedTuple):
     pieces: Sequence[bytes | memoryview]
 
 
+JSON_ALREADY = frozenset({RawJson, JsonText})
+"""Types of values that are JSON already."""
+
+
 def encode_request(body: Json) -> list[bytes | memoryview]:
     """Return the JSON of a request in pieces; at least one field is neither `RawJson` nor `JsonText`."""
+    if JSON_ALREADY.isdisjoint(map(type, body.values())):
+        return [orjson.dumps(body)]
     encoded: list[bytes | memoryview] = []
     others = {}
     for field, value in body.items():
@@ -171,13 +177,15 @@ def encode_request(body: Json) -> list[bytes | memoryview]:
         else:
             others[field] = value
     rest = orjson.dumps(others)
-    return [*encoded, b",", memoryview(rest)[1:]] if encoded else [rest]
+    return [*encoded, b",", memoryview(rest)[1:]]
 
 
 def remove_engine_fields(body: Json) -> tuple[Json, list[str]]:
     """Return a request without the fields that steer the engine itself, and the names of these fields."""
+    if ENGINE_FIELDS.isdisjoint(body):
+        return body, []
     removed = sorted(ENGINE_FIELDS.intersection(body))
-    return ({field: value for field, value in body.items() if field not in removed} if removed else body), removed
+    return {field: value for field, value in body.items() if field not in removed}, removed
 
 
 @dataclasses.dataclass(slots=True)

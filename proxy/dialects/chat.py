@@ -116,7 +116,8 @@ class ChatCompletions(Dialect):
         """
         extracted = engine_reply.read_reply(raw, has_one_choice=call.num_choices == 1)
         reply = extracted.reply
-        captured = Captured(engine_reply.ids_text(reply.prompt_token_ids), model=reply.model or "")
+        prompt_ids, num_prompt_ids = engine_reply.read_ids(reply.prompt_token_ids)
+        captured = Captured(prompt_ids, model=reply.model or "", num_prompt_ids=num_prompt_ids)
         for position, choice in enumerate(reply.choices):
             captured.choices[choice.index] = Choice(
                 choice.message or {},
@@ -125,7 +126,8 @@ class ChatCompletions(Dialect):
                 choice.finish_reason,
                 routed_experts=choice.routed_experts,
             )
-        stripped = engine_reply.without_routing(extracted.raw if call.wants_logprobs else extracted.rest)
+        shown = extracted.rest if call.wants_token_ids else extracted.short
+        stripped = engine_reply.without_routing(extracted.raw if call.wants_logprobs else shown)
         stripped = stripped if call.wants_token_ids else engine_reply.without_ids(stripped)
         return captured, _without_thinking(stripped, "message") if _hides_thinking(call.body) else stripped
 
@@ -218,7 +220,9 @@ def with_readable_arguments(messages: list[Json]) -> list[Json]:
     """
     readable = messages
     for position, message in enumerate(messages):
-        calls = message.get("tool_calls")
+        if "tool_calls" not in message:
+            continue
+        calls = message["tool_calls"]
         if isinstance(calls, list) and not all(map(_is_readable, calls)):
             readable = messages[:] if readable is messages else readable
             readable[position] = {**message, "tool_calls": list(map(_readable_call, calls))}
@@ -326,7 +330,9 @@ def _capture_head(chunks: list[engine_reply.EngineReply], captured: Captured) ->
     captured.model = captured.model or chunks[0].model or ""
     for chunk in chunks:
         if chunk.prompt_token_ids is not engine_reply.NO_IDS:
-            captured.prompt_ids = engine_reply.ids_text(chunk.prompt_token_ids) or captured.prompt_ids
+            prompt_ids, num_prompt_ids = engine_reply.read_ids(chunk.prompt_token_ids)
+            if prompt_ids:
+                captured.prompt_ids, captured.num_prompt_ids = prompt_ids, num_prompt_ids
 
 
 def _capture_chunk(extracted: engine_reply.Extracted, captured: Captured) -> bool:

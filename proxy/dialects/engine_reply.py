@@ -32,11 +32,10 @@ LOGPROBS, LOGPROBS_END, NO_LOGPROBS = b'"logprobs":{', b'},"finish_reason":', b'
 """The text around logprobs as vLLM writes it, and what replaces them."""
 BETWEEN_LOGPROBS = b'}]},{"content":[{'
 """The text between the logprobs of two chunks of a stream; it cannot be part of a JSON string."""
-OF_COMPACT_IDS = b"0123456789,"
-"""The bytes of an array of ids beside its brackets, as vLLM writes it."""
+DIGITS = b"0123456789"
 COMMA, FIRST_DIGIT = np.uint8(ord(",")), np.uint8(ord("0"))
-OF_IDS = OF_COMPACT_IDS + b" \t\r\n"
-"""The same with the spaces that JSON allows."""
+SPACES = b" \t\r\n"
+"""The spaces that JSON allows."""
 
 
 class EngineChoice(msgspec.Struct):
@@ -61,7 +60,7 @@ class EngineReply(msgspec.Struct):
     choices: list[EngineChoice]
     model: str | None = None
     prompt_token_ids: msgspec.Raw = NO_IDS
-    """A JSON array, which is not decoded; see `ids_text`."""
+    """A JSON array, which is not decoded; see `read_ids`."""
 
 
 class Extracted(NamedTuple):
@@ -70,6 +69,8 @@ class Extracted(NamedTuple):
     raw: bytes
     rest: bytes
     """`raw` without logprobs."""
+    short: bytes
+    """`rest`, where possible without the prompt's ids, which are most of its bytes."""
     reply: EngineReply
     """`rest`, decoded."""
     logprobs: list[bytes]
@@ -126,11 +127,11 @@ def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
     if has_one_choice:
         try:
             rest, logprobs = _cut_logprobs(raw)
-            return Extracted(raw, rest, _decode_reply(rest), logprobs)
+            return Extracted(raw, rest, *_decode_reply(rest), logprobs)
         except msgspec.ValidationError:
             pass  # the logprobs are formatted in another way and were not cut out
     rest, logprobs = _decode_logprobs(raw)
-    return Extracted(raw, rest, _reply.decode(rest), logprobs)
+    return Extracted(raw, rest, rest, _reply.decode(rest), logprobs)
 
 
 def read_chunks(chunks: list[bytes]) -> ExtractedChunks | None:
@@ -191,20 +192,24 @@ def cut_long_echo(reply: bytes) -> LongEcho | None:
     return LongEcho(rest, reply[begin + 1 : end - 1], num_ids)
 
 
-def ids_text(array: msgspec.Raw) -> bytes:
-    """Return the ids of a JSON array as decimal numbers, separated by commas; nothing for `null`.
+def read_ids(array: msgspec.Raw) -> tuple[bytes, int]:
+    """Return the ids of a JSON array as decimal numbers, separated by commas, and their number; none for `null`.
 
     Raises:
         msgspec.ValidationError: it is not an array of token ids.
     """
     text = bytes(array)
     if text == NULL:
-        return b""
-    if text.translate(None, OF_COMPACT_IDS) == b"[]":
-        return text[1:-1]
-    if text.translate(None, OF_IDS) != b"[]":
-        raise msgspec.ValidationError(f"`prompt_token_ids` must be a list of token ids, not {text[:80]!r}")
-    return text.translate(None, b"[] \t\r\n")
+        return b"", 0
+    separators = text.translate(None, DIGITS)
+    num_commas = len(separators) - 2
+    if separators != b"[%b]" % (b"," * num_commas):
+        text = text.translate(None, SPACES)
+        separators = separators.translate(None, SPACES)
+        num_commas = len(separators) - 2
+        if separators != b"[%b]" % (b"," * num_commas):
+            raise msgspec.ValidationError(f"`prompt_token_ids` must be a list of token ids, not {bytes(array)[:80]!r}")
+    return text[1:-1], num_commas + 1 if len(text) > len(b"[]") else 0
 
 
 def without_ids(replies: bytes) -> bytes:
@@ -239,16 +244,21 @@ def decoded(raw: bytes) -> Any:
     return msgspec.json.decode(raw)
 
 
-def _decode_reply(rest: bytes) -> EngineReply:
-    """Decode a reply without logprobs; the prompt's ids, most of its bytes, are located by the text around them."""
+def _decode_reply(rest: bytes) -> tuple[bytes, EngineReply]:
+    """Decode a reply without logprobs; the prompt's ids, most of its bytes, are located by the text around them.
+
+    Returns:
+        The reply without these ids, if they were located, and what is decoded.
+    """
     begin = rest.find(PROMPT_IDS + b"[") + len(PROMPT_IDS)
     end = rest.find(b"]", begin) + 1
     if len(PROMPT_IDS) <= begin < end and rest.find(b"[", begin + 1, end) < 0:
-        reply = _reply.decode(b"".join((rest[:begin], NULL, rest[end:])))
+        short = b"".join((rest[:begin], NULL, rest[end:]))
+        reply = _reply.decode(short)
         if reply.prompt_token_ids is not NO_IDS:  # otherwise they are those of a choice
             reply.prompt_token_ids = msgspec.Raw(rest[begin:end])
-            return reply
-    return _reply.decode(rest)
+            return short, reply
+    return rest, _reply.decode(rest)
 
 
 def _cut_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:

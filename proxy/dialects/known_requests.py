@@ -107,10 +107,6 @@ class KnownRequest:
     """Outlines, from the first on, whose memory has been counted."""
     num_outline_bytes: int = 0
     """The memory of these."""
-    num_roles: int = 0
-    """Messages, from the first on, whose roles were read."""
-    replies: list[int] = dataclasses.field(default_factory=list)
-    """Positions of the replies among these."""
     call_ids: tuple[int, frozenset[str]] = (0, frozenset())
     """A number of messages, from the first on, and the ids of their tool calls."""
     num_calls: tuple[int, int] = (0, 0)

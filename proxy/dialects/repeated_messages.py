@@ -75,13 +75,11 @@ class RepeatedMessages(Sequence[Json]):
 
 def are_messages(value: object) -> bool:
     """Return whether a value is a list of objects; known messages were found to be objects when they were new."""
-    return isinstance(value, RepeatedMessages) or (
-        isinstance(value, list) and all(isinstance(each, dict) for each in value)
-    )
+    return set(map(type, value)) <= {dict} if isinstance(value, list) else isinstance(value, RepeatedMessages)
 
 
 def message_list(messages: Sequence[Json]) -> list[Json]:
     """Return messages as a list, which can be encoded."""
-    if isinstance(messages, RepeatedMessages):
-        return messages.decoded()
-    return messages if isinstance(messages, list) else list(messages)
+    if isinstance(messages, list):
+        return messages
+    return messages.decoded() if isinstance(messages, RepeatedMessages) else list(messages)

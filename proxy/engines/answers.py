@@ -50,6 +50,8 @@ class Answer:
     Leaving the `with` block before the body is complete closes the connection, so that the server stops its work.
     """
 
+    __slots__ = ("_connection", "_error", "_is_complete", "_num_bytes", "_parts", "_waiter", "content_type", "status")
+
     def __init__(self, connection: Source) -> None:
         self.status = 0
         self.content_type = ""
@@ -78,12 +80,15 @@ class Answer:
         """
         parts: list[bytes] = []
         num_bytes = 0
-        while await self._has_parts():
+        while self._parts or not self._is_complete:
+            if not self._parts:
+                await self.wait()
+                continue
             num_bytes += self._num_bytes
             if num_bytes > max_bytes:
                 raise AnswerTooLong(max_bytes)
             parts += self._take()
-        return await joined(parts, num_bytes)
+        return parts[0] if len(parts) == 1 else await joined(parts, num_bytes)
 
     async def next_part(self) -> bytes:
         """Return the data that has arrived since the last part, at least one byte; nothing once the body is complete.
@@ -91,13 +96,9 @@ class Answer:
         Raises:
             Disconnected: the connection broke; all data before that has been returned.
         """
-        return b"".join(self._take()) if await self._has_parts() else b""
-
-    async def _has_parts(self) -> bool:
-        """Wait for data, or the end of the body; return whether there is data."""
         while not self._parts and not self._is_complete:
             await self.wait()
-        return bool(self._parts)
+        return b"".join(self._take())
 
     async def wait(self) -> None:
         """Wait for the head, for data, or for the end of the body.

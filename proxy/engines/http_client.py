@@ -90,20 +90,14 @@ class HttpClient:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{lines}content-length: {length}\r\n\r\n"
         sent: Pieces = [head.encode("latin-1"), *pieces]
         sent = [b"".join(sent)] if length < COPIED_BYTES else sent
-        answer = await self._exchange(sent, silence_seconds or self._silence_seconds)
-        if 300 <= answer.status < 400:
-            with answer:
-                raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
-        return answer
-
-    async def _exchange(self, sent: Pieces, patience: float) -> Answer:
+        patience = silence_seconds or self._silence_seconds
         idle = self._take_idle()
         if idle is not None:
             try:
-                return await idle.exchange(sent, patience)
+                return _not_redirected(await idle.exchange(sent, patience))
             except _Stale:
                 pass
-        return await (await self._connect()).exchange(sent, patience)
+        return _not_redirected(await (await self._connect()).exchange(sent, patience))
 
     def _take_idle(self) -> _Connection | None:
         """Return the most recently used idle connection; if even that is too old, close all and return None."""
@@ -139,6 +133,18 @@ class HttpClient:
         """Fail all running requests with `Disconnected`, and close all connections."""
         for connection in list(self._open):
             connection.fail(Disconnected(reason))
+
+
+def _not_redirected(answer: Answer) -> Answer:
+    """Return an answer.
+
+    Raises:
+        Disconnected: it is a redirect.
+    """
+    if 300 <= answer.status < 400:
+        with answer:
+            raise Disconnected(f"it redirects ({answer.status}); set the address that it redirects to")
+    return answer
 
 
 def in_steps(pieces: Pieces) -> Iterator[list[memoryview]]:
@@ -207,7 +213,10 @@ class _Connection(asyncio.Protocol):
         if self._transport.is_closing():
             raise _Stale("the server had closed the connection")
         try:
-            await self._send(request, answer)
+            if sum(map(len, request)) <= SENT_BYTES:
+                self._transport.writelines(request)
+            else:
+                await self._send_in_steps(request, answer)
             while not answer.status:
                 await answer.wait()
         except BaseException:
@@ -216,14 +225,11 @@ class _Connection(asyncio.Protocol):
             raise
         return answer
 
-    async def _send(self, request: Pieces, answer: Answer) -> None:
-        """Write a request; a long one in steps, each once the server has taken what was written before.
+    async def _send_in_steps(self, request: Pieces, answer: Answer) -> None:
+        """Write a long request in steps, each once the server has taken what was written before.
 
         The rest is not written after an early answer, such as a refusal, or once the connection has ended.
         """
-        if sum(map(len, request)) <= SENT_BYTES:
-            self._transport.writelines(request)
-            return
         self._is_sending = True
         *steps, last = in_steps(request)
         for part in steps:

@@ -42,6 +42,10 @@ class EnginePool:
         self.engines = [
             Engine(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
         ]
+        self.serving: list[Engine] = []
+        """Engines that calls are routed to; another list after each change."""
+        self._not_draining: list[Engine] = []
+        """Those of them that take new calls; all if all are draining."""
         self.trial: int | None = None
         """The version on trial: only the sessions that name it as their canary sample with it."""
         self.read_served: Callable[[], Awaitable[None]] | None = None
@@ -67,6 +71,9 @@ class EnginePool:
 
     def _note_change(self, engine: Engine) -> None:
         """Export an engine's new state, and wake the calls that wait for one."""
+        self.serving = [each for each in self.engines if each.is_serving]
+        taking = [each for each in self.serving if each.state is not EngineState.DRAINING]
+        self._not_draining = taking or self.serving
         self._metrics.engine_up.labels(engine.url).set(engine.is_serving)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -80,11 +87,6 @@ class EnginePool:
     def idle_seconds(self) -> float:
         """Seconds since the last call has ended; 0 while one waits or runs."""
         return 0.0 if self._in_flight else time.monotonic() - self._last_call_at
-
-    @property
-    def serving(self) -> list[Engine]:
-        """Engines that calls are routed to."""
-        return [engine for engine in self.engines if engine.is_serving]
 
     def route(self, key: str) -> Engine:
         """Return the serving engine of a key, such as an API key's id.
@@ -100,8 +102,7 @@ class EnginePool:
         Raises:
             EngineUnavailable: when no engine serves.
         """
-        serving, trial = self.serving, self.trial
-        serving = [engine for engine in serving if engine.state is not EngineState.DRAINING] or serving
+        serving, trial = self._not_draining, self.trial
         lanes = [engine.active_lane for engine in serving]
         if trial is not None:
             tried = [lane for lane in lanes if lane.version == trial]
@@ -186,7 +187,8 @@ class EnginePool:
         if is_call:
             self._take_place()
         try:
-            await self._read_served(session)
+            if self.read_served is not None and self._may_be_outdated(session):
+                await self._read_served(self.read_served)
             lane = await self._wait_for_lane(session, 0.0 if has_waited else self._wait_seconds)
         except BaseException:
             self._in_flight -= is_call
@@ -204,17 +206,18 @@ class EnginePool:
         self._in_flight += 1
         self.call_arrived.set()
 
-    async def _read_served(self, session: Session) -> None:
-        """Read from the store which versions are served, if an outdated answer could give the call a wrong one.
+    def _may_be_outdated(self, session: Session) -> bool:
+        """Return whether what this process knows of the served versions could give the call a wrong one.
 
         Another process may have started or ended the trial. Without this a session could enter a trial after it has
         left it, or a call outside the trial could sample with the version on trial.
         """
-        is_outdated = self._num_noted < self._num_notes
-        if self.read_served is None or (self.trial is None and session.canary is None and not is_outdated):
-            return
+        return self.trial is not None or session.canary is not None or self._num_noted < self._num_notes
+
+    async def _read_served(self, read: Callable[[], Awaitable[None]]) -> None:
+        """Read from the store which versions are served."""
         num_notes = self._num_notes
-        await self.read_served()
+        await read()
         self._num_noted = max(self._num_noted, num_notes)
 
     async def _wait_for_lane(self, session: Session, wait_seconds: float) -> Lane:

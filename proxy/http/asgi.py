@@ -35,13 +35,13 @@ async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
         TooLarge: it is longer than `max_bytes`.
         InvalidRequest: the client disconnected before it was complete.
     """
-    message = await _next_part(receive)
+    message = _checked_part(await receive())
     data: bytes = message.get("body", b"")
     if not message.get("more_body"):
         return _checked_size(data, max_bytes)
     parts, size = [data], len(data)
     while message.get("more_body"):
-        message = await _next_part(receive)
+        message = _checked_part(await receive())
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > max_bytes:
@@ -64,8 +64,7 @@ def _join(parts: list[bytes]) -> bytes:
     return joined
 
 
-async def _next_part(receive: Receive) -> Message:
-    message = await receive()
+def _checked_part(message: Message) -> Message:
     if message["type"] == "http.disconnect":
         raise InvalidRequest("the client disconnected before its request was complete")
     return message
@@ -126,7 +125,8 @@ async def check_limits(
     """
     if len(raw) > SCANNED_HERE_BYTES:
         return await asyncio.to_thread(scan, raw, max_depth, max_containers, max_strings, max_string_bytes)
-    is_short = raw.count(b"[") + raw.count(b"{") <= min(max_depth, max_containers) and raw.count(b'"') <= max_strings
+    has_few_strings = len(raw) <= max_strings or raw.count(b'"') <= max_strings
+    is_short = has_few_strings and raw.count(b"[") + raw.count(b"{") <= min(max_depth, max_containers)
     return 0 if is_short else scan(raw, max_depth, max_containers, max_strings)
 
 

@@ -89,8 +89,10 @@ class Sample:
         call, digest = await self._read_call(raw, scope, headers, query, principal)
         reply.call = call
         services.model_names.check(call.model, services.pool.engines)
-        self._report_dropped(call, reply)
-        await self._resume(call, principal)
+        if call.dropped_fields or call.dropped_tools:
+            self._report_dropped(call, reply)
+        if call.previous_turn_id is not None or call.conversation_id is not None:
+            await self._resume(call, principal)
         if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
             principal.require_session(call.session_id)
         await self._answer(
@@ -113,7 +115,8 @@ class Sample:
     ) -> None:
         """Answer a retry with the first call's answer, and any other call from the engine."""
         services = self._services
-        earlier = await services.replays.find(identity, is_retry=call.is_retry)
+        may_repeat = call.is_retry or identity.idempotency_key is not None
+        earlier = await services.replays.find(identity, is_retry=call.is_retry) if may_repeat else None
         if earlier is not None:
             services.metrics.coalesced.inc()
             if named := principal.session_id or call.session_id:
@@ -139,7 +142,8 @@ class Sample:
         budgets = self._services.budgets
         if budgets.apply_to(principal):
             await budgets.check(principal)
-        admission = await self._admit(principal, left)
+        limits = self._services.limits
+        admission = await self._admit(principal, left) if limits.are_set else limits.unlimited
         try:
             running = await self._services.relay.begin(call, principal, identity, call_id)
             reply.headers[SESSION] = running.session.session_id
@@ -147,22 +151,19 @@ class Sample:
                 return await self._reply_to(running, reply, left)
             finally:
                 self._services.relay.end(running)
-                admission.num_tokens = running.num_tokens
-                budgets.charge(principal, running.num_tokens)
+                admission.num_tokens = num_tokens = running.num_tokens
+                budgets.charge(principal, num_tokens)
         finally:
             admission.release()
 
     async def _admit(self, principal: Principal, left: asyncio.Future[None]) -> Admission:
-        """Take a place under the limits, if any are set; stop waiting when the client leaves."""
-        limits = self._services.limits
-        if not limits.are_set:
-            return limits.unlimited
+        """Take a place under the limits; stop waiting when the client leaves."""
         with cancelled_when_client_leaves(left):
-            return await limits.admit(principal)
+            return await self._services.limits.admit(principal)
 
     async def _reply_to(self, running: Running, reply: Reply, left: asyncio.Future[None]) -> bytes:
         call, relay = running.call, self._services.relay
-        stored = await relay.stored_turns(running)
+        stored = [] if call.idempotency_key is None else await relay.stored_turns(running)
         if stored:
             self._services.metrics.coalesced.inc()
             answer = rebuilt_answer(call, stored)
@@ -234,18 +235,16 @@ class Sample:
     ) -> tuple[Call, bytes | None]:
         """Return the call, and the digest of a long request; what would hold the event loop is done elsewhere."""
         services, settings = self._services, self._services.settings
-        limits, reader = settings.json_limits, MessageReader(read_messages, services.sessions.fields_read)
-        params = scope.get("path_params", {})
-        request = long_request(principal.tenant, self._dialect, self._route, params, query, settings)
-        read, call, digest = None, None, None
+        limits, read, call, digest = settings.json_limits, None, None, None
         if len(raw) < MIN_BYTES:
             body = await parse_object(raw, **limits)
         elif self._dialect.repeats_messages:
             caller = principal.tenant, principal.key_id
-            read = await services.known_requests.read(caller, raw, reader=reader, **limits)
+            read = await services.known_requests.read(caller, raw, reader=self._reader(), **limits)
             body, digest = read.body, read.digest
         elif await is_decoded_elsewhere(raw, limits):
-            call, body = await read_call(services.decoder, raw, request, reader)
+            request = self._long_request(scope, query, principal)
+            call, body = await read_call(services.decoder, raw, request, self._reader())
             digest = await digest_of(raw)
         else:
             body = decode_object(raw)
@@ -257,8 +256,17 @@ class Sample:
         identify(call, scope, headers, settings.ignored_ids)
         if call.idempotency_key is not None:
             is_whole = call.previous_turn_id is None and not self._dialect.referenced_turns(body)
+            request = self._long_request(scope, query, principal)
             digest = await self._keyed_digest(call, raw, request) if is_whole else None
         return call, digest
+
+    def _reader(self) -> MessageReader:
+        """Return what reads the messages of long requests."""
+        return MessageReader(read_messages, self._services.sessions.fields_read)
+
+    def _long_request(self, scope: Scope, query: dict[str, str], principal: Principal) -> LongRequest:
+        params = scope.get("path_params", {})
+        return long_request(principal.tenant, self._dialect, self._route, params, query, self._services.settings)
 
     async def _keyed_digest(self, call: Call, raw: bytes, request: LongRequest) -> bytes:
         """Return the digest of a request under an `Idempotency-Key`, before it is resumed.

@@ -158,10 +158,10 @@ class DataPlane:
     def __init__(self, app: FastAPI) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve a request here, or pass it to the app."""
         endpoint = self._find(scope) if scope["type"] == "http" else None
-        await (endpoint or self._app)(scope, receive, send)
+        return (endpoint or self._app)(scope, receive, send)
 
     def _find(self, scope: Scope) -> App | None:
         path: str = scope["path"]

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 REQUEST_ID = b"x-request-id"
+JSON_TYPE = b"application/json"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PREFLIGHT_SECONDS = b"600"
 ALLOWED_METHODS = b"GET, POST, PUT, DELETE"
 MAX_QUERY_PARAMETERS = 100
 """Most query parameters of a request; no route reads more than a few, and each takes time to decode."""
-READ_HEADERS = frozenset({b"host", b"origin", b"content-type", b"traceparent", REQUEST_ID})
 
 
 class Edge:
@@ -52,7 +52,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send if self._tracer is None else self._exporting(self._tracer, send))
             return
-        read = {name: value for name, value in scope["headers"] if name in READ_HEADERS}
+        read = dict(scope["headers"])
         context = make_context(
             read.get(REQUEST_ID, b"").decode("latin-1"), read.get(b"traceparent", b"").decode("latin-1")
         )
@@ -114,7 +114,8 @@ class Edge:
         """
         if not await self._has_no_keys():
             return
-        host = host_name(read.get(b"host", b"").decode("latin-1"))
+        named = read.get(b"host", b"").decode("latin-1")
+        host = host_name(named)
         if host not in self._hosts:
             raise Forbidden(
                 f"this proxy has no keys and does not answer to the host name {host!r}; create a key with "
@@ -122,14 +123,15 @@ class Edge:
                 code="unknown_host",
             )
         origin = read.get(b"origin", b"").decode("latin-1")
-        is_own = origin.partition("://")[2] == read.get(b"host", b"").decode("latin-1")
-        if origin and not is_own and not self._origins & {origin, "*"}:
+        if origin and origin.partition("://")[2] != named and not self._origins & {origin, "*"}:
             raise Forbidden(
                 f"this proxy has no keys and answers no web page from {origin!r}; create a key with "
                 "`turnwise keys create`, or add the origin to --cors-origins",
                 code="foreign_origin",
             )
-        given = read.get(b"content-type", b"") if method in ("POST", "PUT") else b""
+        given = read.get(b"content-type", JSON_TYPE) if method in ("POST", "PUT") else JSON_TYPE
+        if given == JSON_TYPE:
+            return
         kind = given.decode("latin-1").partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):
             raise UnsupportedMediaType(f"a body of type {kind!r} is not accepted; send content-type: application/json")

@@ -11,8 +11,8 @@ import pytest
 from proxy.dialects.engine_reply import (
     LongEcho,
     cut_long_echo,
-    ids_text,
     read_chunks,
+    read_ids,
     read_logprobs,
     read_reply,
     without_ids,
@@ -85,13 +85,13 @@ def test_only_fields_that_were_not_requested_become_null(choices, separators):
 def test_the_ids_of_a_prompt_are_read_where_they_are(separators):
     """Of the reply, or of a choice; a text that looks like them is none."""
     of_reply = json.dumps(reply(choice(), prompt_token_ids=[1, 2]), separators=separators).encode()
-    assert ids_text(read_reply(of_reply, has_one_choice=True).reply.prompt_token_ids) == b"1,2"
+    assert read_ids(read_reply(of_reply, has_one_choice=True).reply.prompt_token_ids) == (b"1,2", 2)
     of_choice = json.dumps(reply(choice(prompt_token_ids=[3], text=TRAPS)), separators=separators).encode()
     read = read_reply(of_choice, has_one_choice=True)
-    assert (ids_text(read.reply.prompt_token_ids), read.rest) == (b"", of_choice)
+    assert (read_ids(read.reply.prompt_token_ids), read.rest) == ((b"", 0), of_choice)
     nested = json.dumps(reply(choice(), prompt_token_ids=[[1], 2]), separators=separators).encode()
     with pytest.raises(msgspec.DecodeError):
-        ids_text(read_reply(nested, has_one_choice=True).reply.prompt_token_ids)
+        read_ids(read_reply(nested, has_one_choice=True).reply.prompt_token_ids)
 
 
 def test_a_reply_that_is_not_a_completion_is_refused():
@@ -137,13 +137,13 @@ def test_prompt_ids_that_are_no_ids_are_refused(array):
     """The text of the ids is stored without being decoded first."""
     parsed = read_reply(b'{"choices":[],"prompt_token_ids":%b}' % array, has_one_choice=True)
     with pytest.raises(msgspec.ValidationError):
-        ids_text(parsed.reply.prompt_token_ids)
+        read_ids(parsed.reply.prompt_token_ids)
 
 
 def test_the_text_of_prompt_ids_has_no_spaces():
     parsed = read_reply(b'{"choices":[],"prompt_token_ids": [1, 22,\n3]}', has_one_choice=True)
-    assert ids_text(parsed.reply.prompt_token_ids) == b"1,22,3"
-    assert ids_text(read_reply(b'{"choices":[]}', has_one_choice=True).reply.prompt_token_ids) == b""
+    assert read_ids(parsed.reply.prompt_token_ids) == (b"1,22,3", 3)
+    assert read_ids(read_reply(b'{"choices":[]}', has_one_choice=True).reply.prompt_token_ids) == (b"", 0)
 
 
 @pytest.mark.parametrize("num_ids", [1, 2, 300_000])

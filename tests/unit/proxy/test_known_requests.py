@@ -226,7 +226,7 @@ def test_random_conversations_give_the_same_result_as_decoded_whole(edits, head,
             range(len(messages)),
         )
         known = read_conversation(call)
-        assert (known.replies, known.call_ids()) == (whole.replies, whole.call_ids())
+        assert (known.history.replies, known.call_ids()) == (whole.history.replies, whole.call_ids())
         assert [messages_after(call.messages, each, found.known) for each in omitted] == [
             messages_after(messages, each) for each in omitted
         ]
