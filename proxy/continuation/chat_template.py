@@ -8,33 +8,33 @@ and the call starts a new chain.
 
 from __future__ import annotations
 
-import copy
 import functools
-import json
 import os.path
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import orjson
 
 from proxy.continuation.digests import CALL_IDS, NAME
+from proxy.continuation.field_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES
 from proxy.continuation.long_probes import LongProbe, long_probes
+from proxy.continuation.marked_reply import MARKER, NONE_OMITTED, with_marker, without_thinking
 from proxy.continuation.outline import NO_THINKING, Outline, Outliner, marks_of, restored
 from proxy.continuation.reply import Reply
 from proxy.continuation.text_encoder import text_encoder
 from turnwise.template_messages import ContentFormat, load_tokenizer, shape_conversation
 from turnwise.types import Json, TokenIds
 
-MARKER = "TurnwiseMarkQ7Z"
-"""Replaces a reply's content; letters and a digit, so that JSON or HTML escaping does not change it."""
 MAX_CLOSINGS = 1024
 """Kinds of conversations whose closing text is known."""
+KEPT_BEFORE = 2
+"""Messages at both ends of the conversation before a reply that are rendered where the others make no difference."""
+RESULT_ROLES = frozenset({"tool", "function"})
 GIVEN_BYTES = 16
 """Length of the digest of tools and template arguments in the key of a closing text."""
-PROBE_VALUE, OTHER_PROBE_VALUE = "probe0001", "probe0002"
 
 Reason = Literal["template_unsafe", "thinking_stripped", "tokenizer_differs"]
 
@@ -45,6 +45,26 @@ class Unsafe(Exception):
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason: Reason = reason
+
+
+class Closing(NamedTuple):
+    """What is known of a kind of conversation after its first rendering."""
+
+    text: str
+    """The text that closes the reply."""
+    omitted: slice
+    """The messages before the reply without which the same text follows it."""
+
+
+class Checked(NamedTuple):
+    """A continuation of the whole conversation."""
+
+    ids: TokenIds
+    """The tokens between the sampled reply and the next one."""
+    closing: str
+    """The text that closes the reply as the last message."""
+    rest: str
+    """The text after the reply's content, with the messages that follow."""
 
 
 class ChatTokenizer(Protocol):
@@ -74,8 +94,8 @@ class ChatTemplate:
         self._renders_developer = "developer" in str(tokenizer.chat_template)
         self._outliner: Outliner | None = None
         self._lock = threading.Lock()
-        self._closings: dict[Hashable, str] = {}
-        """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
+        self._closings: dict[Hashable, Closing] = {}
+        """By what decides it, of conversations in which the tokens could be extended."""
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -186,9 +206,10 @@ class ChatTemplate:
         """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.
 
         A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
-        Of conversations with the same kinds of messages, only the first is rendered and checked as a whole; then only
-        the text after the reply is rendered. `outlines` are of the same messages; they are used again and completed.
-        `thinking` is what is put into replies, by their positions.
+        Of conversations with the same kinds of messages, only the first is rendered and checked as a whole. Of the
+        others only the text after the reply is rendered, without the messages that made no difference to it.
+        `outlines` are of the same messages; they are used again and completed. `thinking` is what is put into replies,
+        by their positions.
 
         Raises:
             Unsafe: as `whole_continuation`.
@@ -203,18 +224,38 @@ class ChatTemplate:
         end_token = reply.last_token if reply.ended else None
         given = orjson.dumps([tools, arguments], option=orjson.OPT_SORT_KEYS)
         key = (kinds, replied, end_token, keep_thinking, blake2b(given, digest_size=GIVEN_BYTES).digest())
-        closing = self._closings.get(key)
-        if closing is None:
-            found, closing = self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
-            self._keep_closing(key, closing)
-            return found
         if keep_thinking:
-            messages = [_without_thinking(message) for message in messages]
-        rest = self._after_marker(_with_marker(messages, replied), tools, arguments, generate=True)
+            messages = [without_thinking(message) for message in messages]
+        known = self._closings.get(key)
+        if known is None:
+            checked = self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+            omitted = self._omittable(messages, replied, tools, arguments, checked.rest)
+            self._keep_closing(key, Closing(checked.closing, omitted))
+            return checked.ids
+        rest = self._after_marker(with_marker(messages, replied, known.omitted), tools, arguments, generate=True)
         has_calls = bool(messages[replied].get("tool_calls"))
-        return self._tokenise(reply, *self._split_at_end(rest, closing, reply, has_calls=has_calls))
+        return self._tokenise(reply, *self._split_at_end(rest, known.text, reply, has_calls=has_calls))
 
-    def _keep_closing(self, key: Hashable, closing: str) -> None:
+    def _omittable(self, messages: Sequence[Json], replied: int, tools: Any, arguments: Json, rest: str) -> slice:
+        """Return the messages between both ends before a reply, if the text after it is the same without them.
+
+        Their number is even, because some templates check that users and assistants alternate. None is left out before
+        a tool's result without a call, because a template may print the name of an earlier call with it.
+        """
+        num_omitted = (replied - 2 * KEPT_BEFORE) // 2 * 2
+        roles = {message.get("role") for message in messages[replied + 1 :]}
+        if num_omitted <= 0 or (roles & RESULT_ROLES and not messages[replied].get("tool_calls")):
+            return NONE_OMITTED
+        omitted = slice(KEPT_BEFORE, KEPT_BEFORE + num_omitted)
+        try:
+            is_same = rest == self._after_marker(
+                with_marker(messages, replied, omitted), tools, arguments, generate=True
+            )
+        except Unsafe:
+            is_same = False
+        return omitted if is_same else NONE_OMITTED
+
+    def _keep_closing(self, key: Hashable, closing: Closing) -> None:
         """Keep the text that closes a reply in place of the oldest one; calls do this in several threads."""
         with self._lock:
             while len(self._closings) >= MAX_CLOSINGS:
@@ -237,16 +278,16 @@ class ChatTemplate:
         Raises:
             Unsafe: when the template does not put the same text before, or no recognisable text after the reply.
         """
-        return self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)[0]
+        return self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking).ids
 
     def _checked(
         self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
-    ) -> tuple[TokenIds, str]:
-        """Return the tokens between the replies and the text that closes the first, as `whole_continuation` does."""
+    ) -> Checked:
+        """Do what `whole_continuation` does."""
         if keep_thinking:
-            messages = [_without_thinking(message) for message in messages]
+            messages = [without_thinking(message) for message in messages]
         whole = self.render(messages, tools, arguments, generate=True)
-        marked = _with_marker(messages, replied)
+        marked = with_marker(messages, replied)
         closing = self._after_marker(marked[: replied + 1], tools, arguments, generate=False)
         rest = self._after_marker(marked, tools, arguments, generate=True)
         end, after = self._split_at_end(rest, closing, reply, has_calls=bool(messages[replied].get("tool_calls")))
@@ -254,7 +295,7 @@ class ChatTemplate:
             raise Unsafe("template_unsafe")
         reply_end = len(whole) - len(end + after)
         self._check_unchanged(whole, reply_end, messages, replied, reply, tools, arguments, keep_thinking)
-        return self._tokenise(reply, end, after), closing
+        return Checked(self._tokenise(reply, end, after), closing, rest)
 
     def _tokenise(self, reply: Reply, end: str, after: str) -> TokenIds:
         """Tokenise the text after a reply; `end` is its sampled end-of-turn token, empty without one."""
@@ -310,7 +351,7 @@ class ChatTemplate:
         thinking_shown = keep_thinking or reply.reasoning.strip() in whole[len(before) : reply_end]
         if whole.startswith(before) and len(before) <= reply_end and thinking_shown:
             return
-        plain = [_without_thinking(message) for message in messages]
+        plain = [without_thinking(message) for message in messages]
         history = self.render(plain[:replied], tools, arguments, generate=False)
         if not self.render(plain, tools, arguments, generate=True).startswith(history):
             raise Unsafe("template_unsafe")
@@ -325,61 +366,11 @@ class ChatTemplate:
         return np.asarray(ids[1:], np.int32)
 
 
-def _named_probe(values: dict[str, str]) -> list[Json]:
-    """Return a conversation with names."""
-    name = values[NAME]
-    return [
-        {"role": "user", "content": "a", "name": name},
-        {"role": "assistant", "content": "b", "name": name},
-        {"role": "user", "content": "c", "name": name},
-    ]
-
-
-def _system_probe(values: dict[str, str]) -> list[Json]:
-    """Return a conversation with a named system message."""
-    return [{"role": "system", "content": "a", "name": values[NAME]}, {"role": "user", "content": "b"}]
-
-
-def _tool_probe(values: dict[str, str]) -> list[Json]:
-    """Return a conversation with a tool call."""
-    call = {"id": values[CALL_IDS], "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    return [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": values[CALL_IDS], "name": values[NAME], "content": "b"},
-        {"role": "assistant", "content": "c"},
-    ]
-
-
-PROBES: Sequence[Callable[[dict[str, str]], list[Json]]] = (_named_probe, _system_probe, _tool_probe)
-"""Kinds of conversations; a template may refuse some of them."""
-
-
 def _last_common(closing: str, rest: str, end: str) -> int | None:
     """Return the last position of `end` in the common prefix of both texts; None without one."""
     shared = os.path.commonprefix([closing, rest])  # noqa: RUF071  of texts, one character at a time, as it does
     at = shared.rfind(end)
     return None if at < 0 else at
-
-
-def _with_marker(messages: Sequence[Json], replied: int) -> list[Json]:
-    """Return the messages with the marker in the reply at index `replied`."""
-    return [*messages[:replied], _marked(messages[replied]), *messages[replied + 1 :]]
-
-
-def _marked(reply: Json) -> Json:
-    """Return the reply with the marker as the last part that a template prints."""
-    if not reply.get("tool_calls"):
-        return {**_without_thinking(reply), "content": MARKER}
-    marked = copy.deepcopy(reply)
-    marked["tool_calls"][-1]["function"]["arguments"] = json.dumps({MARKER: MARKER})
-    return marked
-
-
-def _without_thinking(message: Json) -> Json:
-    if "reasoning" not in message and "reasoning_content" not in message:
-        return message
-    return {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
 
 
 def load_chat_template(path: str, content_format: ContentFormat) -> ChatTemplate:

@@ -213,11 +213,8 @@ def kept_positions(kinds: Sequence[Hashable]) -> list[int]:
     templates check that users and assistants alternate.
     """
     last = len(kinds)
-    first_of: dict[Hashable, int] = {}
-    last_of: dict[Hashable, int] = {}
-    for position, kind in enumerate(kinds):
-        first_of.setdefault(kind, position)
-        last_of[kind] = position
+    last_of = {kind: position for position, kind in enumerate(kinds)}
+    first_of = {kinds[position]: position for position in range(last - 1, -1, -1)}
     pinned = {*range(last - KEPT_TAIL, last), *first_of.values(), *last_of.values()}
     before = KEPT_HEAD - 1
     positions = [*range(before)]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, small_tokenizer, template_of
 
-from proxy.continuation.chat_template import ChatTemplate, Unsafe
+from proxy.continuation.chat_template import KEPT_BEFORE, ChatTemplate, Unsafe
 from proxy.continuation.outline import KEPT_HEAD, KEPT_TAIL, Kind, Outliner, kept_positions, marks_of
 from proxy.continuation.reply import Reply
 
@@ -148,11 +148,21 @@ def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation,
 
 
 def test_a_conversation_of_a_known_kind_is_rendered_once():
-    """The first one is rendered four times, a longer one with other texts once: the text after the reply."""
+    """The first one is rendered four times, and once without most messages before the reply.
+
+    A longer one with other texts is rendered once: the text after the reply.
+    """
     template = shortened("qwen3_instruct_2507")
     work = [{"role": "assistant", "content": LONG, "tool_calls": CALLS}, {"role": "tool", "content": LONG}]
     rendered: list[int] = []
-    render, template.render = template.render, lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
+    num_messages: list[int] = []
+
+    def note(messages, *args, **kwargs):
+        rendered.append(1)
+        num_messages.append(len(messages))
+        return render(messages, *args, **kwargs)
+
+    render, template.render = template.render, note
     try:
         for number, text in ((40, "First."), (47, LONG)):
             messages = [{"role": "user", "content": f"{number} {text}"}, *work * number]
@@ -166,7 +176,33 @@ def test_a_conversation_of_a_known_kind_is_rendered_once():
             rendered.append(0)
     finally:
         del template.render
-    assert "".join(map(str, rendered)) == "1111011110" + "1011110"
+    assert "".join(map(str, rendered)) == "11111011110" + "1011110"
+    assert num_messages[9] == 2 * KEPT_BEFORE + 3  # of an odd number before the reply, an even one is left out
+
+
+def test_messages_that_decide_what_follows_a_reply_are_rendered_each_time():
+    """This template marks the questions after a warning; of each kind, the second conversation is a known one."""
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = (
+        "{% set seen = namespace(warning=false) %}{% for m in messages %}"
+        "{% if '<warning>' in m.content %}{% set seen.warning = true %}{% endif %}"
+        "<|im_start|>{{ m.role }}{{ '!' if seen.warning else '?' }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    )
+    template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "string")
+    template.shorten_if_alike()
+    assert template.shortens
+    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
+    for number, warning in ((40, ""), (50, ""), (40, "<warning>"), (50, "<warning>")):
+        messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": str(number)}] * number
+        messages[number] = {**messages[number], "content": warning}
+        messages.append({"role": "user", "content": str(number)})
+        found = template.continuation(messages, 2 * number - 1, reply, None, {}, keep_thinking=False)
+        assert ("!" in template.text_of(list(found))) == bool(warning)
+        assert list(found) == list(
+            template.whole_continuation(messages, 2 * number - 1, reply, None, {}, keep_thinking=False)
+        )
+    omitted = {closing.omitted.stop > 0 for closing in template._closings.values()}
+    assert omitted == {True, False}
 
 
 def test_the_cached_data_of_a_kind_of_conversation_does_not_grow_with_its_tools():
