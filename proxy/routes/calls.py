@@ -33,7 +33,7 @@ from proxy.settings import ProxySettings
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
-from turnwise.telemetry import random_hex
+from turnwise.telemetry import ordered_hex
 from turnwise.types import Json
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Sample:
                 reply.headers[SESSION] = named
             await reply.again(earlier, stream=call.stream)
             return
-        attempt = services.replays.begin(identity, random_hex(32), left)
+        attempt = services.replays.begin(identity, ordered_hex(), left)
         answer = None
         try:
             answer = await self._sample(call, principal, identity, attempt.call_id, reply, left)

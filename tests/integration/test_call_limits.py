@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
@@ -54,3 +55,14 @@ def test_metrics_of_the_process_its_queues_and_each_engine_are_exported(proxy, f
     assert samples["turnwise_queued_calls", None] == 0
     assert samples["turnwise_writer_queue", None] >= 0
     assert samples["process_resident_memory_bytes", None] > 0
+
+
+def test_the_id_of_a_turn_begins_with_the_milliseconds_of_its_call(proxy):
+    """So the database appends to the index of turn ids, and changes no page of it for each turn."""
+    before = time.time_ns() // 1_000_000
+    turn_ids = [chat(proxy.v1).json()["id"].removeprefix("chatcmpl-") for _ in range(2)]
+    after = time.time_ns() // 1_000_000
+    called_at = [int(turn_id[:12], 16) for turn_id in turn_ids]
+    assert before <= called_at[0] <= called_at[1] <= after
+    assert [len(turn_id) for turn_id in turn_ids] == [32, 32]
+    assert turn_ids[0][12:] != turn_ids[1][12:]

@@ -52,7 +52,7 @@ def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
     try:
-        return conn.connection.driver_connection.execute(sql, values)  # type: ignore[union-attr]
+        return conn.connection.dbapi_connection.execute(sql, values)  # type: ignore[union-attr]
     except _driver(conn).Error as error:
         raise _translated(conn, error, sql, values) from error
 
@@ -70,7 +70,7 @@ def commit(conn: sa.Connection) -> None:
         sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
     """
     try:
-        conn.connection.driver_connection.commit()  # type: ignore[union-attr]
+        conn.connection.dbapi_connection.commit()  # type: ignore[union-attr]
     except _driver(conn).Error as error:
         raise _translated(conn, error, "COMMIT", ()) from error
 
