@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -12,15 +13,17 @@ from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
 from proxy.routes.limits import Count, LimitedRoute
 from proxy.routes.models import ActivationAnswer, PolicyAnswer, PolicyPage, answer, describe_answer
-from proxy.routes.serialise import caller, page, policy_json
+from proxy.routes.serialise import caller, page, policies_json
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, Forbidden
 from turnwise.store import keys, policies
-from turnwise.types import Json, PolicyKind, PolicyStatus
+from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
 
 Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
 Version = Annotated[int, Path(ge=0, le=2**31 - 1)]
+CHECK_SECONDS = 30.0
+"""How long a request waits for a check of a version's files; a retry waits for the same check."""
 
 
 class PolicyRoute(LimitedRoute):
@@ -71,13 +74,14 @@ async def list_policies(
 ) -> Response:
     """List versions, newest first."""
 
-    def read() -> Json:
+    def read() -> tuple[list[PolicyVersion], bool, int | None]:
         with services.database.read() as connection:
             found, more = policies.list_policies(connection, limit=limit, after=after)
-            pinned = policies.pinned_version(connection)
-            return {**page([policy_json(policy) for policy in found], more), "pinned_version": pinned}
+            return found, more, policies.pinned_version(connection)
 
-    return answer(await asyncio.to_thread(read))
+    found, more, pinned = await asyncio.to_thread(read)
+    listed = await policies_json(found, services.reloader.files)
+    return answer({**page(listed, more), "pinned_version": pinned})
 
 
 @router.post("", responses=describe_answer(PolicyAnswer))
@@ -87,16 +91,22 @@ async def publish_policy(wanted: NewPolicy, services: Here, _: Caller) -> Respon
     All tenants share the model, so only keys of its owner may publish: the tenant `policy_tenant`, or the only tenant
     with keys.
     """
+    path, kind = wanted.path, wanted.kind
     model_path = next((engine.model_path for engine in services.pool.serving), None)
-    try:
-        await asyncio.to_thread(check_policy, wanted.path, wanted.kind, model_path)
-    except OSError as error:
-        raise BadCheckpoint(f"{wanted.path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
 
+    def check() -> None:
+        try:
+            check_policy(path, kind, model_path)
+        except OSError as error:
+            raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
+
+    key = ("publish", path, kind, str(model_path))
+    await services.reloader.files.read(key, path, check, seconds=CHECK_SECONDS)
     published = await services.writer.do(
         policies.publish_next, wanted.path, wanted.kind, metrics=wanted.metrics, version=wanted.version
     )
-    return answer(policy_json(published))
+    (document,) = await policies_json([published], services.reloader.files)
+    return answer(document)
 
 
 @router.post("/{version}/activate", responses=describe_answer(ActivationAnswer))
@@ -107,10 +117,20 @@ async def activate_policy(version: Version, services: Here, _: Caller, how: Acti
     the newest again. While an older version is pinned, that version samples all turns that the trainer trains on.
     """
     pin = (how or Activation()).pin
+
+    def read() -> tuple[PolicyVersion, list[PolicyVersion]]:
+        with services.database.read() as connection:
+            newest, _ = policies.list_policies(connection, limit=1000)
+            return policies.get_policy(connection, version), newest
+
+    policy, newest = await asyncio.to_thread(read)
+    check = functools.partial(policies.check_files_exist, policy, newest)
+    await services.reloader.files.read(("activate", policy.path), policy.path, check, seconds=CHECK_SECONDS)
     chosen = await services.writer.do(policies.choose_policy, version, pin=pin)
+    (document,) = await policies_json([chosen], services.reloader.files)
     return answer(
         {
-            **policy_json(chosen),
+            **document,
             "is_served": chosen.status is PolicyStatus.ACTIVE,
             "pinned_version": version if pin else None,
         }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
 
 from proxy.auth import ACTION_OF_ROUTE, Principal
+from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.routes.models import PUBLIC
 from proxy.services import services_of
+from turnwise.errors import FilesNotRead
 from turnwise.experience import Experience
 from turnwise.store import policies
 from turnwise.store.lineage import TurnView
@@ -48,9 +51,18 @@ def record_json(record: Session | Reward | PolicyVersion | UpdateRecord) -> Json
     return {name: getattr(record, name) for name in PUBLIC[type(record)]}
 
 
-def policy_json(policy: PolicyVersion) -> Json:
-    """Return a policy version as the API's JSON."""
-    return {**record_json(policy), "on_disk": policies.on_disk(policy)}
+async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles) -> list[Json]:
+    """Return policy versions as the API's JSON; `on_disk` is null where the file system does not answer."""
+    paths = tuple(policy.path for policy in found)
+
+    def read() -> list[bool | None]:
+        return [policies.on_disk(policy) for policy in found]
+
+    try:
+        exist = await files.read(("on disk", *paths), ", ".join(paths[:1]), read, seconds=PATIENCE_SECONDS)
+    except FilesNotRead:
+        exist = [None] * len(found)
+    return [{**record_json(policy), "on_disk": each} for policy, each in zip(found, exist, strict=True)]
 
 
 def update_json(view: UpdateView) -> Json:

@@ -11,15 +11,16 @@ def list_versions(url: str, *, limit: int) -> list[Json]:
     """Return the versions, newest first, each with whether it is pinned and whether its files still exist."""
     with opened(url) as database, database.read() as conn:
         pinned = policies.pinned_version(conn)
-        return [
-            {
-                **as_json(policy),
-                "pinned": policy.version == pinned,
-                "on_disk": policies.on_disk(policy),
-                "reward_mean": policy.metrics.get("reward_mean"),
-            }
-            for policy in policies.list_policies(conn, limit=limit)[0]
-        ]
+        found, _ = policies.list_policies(conn, limit=limit)
+    return [
+        {
+            **as_json(policy),
+            "pinned": policy.version == pinned,
+            "on_disk": policies.on_disk(policy),
+            "reward_mean": policy.metrics.get("reward_mean"),
+        }
+        for policy in found
+    ]
 
 
 def pin_version(url: str, version: int) -> Json:
@@ -29,8 +30,12 @@ def pin_version(url: str, version: int) -> Json:
         NotFound: no such version.
         Conflict: its files no longer exist.
     """
-    with opened(url) as database, database.write() as conn:
-        pinned: Json = as_json(policies.choose_policy(conn, version, pin=True))
+    with opened(url) as database:
+        with database.read() as conn:
+            policy, (newest, _) = policies.get_policy(conn, version), policies.list_policies(conn, limit=1000)
+        policies.check_files_exist(policy, newest)
+        with database.write() as conn:
+            pinned: Json = as_json(policies.choose_policy(conn, version, pin=True))
     return pinned
 
 

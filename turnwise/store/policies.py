@@ -186,9 +186,7 @@ def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVers
 
     Raises:
         NotFound: no such version.
-        Conflict: its files no longer exist.
     """
-    _check_on_disk(conn, get_policy(conn, version))
     chosen = reconsider_policy(conn, version)
     newest = newest_policy(conn)
     if pin:
@@ -202,20 +200,29 @@ def choose_policy(conn: sa.Connection, version: int, *, pin: bool) -> PolicyVers
 
 
 def on_disk(policy: PolicyVersion) -> bool | None:
-    """Return whether the version's files exist; None if it is not a path, such as the name of a public model."""
+    """Return whether the version's files exist; None if that is unknown, or the version is the name of a public model.
+
+    It reads the file system, which may not answer: call it outside of a transaction, and never on an event loop.
+    """
     path = Path(policy.path)
-    return path.is_dir() if path.is_absolute() else None
+    try:
+        return path.is_dir() if path.is_absolute() else None
+    except OSError:
+        return None
 
 
-def _check_on_disk(conn: sa.Connection, policy: PolicyVersion) -> None:
-    """Check that the version's files exist.
+def check_files_exist(policy: PolicyVersion, newest: Sequence[PolicyVersion]) -> None:
+    """Check that the files of a version exist, before it is chosen; as `on_disk`, it reads the file system.
+
+    Args:
+        policy: the version.
+        newest: the versions to name if it cannot be chosen, newest first.
 
     Raises:
         Conflict: they no longer exist.
     """
     if policy.status is PolicyStatus.ACTIVE or on_disk(policy) is not False:
         return
-    newest, _ = list_policies(conn, limit=1000)
     able = ", ".join(str(each.version) for each in reversed(newest) if on_disk(each) is not False)
     raise Conflict(
         f"Version {policy.version}'s files no longer exist ({policy.path!r}): the trainer keeps as many versions as "

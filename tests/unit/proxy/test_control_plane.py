@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from support.waiting import wait_until
 from proxy.routes import models, serialise, sessions
 from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
-from turnwise.store import claims, search
+from turnwise.store import claims, policies, search
 from turnwise.store.database import Database
-from turnwise.types import UpdateRecord
+from turnwise.types import PolicyVersion, UpdateRecord
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
@@ -172,6 +173,37 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) 
     assert gauges["turnwise_last_update_reward_mean",] == 1.0
     assert gauges["turnwise_groups", "ready"] == 0
     assert gauges["turnwise_groups", "open"] >= 1
+
+
+def test_a_directory_that_does_not_answer_delays_nothing_but_its_own_version(world, tmp_path, monkeypatch) -> None:
+    """As on a network file system that stalls: only threads that nothing waits for are stopped by it."""
+    http, database = world
+    stalled, released, is_dir, stopped = tmp_path / "stalled", threading.Event(), Path.is_dir, set()
+    with database.write() as connection:
+        policies.publish_policy(connection, PolicyVersion(version=7, path=str(stalled)))
+
+    def stalling(self: Path, **kwargs: bool) -> bool:
+        if self == stalled:
+            stopped.add(threading.current_thread().name)
+            released.wait(60)
+        return is_dir(self, **kwargs)
+
+    monkeypatch.setattr(Path, "is_dir", stalling)
+    monkeypatch.setattr("proxy.routes.serialise.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.routes.policies.CHECK_SECONDS", 0.05)
+    try:
+        for _ in range(2):
+            listed = http.get("/v1/policies").json()["data"]
+            assert {each["version"]: each["on_disk"] for each in listed}[7] is None
+            refused = [
+                http.post("/v1/policies/7/activate"),
+                http.post("/v1/policies", json={"path": str(stalled)}),
+            ]
+            assert {(each.status_code, each.json()["error"]["code"]) for each in refused} == {(503, "files_not_read")}
+        assert stopped == {"version-files"}
+    finally:
+        released.set()
+    wait_until(lambda: http.post("/v1/policies/7/activate").status_code == 409, "the files are known not to exist")
 
 
 def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypatch) -> None:
