@@ -126,6 +126,9 @@ class LedgerSource:
 
         Args:
             at: The trainer's version, and the oldest version that it still trains.
+
+        Raises:
+            StoreUnavailable: The database fails in a way that repetitions cannot help.
         """
         started, waiting = time.monotonic(), WaitingLog(self._rule.groups_per_batch, self._report_status)
         while True:
@@ -357,7 +360,11 @@ class LedgerSource:
             log.warning("the trainer's status was not stored: %s", error)
 
     def _look(self, at: Position) -> Look:
-        """Return what the store holds now; nothing is ready while it is unavailable."""
+        """Return what the store holds now; nothing is ready while it is unavailable.
+
+        Raises:
+            StoreUnavailable: The database fails in a way that repetitions cannot help.
+        """
         try:
             with self._db.read() as conn:
                 now = from_micros(clock(conn))  # the database's clock: this machine's may differ by hours
@@ -371,6 +378,8 @@ class LedgerSource:
                     failed=policies.failed_versions(conn, at.recent_versions),
                 )
         except StoreUnavailable as error:
+            if error.is_permanent:
+                raise
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
 

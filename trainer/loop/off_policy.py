@@ -41,6 +41,8 @@ class Entry:
 
     group_pk: int
     group_id: str
+    tenant: str | None = None
+    """None in the buffer of an older release."""
     arrived: int
     """Count of arrivals: the order in which groups leave."""
     num_uses: int = 0
@@ -69,6 +71,7 @@ class ReplayBuffer:
                 Entry(
                     group_pk=group.group_pk,
                     group_id=group.group_id,
+                    tenant=group.tenant,
                     arrived=arrived + number,
                     priority=float(np.std(list(rewards.values()))) if rewards else 0.0,
                 )
@@ -99,14 +102,14 @@ class ReplayBuffer:
 
         A group that has left the store has none, even if its number in the store belongs to another group by now.
         """
-        names = {entry.group_id for entry in self.entries(buffer) if entry.group_pk in group_pks}
+        held = {(entry.tenant, entry.group_id) for entry in self.entries(buffer) if entry.group_pk in group_pks}
 
         def read() -> list[Experience]:
             with self._db.read() as conn:
                 found = experiences.experiences_of_groups(
                     conn, group_pks, reward_bonus_coeff=rule.reward_bonus_coeff, roles=rule.train_roles
                 )
-                return [experience for experience in found if experience.group_key[1] in names]
+                return [each for each in found if not held.isdisjoint((each.group_key, (None, each.group_key[1])))]
 
         return outlast(read, self.stopped)
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
+from support.ledger_samples import add_session, finish
 from support.trainer_ledger import Rollouts, load_model, settings_for
 
 from trainer.loop.off_policy import OffPolicyWorkflow, ReplayBuffer
+from trainer.pacing import Position, SourceRule
+from trainer.source import LedgerSource
 from turnwise.errors import StoreUnavailable
 from turnwise.store import experiences
 
@@ -113,3 +116,24 @@ def test_a_group_that_has_the_number_of_a_deleted_group_is_not_sampled(tmp_path,
     found = workflow.replay_buffer.read(buffer, pks, workflow.config)
     assert {each.group_key[1] for each in found} == {kept["group_id"]}
     workflow.close()
+
+
+def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_name(database):
+    """Zeta's group gets the number of acme's group after that is deleted. An older release stored no tenant."""
+    for tenant in ("acme", "zeta"):
+        add_session(database, "kim", tenant=tenant)
+        finish(database, "kim", 1, tenant)
+    rule = SourceRule(groups_per_batch=2, wait_seconds=0.0)
+    buffer = ReplayBuffer(database, capacity=10, min_groups=1, sampling="uniform")
+    batch = LedgerSource(database, rule).next_batch(Position())
+    of_tenant = {entry["tenant"]: entry for entry in buffer.add({}, batch)["entries"]}
+    zeta_pk = of_tenant["zeta"]["group_pk"]
+    renumbered = {**of_tenant["acme"], "group_pk": zeta_pk}
+    older = {name: value for name, value in renumbered.items() if name != "tenant"}
+
+    def sampled(entry):
+        return [each.group_key for each in buffer.read({"entries": [entry]}, [zeta_pk], rule)]
+
+    assert sampled(of_tenant["zeta"]) == [("zeta", "kim")]
+    assert sampled(renumbered) == []
+    assert sampled(older) == [("zeta", "kim")]

@@ -176,6 +176,15 @@ def test_an_operation_that_a_repetition_cannot_help_is_not_repeated(ledger):
     assert num_calls == 1
 
 
+def test_a_database_that_no_retry_can_mend_ends_the_wait_for_groups(tmp_path):
+    (tmp_path / "broken.db").write_bytes(b"no database" * 1000)
+    source = source_for(Database(f"sqlite:///{tmp_path}/broken.db"))
+    with pytest.raises(StoreUnavailable, match="file is not a database"):
+        source._look(Position())
+    with pytest.raises(StoreUnavailable, match="file is not a database"):
+        source.next_batch(Position())
+
+
 def test_a_stop_within_a_wait_of_the_same_thread_never_blocks():
     """A signal handler runs between any two lines of a wait, also where a lock would be held."""
     num_stops, before = 0, sys.gettrace()
