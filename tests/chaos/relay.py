@@ -51,7 +51,7 @@ class Relay:
         self._loop.call_soon_threadsafe(self._flowing.clear)
 
     def hold_after(self, text: bytes) -> None:
-        """Keep a connection open and forward nothing more on it, once it has forwarded a chunk with this text."""
+        """Keep a connection open and forward nothing more on it, once it has forwarded this text."""
         self._held_after.append(text)
 
     def delay(self, seconds: float) -> None:
@@ -84,10 +84,9 @@ class Relay:
 
     async def _shut(self) -> None:
         self._server.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        self._flowing.set()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # they end because the connections are cut
+            await asyncio.gather(*others, return_exceptions=True)
 
     async def _cut(self) -> None:
         self._is_cut = True
@@ -106,6 +105,8 @@ class Relay:
             return
         both, holding = {writer, there_writer}, asyncio.Event()
         self._writers |= both
+        if self._is_cut:
+            await self._cut()
         try:
             # When one direction breaks, both ends must notice: the connections are reset below.
             with contextlib.suppress(OSError):
@@ -129,10 +130,11 @@ class Relay:
             if holding.is_set():
                 await writer.wait_closed()
                 return
-            writer.write(data)
             for text in self._held_after:
-                if text in data and not holding.is_set():
+                if text in data:
+                    data = data[: data.index(text) + len(text)]
                     holding.set()
                     self.held[text] += 1
+            writer.write(data)
             await writer.drain()
         writer.write_eof()

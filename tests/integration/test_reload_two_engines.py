@@ -132,7 +132,7 @@ def test_an_engine_killed_during_a_reload_is_taken_out_and_gets_the_active_versi
         await asyncio.to_thread(wait_until, lambda: relay.held[STREAMED], "a stream is on the engine")
         relay.hold_after(LOAD)
         publish_version(2)
-        await asyncio.to_thread(wait_until, lambda: relay.held[LOAD], "the engine loads the version")
+        await asyncio.to_thread(wait_until, lambda: relay.held[LOAD], "the engine is to load the version")
         os.killpg(process.pid, signal.SIGKILL)
         relay.close()
         await asyncio.to_thread(wait_for_engines, proxy, {engine.url: 1})
