@@ -22,7 +22,7 @@ from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.field_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES
 from proxy.continuation.long_probes import LongProbe, long_probes
 from proxy.continuation.marked_reply import MARKER, NONE_OMITTED, with_marker, without_thinking
-from proxy.continuation.outline import NO_THINKING, Outline, Outliner, marks_of, restored
+from proxy.continuation.outline import NO_THINKING, Outliner, Outlines, marks_of, restored
 from proxy.continuation.reply import Reply
 from proxy.continuation.text_encoder import text_encoder
 from turnwise.template_messages import ContentFormat, load_tokenizer, shape_conversation
@@ -200,7 +200,7 @@ class ChatTemplate:
         arguments: Json,
         *,
         keep_thinking: bool,
-        outlines: list[Outline] | None = None,
+        outlines: Outlines | None = None,
         thinking: Mapping[int, str] = NO_THINKING,
     ) -> TokenIds:
         """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.

@@ -10,7 +10,7 @@ as `</think>`, is kept whole. `ChatTemplate` checks at its start that its templa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -18,6 +18,7 @@ import jinja2.ext
 import orjson
 from jinja2 import nodes, sandbox
 
+from proxy.dialects.object_sizes import all_json_bytes
 from turnwise.types import Json
 
 KEPT_HEAD, KEPT_TAIL = 4, 8
@@ -26,6 +27,10 @@ MIN_MESSAGES = 24
 """Shorter conversations are kept as they are."""
 MAX_TEXT = 256
 """Characters of a text that is kept whole."""
+FORGET_AFTER = 16
+"""New messages after which outlines that are no longer needed are forgotten."""
+NEAR = 8
+"""Messages before a needed one whose outlines are remembered: the next rendering may need them."""
 KEPT_TEXT = 96
 """Characters of a longer text that are kept at each end."""
 MIN_MARK = 3
@@ -52,6 +57,51 @@ class Outline(NamedTuple):
     message: Json
     kind: int
     """The number of its `Kind`, which the `Outliner` assigns: numbers are compared faster."""
+
+
+class Outlines:
+    """The outlines of the first messages of a conversation: the kinds of all, and the messages that are still needed.
+
+    The messages at both ends and around each change of the kinds are rendered, a small part of a long conversation. The
+    others are forgotten, and made again from the conversation in the rare case that a rendering needs one.
+    """
+
+    __slots__ = ("_num_at_last_forgetting", "kinds", "messages", "num_bytes")
+
+    def __init__(self) -> None:
+        self.kinds: list[int] = []
+        self.messages: dict[int, Json] = {}
+        """Outlined messages, by position."""
+        self.num_bytes = 0
+        """Memory of `messages`."""
+        self._num_at_last_forgetting = 0
+
+    def __len__(self) -> int:
+        """Return the number of messages that were outlined."""
+        return len(self.kinds)
+
+    def copy(self) -> Outlines:
+        """Return a copy that can be completed by itself."""
+        copied = Outlines()
+        copied.kinds, copied.messages, copied.num_bytes = self.kinds[:], self.messages.copy(), self.num_bytes
+        copied._num_at_last_forgetting = self._num_at_last_forgetting
+        return copied
+
+    def extend(self, outlines: Sequence[Outline]) -> None:
+        """Add the outlines of the next messages."""
+        messages = [outline.message for outline in outlines]
+        self.messages.update(enumerate(messages, len(self.kinds)))
+        self.kinds += [outline.kind for outline in outlines]
+        self.num_bytes += all_json_bytes(messages)
+
+    def forget(self, needed: Iterable[int], others: Collection[int], replied: int) -> None:
+        """Forget outlines now and then, except those at or near the needed positions, at others, and after a reply."""
+        if len(self.kinds) - self._num_at_last_forgetting < FORGET_AFTER:
+            return
+        self._num_at_last_forgetting = len(self.kinds)
+        kept = {*others, *(at for position in needed for at in range(position - NEAR, position + 1))}
+        forgotten = [position for position in self.messages if position < replied and position not in kept]
+        self.num_bytes -= all_json_bytes([self.messages.pop(position) for position in forgotten])
 
 
 class Shortened(NamedTuple):
@@ -92,7 +142,7 @@ class Outliner:
         self,
         messages: Sequence[Json],
         replied: int,
-        known: list[Outline] | None = None,
+        known: Outlines | None = None,
         thinking: Mapping[int, str] = NO_THINKING,
     ) -> Shortened:
         """Return a conversation that is short before the reply at index `replied`.
@@ -103,29 +153,36 @@ class Outliner:
             known: outlines of the first messages, used again and completed up to the last message.
             thinking: what is put into replies that were sent without it, by position.
         """
-        known = [] if known is None else known
-        known += map(self._outlined, messages[len(known) :])
-        outlines = known[:replied]
+        known = Outlines() if known is None else known
+        if len(known) < len(messages):
+            known.extend([self._outlined(message) for message in messages[len(known) :]])
+        kinds, with_thinking = known.kinds[:replied], {}
         for position, text in thinking.items():
             if position < replied:
-                outlines[position] = self._with_thinking(outlines[position], text)
-        kept = outlines
-        if replied >= MIN_MESSAGES:
-            kept = [outlines[position] for position in kept_positions([outline.kind for outline in outlines])]
+                outline = self._with_thinking(self._message(position, messages, known), text)
+                kinds[position], with_thinking[position] = outline.kind, outline.message
+        positions = kept_positions(kinds) if replied >= MIN_MESSAGES else range(replied)
+        kept = [with_thinking.get(at) or self._message(at, messages, known) for at in positions]
         rest = restored(messages[replied:], thinking, first=replied)
+        known.forget(positions, thinking.keys(), replied)
         return Shortened(
-            [*(outline.message for outline in kept), *rest],
+            [*kept, *rest],
             len(kept),
-            (*(outline.kind for outline in kept), *(self._number(self.kind(message)) for message in rest)),
+            (*(kinds[at] for at in positions), *(self._number(self.kind(message)) for message in rest)),
         )
+
+    def _message(self, position: int, messages: Sequence[Json], known: Outlines) -> Json:
+        """Return an outlined message; one that was forgotten is outlined again."""
+        message = known.messages.get(position)
+        return self.outline(messages[position]) if message is None else message
 
     def _outlined(self, message: Json) -> Outline:
         short = self.outline(message)
         return Outline(short, self._number(self.kind(short)))
 
-    def _with_thinking(self, outline: Outline, thinking: str) -> Outline:
-        """Return the outline of a reply with its thinking."""
-        short = {**outline.message, "reasoning": self._shorten(thinking)}
+    def _with_thinking(self, message: Json, thinking: str) -> Outline:
+        """Return the outline of a reply with its thinking; `message` is its outline without."""
+        short = {**message, "reasoning": self._shorten(thinking)}
         return Outline(short, self._number(self.kind(short)))
 
     def _number(self, kind: Kind) -> int:

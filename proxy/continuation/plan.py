@@ -20,8 +20,10 @@ from proxy.continuation.conversation import Conversation, call_has_media
 from proxy.continuation.digests import History
 from proxy.continuation.encoded_ids import EncodedIds
 from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.outline import Outlines
 from proxy.continuation.reply import Reply
 from proxy.dialects.base import Call
+from proxy.dialects.repeated_messages import RepeatedMessages
 from turnwise.types import Json, TokenIds
 
 RENDERED_HERE = 4 * 2**10
@@ -104,7 +106,7 @@ async def _extended_prompt(
     messages, replied, known = call.messages, parent.num_messages - 1, call.known_messages
     thinking = sampled_thinking(forest, parent)
     # A copy: another call that begins with the same messages may complete the list at the same time.
-    outlines = [] if known is None else known.outlines[:]
+    outlines = Outlines() if known is None or known.outlines is None else known.outlines.copy()
     last_token = parent_tokens.last_id
     reply = Reply(last_token=last_token, ended=last_token in template.end_tokens, reasoning=parent.reasoning)
 
@@ -122,6 +124,8 @@ async def _extended_prompt(
         return between, parent_tokens.extended(between)
 
     num_outlined = min(len(outlines), replied) if template.shortens else 0
+    if isinstance(messages, RepeatedMessages):
+        await messages.load(num_outlined)
     is_long = has_more_text(messages[num_outlined:], RENDERED_HERE)
     extended = await asyncio.get_running_loop().run_in_executor(RENDERING, extend) if is_long else extend()
     if known is not None:

@@ -34,7 +34,7 @@ from proxy.continuation.recent_histories import RecentHistories, recent_bytes
 from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.base import Call
-from proxy.dialects.repeated_messages import message_list
+from proxy.dialects.repeated_messages import RepeatedMessages, message_list
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
@@ -199,6 +199,12 @@ class Sessions:
 
     async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
+        plan = await self._plan(placement, call, conversation)
+        if plan.parent is None and isinstance(call.messages, RepeatedMessages):
+            await call.messages.load()  # a new chain stores all of them
+        return plan
+
+    async def _plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         live, parent = placement.live, placement.parent
         if not conversation.num_replied:
             if self._is_shared and live.forest.by_id:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from blake3 import blake3
 
 from proxy.dialects.decoding_process import DecodingProcess, Result
 from proxy.dialects.object_sizes import all_json_bytes, json_bytes
-from proxy.dialects.repeated_messages import RepeatedMessages, are_messages, message_list
+from proxy.dialects.repeated_messages import DecodeMessages, RepeatedMessages, are_messages
 from proxy.http.asgi import check_limits, decode_object
 from turnwise.json_scan import check_parts, scan
 from turnwise.types import Json
@@ -43,7 +44,8 @@ REQUEST_BYTES = 3_000
 MESSAGE_BYTES = 250
 """Memory of what is derived from one message, without the message of its outline."""
 DECODED_AGAIN_BYTES = 5 * 2**20
-"""Decoded messages that take more memory are kept: it would take more than 5 ms to decode them again."""
+"""Decoded messages that take more memory would take more than 5 ms to decode again. They are kept until they have
+outlines; then a call that reads all of them has them decoded in the other process."""
 TAIL_BYTES = 48
 """Bytes at the end of the known part that are compared before it is hashed."""
 MAX_HASHED = 2
@@ -87,8 +89,8 @@ class KnownRequest:
     """The messages; None if they are decoded again when they are needed."""
     history: Any = None
     """The `History` of the messages; None until it is computed."""
-    outlines: list[Any] = dataclasses.field(default_factory=list)
-    """The `Outline`s of the messages, as far as they were needed."""
+    outlines: Any = None
+    """The `Outlines` of the messages; None until they are needed."""
     digests: list[bytes] = dataclasses.field(default_factory=list)
     """The digests of the messages, where another process has computed them."""
     digest_fields: frozenset[str] | None = None
@@ -103,10 +105,6 @@ class KnownRequest:
     """The memory of these."""
     num_plain_bytes: int = 0
     """The memory of the messages that had no outline when the request was read."""
-    num_outlined: int = 0
-    """Outlines, from the first on, whose memory has been counted."""
-    num_outline_bytes: int = 0
-    """The memory of these."""
     call_ids: tuple[int, frozenset[str]] = (0, frozenset())
     """A number of messages, from the first on, and the ids of their tool calls."""
     num_calls: tuple[int, int] = (0, 0)
@@ -115,19 +113,22 @@ class KnownRequest:
     """Messages, from the first on, that were found to have enough text to be left out of the engine's request."""
 
     def keep(self, messages: Sequence[Json]) -> None:
-        """Set the messages; keep them where it would take long to decode them again."""
+        """Set the messages; keep them where it would take long to decode them again and they have no outlines yet."""
         num_new_bytes = all_json_bytes(messages[self.num_counted :])
-        has_outlines = 0 < self.num_counted <= len(self.outlines)
-        self.num_plain_bytes = num_new_bytes + (0 if has_outlines else self.num_message_bytes)
+        has_outlines = self.outlines is not None and 0 < self.num_counted <= len(self.outlines)
+        self.num_plain_bytes = num_new_bytes + (0 if has_outlines else self.num_plain_bytes)
         self.num_message_bytes += num_new_bytes
         self.num_counted = self.num_messages = len(messages)
-        self.kept = message_list(messages) if self.num_message_bytes > DECODED_AGAIN_BYTES else None
+        self.kept = messages if self.is_long and not has_outlines and isinstance(messages, list) else None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether decoding the messages again would hold the event loop."""
+        return self.num_message_bytes > DECODED_AGAIN_BYTES
 
     def count_memory(self) -> int:
         """Return the memory of the request at most: a message whose outline is yet to be made counts as a whole."""
-        self.num_outline_bytes += all_json_bytes([outline.message for outline in self.outlines[self.num_outlined :]])
-        self.num_outlined = len(self.outlines)
-        outlines = self.num_outline_bytes + self.num_plain_bytes
+        outlines = self.num_plain_bytes + (0 if self.outlines is None else self.outlines.num_bytes)
         num_bytes = REQUEST_BYTES + json_bytes(self.head) + outlines + self.num_messages * MESSAGE_BYTES
         return num_bytes if self.kept is None else num_bytes + self.num_message_bytes
 
@@ -145,7 +146,8 @@ class MessageReader(NamedTuple):
         facts = self.function(messages, self.fields)
         known.digests, known.num_text, known.num_readable = facts.digests, facts.num_text, facts.num_readable
         known.digest_fields = self.fields
-        known.num_counted, known.num_message_bytes = len(messages), facts.num_bytes
+        known.num_counted = len(messages)
+        known.num_message_bytes = known.num_plain_bytes = facts.num_bytes
         known.num_messages = len(messages)
 
 
@@ -211,7 +213,8 @@ class KnownRequests:
         rest: _Rest | None = None
         pieces: tuple[tuple[int, bytes], ...] = ()
         if earlier is not None and len(raw) - earlier.num_bytes <= DECODED_HERE_BYTES:
-            rest = await _read_rest(raw, earlier, limits)
+            decode = functools.partial(self._decode_messages, caller[0]) if earlier.is_long else None
+            rest = await _read_rest(raw, earlier, limits, decode)
         if rest is not None and earlier is not None:
             body, end = rest
             known = dataclasses.replace(earlier, num_bytes=end)
@@ -250,6 +253,10 @@ class KnownRequests:
             if part == known.digest:
                 return known, hashed
         return None, blake3()
+
+    async def _decode_messages(self, tenant: str, array: bytes) -> list[Json]:
+        """Decode known messages in the other process."""
+        return (await self._decoder.do(tenant, _decode_array, array)).items
 
     def _replace(self, caller: Caller, earlier: KnownRequest | None, known: KnownRequest) -> None:
         if earlier is not None:
@@ -318,7 +325,14 @@ def _decode(raw: bytes, *, limits: Mapping[str, int], reader: MessageReader | No
     return Result(({**body, "messages": []}, known), messages)
 
 
-async def _read_rest(raw: bytes, earlier: KnownRequest, limits: Mapping[str, int]) -> _Rest | None:
+def _decode_array(array: bytes) -> Result:
+    """Decode messages whose limits were checked when they were new."""
+    return Result(None, orjson.loads(array))
+
+
+async def _read_rest(
+    raw: bytes, earlier: KnownRequest, limits: Mapping[str, int], decode: DecodeMessages | None
+) -> _Rest | None:
     """Decode what follows the known messages; None where the request must be decoded as a whole.
 
     The rest of the request is made an object of its own: its first field is the list of the new messages.
@@ -340,8 +354,11 @@ async def _read_rest(raw: bytes, earlier: KnownRequest, limits: Mapping[str, int
     if "messages" in fields or bool(new) != has_more or not are_messages(new):
         return None
     known_json = memoryview(raw)[earlier.start : earlier.num_bytes]
-    messages = RepeatedMessages(earlier.num_messages, known_json, new) if earlier.kept is None else earlier.kept + new
-    body = {**earlier.head, "messages": messages, **fields}
+    body = {**earlier.head, "messages": [], **fields}
+    if earlier.kept is None:
+        body["messages"] = RepeatedMessages(earlier.num_messages, known_json, new, decode)
+    else:
+        body["messages"] = earlier.kept + new
     return _Rest(body, _end_of_last(raw, len(raw) - len(text) + len(begin) + num_array))
 
 

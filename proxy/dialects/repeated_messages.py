@@ -6,12 +6,15 @@ messages. They are decoded from the bytes of the present request, which has all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import overload
 
 import orjson
 
 from turnwise.types import Json
+
+DecodeMessages = Callable[[bytes], Awaitable[list[Json]]]
+"""Decodes a JSON array of messages."""
 
 
 class RepeatedMessages(Sequence[Json]):
@@ -21,14 +24,22 @@ class RepeatedMessages(Sequence[Json]):
         num_known: number of messages that an earlier request had.
         known_json: their JSON array, without the bracket that closes it.
         new: the messages after them.
+        decode: decodes them without holding the event loop; None if that does not take long.
     """
 
-    __slots__ = ("_all", "_known_json", "_new", "_num_known")
+    __slots__ = ("_all", "_decode", "_known_json", "_new", "_num_known")
 
-    def __init__(self, num_known: int, known_json: memoryview, new: list[Json]) -> None:
+    def __init__(
+        self,
+        num_known: int,
+        known_json: memoryview,
+        new: list[Json],
+        decode: DecodeMessages | None = None,
+    ) -> None:
         self._num_known = num_known
         self._known_json = known_json
         self._new = new
+        self._decode = decode
         self._all: list[Json] | None = None
 
     def __len__(self) -> int:
@@ -69,8 +80,17 @@ class RepeatedMessages(Sequence[Json]):
     def decoded(self) -> list[Json]:
         """Return all messages as a list; decode the known ones on the first call."""
         if self._all is None:
-            self._all = [*orjson.loads(b"".join((self._known_json, b"]"))), *self._new]
+            self._all = [*orjson.loads(self._array()), *self._new]
         return self._all
+
+    async def load(self, first: int = 0) -> None:
+        """Decode messages that would hold the event loop, for a caller that reads those from `first` on."""
+        if first < self._num_known and self._all is None and self._decode is not None:
+            self._all = [*await self._decode(self._array()), *self._new]
+
+    def _array(self) -> bytes:
+        """Return the JSON array of the known messages."""
+        return b"".join((self._known_json, b"]"))
 
 
 def are_messages(value: object) -> bool:

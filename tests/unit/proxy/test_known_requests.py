@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.continuation.conversation import call_has_media, read_conversation
-from proxy.continuation.outline import Outliner
+from proxy.continuation.outline import Outliner, Outlines
 from proxy.dialects.base import Call, encode_request
 from proxy.dialects.chat import ChatCompletions, messages_after
 from proxy.dialects.decoding_process import DecodingProcess
@@ -78,20 +78,41 @@ def test_messages_without_outlines_are_counted_as_a_whole():
         messages = [*messages, REPLY, {"role": "user", "content": "</think>" + "y" * 50_000}]
         found = read(requests, orjson.dumps({"messages": messages}))
         assert found.known is not None
-        outliner.shortened(found.body["messages"], len(messages), found.known.outlines)
-        num_outlined = sum(json_bytes(outline.message) for outline in found.known.outlines)
+        outlines = Outlines() if found.known.outlines is None else found.known.outlines
+        outliner.shortened(found.body["messages"], len(messages), outlines)
+        found.known.outlines, num_outlined = outlines, sum(map(json_bytes, outlines.messages.values()))
         assert num_outlined <= requests.num_bytes <= num_outlined + 10_000
 
 
-def test_messages_that_take_long_to_decode_are_kept():
-    """100,000 empty lists take 5.6 MB of memory and 0.3 MB of text."""
-    requests, dense = KnownRequests(10**9, DecodingProcess()), {"role": "user", "content": [[]] * 100_000}
-    for messages in ([dense], [dense, REPLY, NEXT], [dense, REPLY, NEXT, USER]):
-        raw = orjson.dumps({"messages": messages})
-        found = asyncio.run(requests.read(CALLER, raw, max_depth=64, max_containers=10**6))
-        assert found.known is not None
-        assert found.body == {"messages": messages}
-        assert found.known.kept is found.body["messages"]
+def test_messages_that_take_long_to_decode_are_kept_until_they_have_outlines():
+    """100,000 empty lists take 5.6 MB of memory and 0.3 MB of text. Without outlines they are decoded elsewhere."""
+    decoder = DecodingProcess()
+    requests, dense = KnownRequests(10**9, decoder), {"role": "user", "content": [[]] * 100_000}
+
+    async def play() -> None:
+        for messages in ([dense], [dense, REPLY, NEXT], [dense, REPLY, NEXT, USER]):
+            raw = orjson.dumps({"messages": messages})
+            found = await requests.read(CALLER, raw, max_depth=64, max_containers=10**6)
+            assert found.known is not None
+            assert found.body == {"messages": messages}
+            assert found.known.kept is found.body["messages"]
+        found.known.outlines = Outlines()
+        Outliner(()).shortened(messages, len(messages), found.known.outlines)
+        for new in ([REPLY], [REPLY, NEXT]):
+            raw = orjson.dumps({"messages": [*messages, *new]})
+            found = await requests.read(CALLER, raw, max_depth=64, max_containers=10**6)
+            assert found.known is not None
+            assert found.known.kept is None
+        repeated = found.body["messages"]
+        assert (repeated.is_decoded, repeated[-1]) == (False, NEXT)
+        await repeated.load()
+        assert repeated.is_decoded
+        assert repeated == [*messages, REPLY, NEXT]
+
+    try:
+        asyncio.run(play())
+    finally:
+        decoder.close()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.live import LiveSession
 from proxy.continuation.live_sessions import LiveSessions
-from proxy.continuation.outline import Outliner
+from proxy.continuation.outline import Outliner, Outlines
 from proxy.continuation.token_cache import TokenCache
 from proxy.dialects.decoding_process import DecodingProcess
 from proxy.dialects.known_requests import KnownRequests
@@ -130,6 +130,7 @@ def test_the_counted_memory_of_requests_is_what_they_take(
         known, messages = found.known, found.body["messages"]
         assert known is not None
         known.history = digest_history(messages, b"")
+        known.outlines = Outlines() if known.outlines is None else known.outlines
         outliner.shortened(messages, len(messages), known.outlines)
 
     def play(number: int) -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, small_tokenizer, template_of
 
 from proxy.continuation.chat_template import KEPT_BEFORE, ChatTemplate, Unsafe
-from proxy.continuation.outline import KEPT_HEAD, KEPT_TAIL, Kind, Outliner, kept_positions, marks_of
+from proxy.continuation.outline import KEPT_HEAD, KEPT_TAIL, Kind, Outliner, Outlines, kept_positions, marks_of
 from proxy.continuation.reply import Reply
+from proxy.dialects.object_sizes import json_bytes
 
 CALLS = [{"id": "call_0", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]
 LONG = "A text that is much longer than what is kept of it. " * 20
@@ -140,11 +141,38 @@ def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation,
     assert answered(template.continuation, messages, replied, reply, keep_thinking=keep_thinking) == whole
     sent = [{field: value for field, value in message.items() if field != "reasoning"} for message in messages]
     thinking = {at: message["reasoning"] for at, message in enumerate(messages) if "reasoning" in message}
-    continuation = functools.partial(template.continuation, outlines=[], thinking=thinking)
+    continuation = functools.partial(template.continuation, outlines=Outlines(), thinking=thinking)
     half = sent[: len(sent) // 2]
     if (first := next((at for at, message in enumerate(half) if message["role"] == "assistant"), None)) is not None:
         answered(continuation, half, first, reply, keep_thinking=keep_thinking)
     assert answered(continuation, sent, replied, reply, keep_thinking=keep_thinking) == whole
+
+
+def test_a_growing_conversation_forgets_outlines_and_is_still_rendered_as_if_it_had_all():
+    """100 calls with results, then 40 questions with thinking, then calls again; the texts name their positions."""
+    outliner, known, thinking = Outliner(("</think>",)), Outlines(), {}
+    roles = ["system", "user", *["assistant", "tool"] * 100, *["assistant", "user"] * 40, *["assistant", "tool"] * 50]
+    messages = [{"role": role, "content": f"{position} {LONG}"} for position, role in enumerate(roles)]
+    for number in range(30, len(messages), 2):
+        sent, replied = messages[:number], number - 2
+        if replied in range(202, 282, 8):
+            thinking[replied] = f"{replied} {LONG}"
+        found = outliner.shortened(sent, replied, known, thinking)
+        assert found == outliner.shortened(sent, replied, None, thinking)
+    assert len(known) == len(messages) - 2
+    assert len(known.messages) < 100
+    assert known.num_bytes == sum(map(json_bytes, known.messages.values()))
+
+
+def test_outlines_of_a_repeated_pattern_are_not_made_again():
+    """So the messages of earlier turns are not decoded."""
+    outliner, known = Outliner(("</think>",)), Outlines()
+    work = [{"role": "assistant", "content": LONG, "tool_calls": CALLS}, {"role": "tool", "content": LONG}]
+    outlined: list[int] = []
+    outliner.outline = lambda message: outlined.append(1) or Outliner.outline(outliner, message)
+    for number in range(20, 200):
+        outliner.shortened([{"role": "user", "content": "a"}, *work * number], 2 * number - 1, known)
+    assert len(outlined) == len(known) == 399
 
 
 def test_a_conversation_of_a_known_kind_is_rendered_once():
