@@ -7,6 +7,7 @@ its reply; every other byte stays as the engine wrote it.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ LOGPROBS, LOGPROBS_END, NO_LOGPROBS = b'"logprobs":{', b'},"finish_reason":', b'
 """The text around logprobs as vLLM writes it, and what replaces them."""
 BETWEEN_LOGPROBS = b'}]},{"content":[{'
 """The text between the logprobs of two chunks of a stream; it cannot be part of a JSON string."""
+_CONTENT = b'{"content"'
+"""How logprobs begin; a whole reply has this text once."""
 DIGITS = b"0123456789"
 COMMA, FIRST_DIGIT = np.uint8(ord(",")), np.uint8(ord("0"))
 SPACES = b" \t\r\n"
@@ -112,6 +115,7 @@ class _Logprobs(msgspec.Struct, gc=False):
 _reply = msgspec.json.Decoder(EngineReply)
 _replies = msgspec.json.Decoder(list[EngineReply])
 _logprobs = msgspec.json.Decoder(list[_Logprobs | None])
+_logprob_of = operator.attrgetter("logprob")
 
 
 def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
@@ -225,11 +229,14 @@ def without_routing(reply: bytes) -> bytes:
 def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
     """Return the logprobs of the sampled tokens; an empty list if the JSON has another shape."""
     found: list[float | None] = []
-    text = b",".join(pieces).replace(BETWEEN_LOGPROBS, b"},{")  # one object is decoded faster than one for each token
+    text = b",".join(pieces)
+    if text.rfind(_CONTENT) > 0:  # one object is decoded faster than one for each token of a stream
+        text = text.replace(BETWEEN_LOGPROBS, b"},{")
     try:
         for piece in _logprobs.decode(b"[%b]" % text):
             if piece is not None:
-                found += [sampled.logprob for sampled in piece.content or ()] + (piece.token_logprobs or [])
+                found += map(_logprob_of, piece.content or ())
+                found += piece.token_logprobs or ()
     except msgspec.DecodeError:
         return []
     return found
