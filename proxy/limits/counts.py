@@ -1,8 +1,9 @@
 """The counts of a tenant's rows, at a bounded rate.
 
-Counting reads every session of the tenant, and each open page asks for the counts every few seconds. The counts of a
-tenant with few sessions are always read. Those of a large tenant are kept for a time that grows with its size, so that
-counting takes a bounded share of a processor. Counters that every write keeps up to date would cost every turn.
+Counting reads every session of the tenant and every update, and each open page asks for the counts every few seconds.
+The counts of a tenant with few sessions are always read while there are few updates. Otherwise they are kept for a
+time that grows with the number of rows, so that counting takes a bounded share of a processor. Counters that every
+write keeps up to date would cost every turn.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from turnwise.store.database import Database
 from turnwise.types import utc_now
 
 ROWS_PER_SECOND = 10_000
-"""Sessions and groups of one tenant that are counted in a second, on average; tenants with fewer are always counted."""
+"""Rows that are counted in a second, on average: a tenant's sessions and groups, and all updates. If there are fewer,
+they are always counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class RecentCounts:
         self._rows_per_second = rows_per_second
         self._clock = clock
         self._kept: dict[str, Counted] = {}
-        """Only of large tenants."""
+        """Only of tenants with more rows than are counted in a second."""
         self._locks: collections.defaultdict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
 
     async def read(self, tenant: str) -> Counted:
@@ -63,7 +65,7 @@ class RecentCounts:
     async def _count(self, tenant: str) -> Counted:
         counted_at = utc_now()
         counts = await asyncio.to_thread(self._counts, tenant)
-        num_rows = sum(counts.sessions.values()) + sum(counts.groups.values())
+        num_rows = sum(counts.sessions.values()) + sum(counts.groups.values()) + counts.num_updates
         counted = Counted(counts, counted_at, self._clock() + num_rows / self._rows_per_second)
         if num_rows > self._rows_per_second:
             self._kept[tenant] = counted
