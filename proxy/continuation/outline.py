@@ -270,9 +270,9 @@ def kept_positions(kinds: Sequence[Hashable]) -> list[int]:
     templates check that users and assistants alternate.
     """
     last = len(kinds)
-    last_of = {kind: position for position, kind in enumerate(kinds)}
-    first_of = {kinds[position]: position for position in range(last - 1, -1, -1)}
-    pinned = {*range(last - KEPT_TAIL, last), *first_of.values(), *last_of.values()}
+    backwards = kinds[::-1]
+    first_and_last = [at for kind in set(kinds) for at in (kinds.index(kind), last - 1 - backwards.index(kind))]
+    pinned = {*range(last - KEPT_TAIL, last), *first_and_last}
     before = KEPT_HEAD - 1
     positions = [*range(before)]
     for end in [*sorted(position for position in pinned if position >= KEPT_HEAD), last]:
