@@ -66,6 +66,8 @@ class Engine:
         """Name it serves its model under."""
         self.model_path = ""
         """Where it loaded that model from."""
+        self.problem: str | None = None
+        """Why it gets no calls, as the last check found; None while it serves, and before the first check."""
         self.same_models: dict[tuple[str, str], bool] = {}
         """Whether a version's path names the same model as `model_path`, for each pair that was compared."""
         self.base_lane = Lane(self)

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from proxy.engines.engine import UNLABELLED, Engine
 from proxy.engines.pool import EnginePool
@@ -29,7 +30,7 @@ from proxy.reload.transfer import Transfers
 from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
-from turnwise.errors import BadCheckpoint, EngineError, EngineUnsuitable, FilesNotRead, TurnwiseError
+from turnwise.errors import BadCheckpoint, EngineError, EngineRefused, EngineUnsuitable, FilesNotRead, TurnwiseError
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, utc_now
@@ -245,6 +246,7 @@ class Reloader:
         """Check which engines answer; one that came back is brought to the active version before it gets calls."""
         outcomes = await asyncio.gather(*(self._check(engine) for engine in engines), return_exceptions=True)
         for engine, outcome in zip(engines, outcomes, strict=True):
+            _note_problem(engine, outcome)
             if isinstance(outcome, EngineUnsuitable):
                 engine.status.change(EngineState.UNSUITABLE)
             elif isinstance(outcome, EngineError) and engine.is_serving:
@@ -312,3 +314,16 @@ class Reloader:
 
 async def _has_version(engine: Engine) -> bool:
     return (await engine.weights_label() or "").isdigit()
+
+
+def _note_problem(engine: Engine, outcome: BaseException | None) -> None:
+    """Keep why an engine that was checked gets no calls, and log it once."""
+    if engine.is_serving:
+        engine.problem = None
+    elif outcome is not None:
+        problem = str(outcome)
+        if isinstance(outcome, EngineRefused) and outcome.status == HTTPStatus.NOT_FOUND:
+            problem += "; name the address of a vLLM server, without /v1"
+        if problem != engine.problem:
+            log.info("the engine at %s does not serve yet: %s", engine.url, problem)
+        engine.problem = problem

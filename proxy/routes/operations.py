@@ -41,6 +41,8 @@ class EngineReport(Answer):
     ready: bool
     model: str
     policy_version: int
+    error: str | None
+    """Why it gets no calls, as the last check found; null while it serves, and for callers without a key."""
 
 
 class TrainerReport(Answer):
@@ -127,8 +129,14 @@ async def readyz(request: Request, services: Annotated[Services, Depends(service
     """Report whether calls can be served: an engine serves the active version, and the store answers."""
     is_known = await _has_key(request, services)
     engines = [
-        {"url": e.url if is_known else None, "ready": e.is_serving, "model": e.model, "policy_version": e.version}
-        for e in services.pool.engines
+        {
+            "url": engine.url if is_known else None,
+            "ready": engine.is_serving,
+            "model": engine.model,
+            "policy_version": engine.version,
+            "error": engine.problem if is_known and not engine.is_serving else None,
+        }
+        for engine in services.pool.engines
     ]
     store_error = await _store_error(services)
     ready = store_error is None and bool(services.pool.serving)

@@ -71,6 +71,7 @@ def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_addr
         assert http.get(f"{proxy.v1}/sessions").status_code == 401
         anonymous = http.get(f"{proxy.url}/readyz")
         assert (anonymous.status_code, anonymous.json()["engines"][0]["url"]) == (200, None)
+        assert anonymous.json()["engines"][0]["error"] is None
         assert fake_engine.url not in anonymous.text
         mine = http.get(f"{proxy.url}/readyz", headers={"authorization": f"Bearer {secret}"})
         assert mine.json()["engines"][0]["url"] == fake_engine.url

@@ -196,6 +196,11 @@ def test_the_doctor_names_an_unreachable_engine_and_exits_with_status_one(databa
     assert "turnwise engine" in result.output
 
 
+def test_the_doctor_names_the_address_of_an_api_in_place_of_an_engine(fake_engine, database):
+    result = _run("doctor", "--engine", f"{fake_engine.url}/v1", "--database", database)
+    assert "answers 404 to GET /v1/health; name the address of a vLLM server, without /v1" in result.output
+
+
 @pytest.mark.parametrize("output", ["directory", "file/below"])
 def test_a_file_that_cannot_be_written_is_one_sentence(database: str, output: str):
     """A traceback would hide what the operator has to do."""

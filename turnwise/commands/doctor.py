@@ -129,8 +129,7 @@ def engine_findings(url: str) -> Iterator[Finding]:
             served = http.get("/v1/models").raise_for_status().json()["data"][0]
             model = served["id"]
         except (httpx2.HTTPError, LookupError, ValueError) as error:
-            text = f"{url} does not answer ({error}); start one with `turnwise engine --model DIR`"
-            yield Finding("engine", Verdict.FAIL, text)
+            yield Finding("engine", Verdict.FAIL, _engine_problem(url, error))
             return
         yield Finding("engine", Verdict.OK, f"{url} serves {model!r}")
         try:
@@ -138,6 +137,17 @@ def engine_findings(url: str) -> Iterator[Finding]:
                 yield Finding(found.name, Verdict.OK if found.is_met else Verdict.FAIL, found.text)
         except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
             yield Finding("engine probe", Verdict.FAIL, f"{url} does not take a call of one token: {error}")
+
+
+def _engine_problem(url: str, error: Exception) -> str:
+    """Return why an engine could not be asked, and what to do."""
+    if isinstance(error, httpx2.HTTPStatusError):
+        reply = error.response
+        return (
+            f"{url} answers {reply.status_code} to GET {reply.request.url.path}; name the address of a vLLM server, "
+            "without /v1"
+        )
+    return f"{url} does not answer ({error}); start one with `turnwise engine --model DIR`"
 
 
 def _requirements(http: httpx2.Client, model: str, model_path: str) -> list[Requirement]:

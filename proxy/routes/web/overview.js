@@ -26,7 +26,7 @@ export const chip = (label, note) => make("a", {className: "chip", href: `#sessi
 
 export function serving(ready, pinned) {
   const engines = (ready.engines ?? []).map((engine, at) => [`engine ${at + 1}`,
-    make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? `, ${engine.model ?? ""} version ${engine.policy_version}` : "")]);
+    make("span", {}, status(engine.ready ? "ready" : "down"), engine.ready ? `, ${engine.model ?? ""} version ${engine.policy_version}` : engine.error ? `: ${engine.error}` : "")]);
   const version = ready.policy_version === null ? "no version" : `version ${ready.policy_version}`;
   const kept = pinned === null || pinned === undefined ? "" :
     make("p", {className: "warn"}, `Pinned to version ${pinned}: newer versions are trained and not served until \`turnwise policies follow\`.`);

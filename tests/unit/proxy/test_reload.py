@@ -316,15 +316,32 @@ async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: 
     stage.engines[1] = dataclasses.replace(stage.engines[1], url=f"http://127.0.0.1:{port}")
     async with stage.process() as process:
         assert process.versions == [0, None]
+        first, second = process.pool.engines
+        assert first.problem is None
+        assert "cannot be reached" in (second.problem or "")
         stage.publish(1)
         await process.follow()
         assert (process.versions, stage.statuses()) == ([1, None], ["active"])
         with running_fake_engine(port=port) as started:
             await process.look()
-            assert process.versions == [1, 1]
+            assert (process.versions, second.problem) == ([1, 1], None)
             assert [Path(path).name for path in started.state.reloads] == ["v1"]
         await process.look()
         assert process.versions == [1, None]
+
+
+async def test_the_address_of_an_api_in_place_of_an_engine_is_named_once_in_the_log(stage: Stage, caplog):
+    """The commonest mistake of a first start: clients' base URLs end with /v1, those of engines do not."""
+    stage.engines[1] = dataclasses.replace(stage.engines[1], url=f"{stage.engines[1].url}/v1")
+    with caplog.at_level("INFO", "proxy.reload.reloader"):
+        async with stage.process() as process:
+            await process.look()
+            problem = process.pool.engines[1].problem
+            assert process.versions == [0, None]
+    assert problem is not None
+    assert problem.startswith("the engine answered 404")
+    assert problem.endswith("name the address of a vLLM server, without /v1")
+    assert sum(problem in line for line in caplog.messages) == 1
 
 
 async def test_an_engine_that_is_unsuitable_stops_the_start(stage: Stage):
