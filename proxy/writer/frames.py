@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class _Pieces(list[bytes]):
-    """Takes a pickle in pieces; a long text is a piece of its own, which is not copied into a larger one."""
+    """Collects a pickle in pieces; each long text is a separate piece, so that it is not copied."""
 
     write = list.append
 

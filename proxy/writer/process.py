@@ -61,7 +61,7 @@ class Setup(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A turn to append, with its logprobs and the ids of a prompt of its own still as the engine's JSON."""
+    """A turn to append; its logprobs, and the ids of a prompt that extends no turn, are still the engine's JSON."""
 
     turn: Turn
     logprobs: list[bytes]

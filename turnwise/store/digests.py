@@ -1,8 +1,8 @@
 """Digests of what is stored: a turn, a reward line, and the turns that an update trained.
 
 A digest is computed from the columns when a row is written, and again by `turnwise verify`. So a value that was changed
-later, by mistake or by a damaged file, is found. Somebody who may write to the database can change a digest too: the
-digests of updates and weights are shown over HTTP, and a copy of them kept elsewhere shows also that.
+later, by mistake or by a damaged file, is found. Somebody who may write to the database can change a digest too. The
+HTTP API returns the digests of updates and weights; comparing them with an earlier copy reveals such a change.
 """
 
 from __future__ import annotations

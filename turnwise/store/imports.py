@@ -1,4 +1,4 @@
-"""Sessions that were imported, as an import looks for what an earlier one stored."""
+"""Find the sessions that an earlier import stored."""
 
 from __future__ import annotations
 

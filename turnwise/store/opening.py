@@ -1,7 +1,7 @@
-"""Open the sessions of calls: three statements create all new sessions of a batch.
+"""Open the sessions of calls: four statements create up to 32 new sessions.
 
-`ledger.create_session` takes five statements for each session. It still creates the sessions with a group of their own
-choice, and returns those that exist.
+`ledger.create_session` takes five statements for each session. It still creates the sessions that name a group, and
+returns those that exist.
 """
 
 from __future__ import annotations
