@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ from turnwise.errors import TurnwiseError
 
 HTTP_ERRORS = {404: ("not_found_error", "no_route"), 405: ("invalid_request_error", "method_not_allowed")}
 """OpenAI `type` and `code` of requests that the router rejects."""
+CALL_ENDINGS = ("/chat/completions", "/completions", "/responses", "/messages")
+"""Ends of the paths that clients add to their base URL."""
+BASE_URL_HINT = (
+    "the base URL of an OpenAI client ends with /v1 or /sessions/NAME/v1, that of an Anthropic or Google client with "
+    "the port or /sessions/NAME"
+)
+ROUTES_HINT = "GET /openapi.json lists the routes"
 
 
 def create_app(settings: ProxySettings, peers: Peers | None = None, metrics_directory: Path | None = None) -> FastAPI:
@@ -118,18 +126,22 @@ def _sentence(request: Request, first: Mapping[str, Any], where: str) -> str:
         return f"The body was not read as JSON (content-type: {sent}). Send content-type: application/json."
     if first["type"] == "missing":
         return f"`{where}` is missing."
+    if first["type"] == "extra_forbidden":
+        return f"`{where}`: no such field; GET /openapi.json lists the fields."
     message: str = first["msg"].removeprefix("Value error, ")
     return message if where == "body" and first["type"] == "value_error" else f"`{where}`: {message}"
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}; GET /openapi.json lists the routes"
+    path = request.url.path
+    is_call = error.status_code == HTTPStatus.NOT_FOUND and path.endswith(CALL_ENDINGS)
+    message = f"{request.method} {path}: {error.detail}; {BASE_URL_HINT if is_call else ROUTES_HINT}"
     kind, code = HTTP_ERRORS.get(error.status_code, ("invalid_request_error", "invalid_request"))
     services_of(request).metrics.refused.labels(code).inc()
     headers = {"allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
     body = orjson.dumps(problems.body(message, kind, code))
-    encoded = dialect_of_path(request.url.path, dict(request.headers.raw)).encode_error(error.status_code, body)
+    encoded = dialect_of_path(path, dict(request.headers.raw)).encode_error(error.status_code, body)
     return Response(encoded, status_code=error.status_code, headers=headers, media_type="application/json")
 
 

@@ -189,6 +189,8 @@ def test_a_number_in_place_of_text_in_a_repeated_reply_is_read_as_text(shared, k
 def test_an_unknown_route_names_the_api_document_and_a_wrong_method_the_allowed_ones(shared):
     _, http = shared
     assert "/openapi.json" in refusal(http.get("/v1/nope"), 404, "no_route")
+    for path in ("/chat/completions", "/v1/v1/messages", "/sessions/s/responses"):
+        assert "the base URL of an OpenAI client ends with /v1" in http.post(path, json={}).json()["error"]["message"]
     reply = http.post("/v1/sessions/x", json={})
     refusal(reply, 405, "method_not_allowed")
     assert reply.headers["allow"] == "DELETE, GET"

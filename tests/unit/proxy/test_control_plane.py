@@ -103,6 +103,8 @@ def test_a_search_continues_past_pages_without_a_match(http, monkeypatch) -> Non
 def test_an_invalid_body_gets_one_sentence(http) -> None:
     assert refusal(http.post("/v1/rewards", json={"session_id": "s"})) == "`value` is missing."
     assert refusal(http.post("/v1/rewards", json=[{"session_id": "s"}])) == "`0.value` is missing."
+    misspelt = "`session`: no such field; GET /openapi.json lists the fields."
+    assert refusal(http.post("/v1/rewards", json={"session": "s", "value": 1})) == misspelt
     form = {"content-type": "application/x-www-form-urlencoded"}
     answer = refusal(http.post("/v1/rewards", content=b'{"session_id": "s", "value": 1}', headers=form))
     assert answer.endswith("Send content-type: application/json.")
