@@ -84,7 +84,7 @@ class World:
         return [(ordered[min(place, len(ordered) - 1)], place < len(ordered)) for place in places]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes, of those that compute one row together each value once."""
+        """Return the sum over all processes; processes that compute one row together count once."""
         if self.size > 1:
             dist.all_reduce(values)
         return values if self._row_group == 1 else values / self._row_group
@@ -120,7 +120,7 @@ def _background_group() -> Any:
 
 @functools.cache
 def context_group(tensor: int, context: int) -> Any:
-    """Create the groups of all contexts, in all processes alike; return this process's.
+    """Create the groups of all contexts, in the same order in all processes; return this process's.
 
     Args:
         tensor: Neighbouring processes that divide each layer.

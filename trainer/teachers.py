@@ -45,7 +45,7 @@ class Teachers:
         self._rule = rule
         self._http = httpx2.Client(timeout=rule.teacher_timeout_seconds)
         self._failing_since: dict[Teacher, float] = {}
-        """When each teacher that does not answer was first asked in vain, in the present batch."""
+        """When each teacher first gave no answer in the current batch; teachers that answer are absent."""
 
     def score(self, batch: Batch, members: Sequence[int]) -> TeacherScores:
         """Return the teachers' logprobs of the members' trained tokens."""

@@ -63,7 +63,7 @@ class _Reading:
 
     @property
     def no_answer(self) -> OSError | None:
-        """The error of a file system that does not answer, which is none of the version; None without one."""
+        """The error of a file system that does not answer, which says nothing about the version; None without one."""
         error = self.read_error
         return error if error is not None and error.errno in NO_ANSWER else None
 

@@ -1,4 +1,4 @@
-"""Token sequences as a forest: what several sequences begin with is laid out, and computed, once.
+"""Token sequences as a forest: a prefix that several sequences share is laid out and computed once.
 
 Sharing is decided by the token ids alone. A chain, its branches, and other rollouts of the same task are inserted into
 one radix tree. The tree is laid out in preorder, so the descendants of a token are the places from its own to the end

@@ -39,7 +39,7 @@ class Gauges:
         rule: LossRule,
         imported: TrainedTokens | None = None,
     ) -> None:
-        """Add the sampled tokens of a row, and the imported ones; `on_policy` marks those of the present weights."""
+        """Add the sampled tokens of a row, and the imported ones; `on_policy` marks those that the current weights sampled."""
         logprobs = tokens.logprobs.detach()
         ratio = ratio_of(logprobs, tokens.behaviour)
         gap = torch.where(on_policy, (logprobs - tokens.behaviour).abs(), 0.0)

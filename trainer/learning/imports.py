@@ -1,4 +1,4 @@
-"""Functions of the user's own, named in the settings by `module:function`."""
+"""Functions of the user, named in the settings by `module:function`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What every workflow has: five parts, a `State`, and the loop over `step`.
 
-Everything that changes is in the `State` that `setup` makes and `step` returns; a workflow holds none of the run. So a
-crash at any point is a resume from the last committed `State`.
+Everything that changes is in the `State` that `setup` makes and `step` returns; a workflow itself keeps
+no state of the run. So after a crash at any point, the run resumes from the last committed `State`.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class RLWorkflow(abc.ABC):
         )
 
     def _state_of(self, version: int, seed: int, *, reports_changes: bool = False) -> State:
-        """Return the state of a published version, under the settings of now.
+        """Return the state of a published version, under the current settings.
 
         Raises:
             BadCheckpoint: Its state is not on disk, or does not fit the model.

@@ -1,6 +1,6 @@
 """Comparison of trainer and engine on stale tokens, under the weights of the version that sampled them.
 
-Tokens of the present version are compared in the first optimizer step, which costs nothing. An asynchronous run may
+Tokens of the current version are compared in the first optimizer step, which costs nothing. An asynchronous run may
 have none. Then the trainer loads the state of an older version that sampled part of the batch, computes the logprobs of
 some of its tokens, compares them with what the engine reported, and puts the present weights back bit for bit.
 """

@@ -47,7 +47,7 @@ class Entry:
     """Count of arrivals: the order in which groups leave."""
     num_uses: int = 0
     priority: float = 1.0
-    """Spread of the group's rewards: a group in which all went alike teaches nothing."""
+    """Spread of the group's rewards: without one, a group has no advantage."""
 
 
 class ReplayBuffer:

@@ -1,4 +1,4 @@
-"""What a batch may change, copied before its first optimizer step, since a custom loss may refuse a later step.
+"""Copies of what a batch may change, made before its first optimizer step: a custom loss may refuse a later one.
 
 A refused batch leaves the policy as it was. The copies are in host memory. The other losses refuse a batch before its
 first step or not at all, so nothing is copied for them.
@@ -36,7 +36,7 @@ class RestorePoint:
 
 
 def _load(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state; free the present one and the gradients first, because the device may not have room for both."""
+    """Load a state; free the current one and the gradients first, because the device may not have room for both."""
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     optimizer.load_state_dict(saved)

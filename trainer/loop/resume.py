@@ -1,7 +1,7 @@
 """What a restart under other settings means: most take effect and are logged, a few are refused.
 
 A checkpoint holds the settings that it was trained under. The learning rate and the other optimizer settings are taken
-from the settings of now, never from the optimizer's saved state.
+from the current settings, never from the optimizer's saved state.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from turnwise.types import Json
 
 
 class TokenCredit:
-    """Gives a batch's tokens the advantages that no reward alone can give."""
+    """Adds the advantages that need a model to those of a batch's tokens."""
 
     def __init__(self, agent: PolicyAgent, rule: TrainerSettings) -> None:
         self._agent = agent

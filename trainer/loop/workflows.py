@@ -1,6 +1,6 @@
 """On-policy training, readable from top to bottom: `OnPolicyWorkflow.step` is one batch from claim to commit.
 
-A batch that was in progress at a crash is done again, draw by draw.
+A batch that was in progress at a crash is repeated with the same random numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a model gets of a packed row, as tensors on its device; made for the next row while the present one is computed.
+"""The inputs of a model for a packed row, as tensors on its device; the next row's are made during a row's computation.
 
-Building masks and indices is work of the CPU, and copies from pinned memory do not wait for the GPU, so a GPU goes from
-row to row without a gap. Legend: N tokens of a row, m trained tokens of it, U distinct predictors.
+The CPU builds masks and indices, and copies from pinned memory do not wait for the GPU, so the GPU computes row after
+row without a gap. Legend: N tokens of a row, m trained tokens of it, U distinct predictors.
 """
 
 from __future__ import annotations

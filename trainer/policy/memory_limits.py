@@ -1,6 +1,6 @@
-"""What did not fit into memory, kept across restarts of several processes.
+"""The lengths that did not fit into memory, stored across restarts of several processes.
 
-A process alone catches a row that does not fit, and computes shorter ones. Several processes cannot: while one fails,
+A single process catches a row that does not fit, and computes shorter ones. Several processes cannot: while one fails,
 the others wait for it in a collective, so all of them end and are started again. The process that failed writes down
 what to avoid, so that the same batch does not end them again.
 """

@@ -1,4 +1,4 @@
-"""What the loss of one row is made of before the model has run: columns of the batch's table, on the device."""
+"""The inputs of one row's loss that are known before the forward pass: columns of the batch's table, on the device."""
 
 from __future__ import annotations
 

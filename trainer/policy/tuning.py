@@ -1,4 +1,4 @@
-"""Choices that change speed and memory of a model and none of its results: checkpointing of layers, and kernels."""
+"""What changes the speed and memory of a model but not its results: checkpointing of layers, and kernels."""
 
 from __future__ import annotations
 
