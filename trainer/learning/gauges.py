@@ -39,7 +39,7 @@ class Gauges:
         rule: LossRule,
         imported: TrainedTokens | None = None,
     ) -> None:
-        """Add the sampled tokens of a row, and the imported ones; `on_policy` marks those that the current weights sampled."""
+        """Add the sampled and the imported tokens of a row; `on_policy` marks those sampled by the current weights."""
         logprobs = tokens.logprobs.detach()
         ratio = ratio_of(logprobs, tokens.behaviour)
         gap = torch.where(on_policy, (logprobs - tokens.behaviour).abs(), 0.0)

@@ -173,7 +173,7 @@ def _attend(
     attention_mask: Tensor | BlockMask | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend to the keys of all processes; without a mask, to this process's own keys: each process then computes a whole text.
+    """Attend to the keys of all processes; without a mask, to its own: each process has a whole text.
 
     FlexAttention without a mask is not causal, and transformers makes no mask for an attention that it does not know.
     """
