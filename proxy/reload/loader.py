@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 NUM_PROBED = 16
 """Tokens of a checkpoint's probe whose logprobs the engine is asked for."""
+COMPARE_SECONDS = 5.0
+"""How often it is read whether version 0 is an engine's own model; the directories of both hardly ever change."""
 
 
 class Loader:
@@ -51,6 +54,8 @@ class Loader:
         self._faults = faults
         self._transfers = transfers
         self.files = VersionFiles()
+        self._compared_at: dict[tuple[str, str], float] = {}
+        """When a version's path and an engine's own were last compared, on the monotonic clock."""
 
     async def compare_with_own_models(self, versions: list[PolicyVersion], engines: list[Engine]) -> None:
         """Read which of these versions are the models that the engines were started with, for `is_own_model`.
@@ -64,14 +69,18 @@ class Loader:
 
     async def _compare(self, path: str, engine: Engine) -> None:
         own = engine.model_path
+        is_known = (path, own) in engine.same_models
+        if is_known and time.monotonic() - self._compared_at.get((path, own), -math.inf) < COMPARE_SECONDS:
+            return
         read = functools.partial(_is_same_model, path, own)
         try:
             same = await self.files.read(("own model", path, own), path, read, seconds=PATIENCE_SECONDS)
         except FilesNotRead:
-            if (path, own) not in engine.same_models:
+            if not is_known:
                 raise
         else:
             engine.same_models[path, own] = same
+            self._compared_at[path, own] = time.monotonic()
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.

@@ -144,6 +144,7 @@ async def test_a_read_error_of_a_header_is_tried_again_before_it_fails_the_versi
 async def test_the_directory_of_version_0_is_never_looked_at_on_the_event_loop(stage: Stage, monkeypatch):
     """A network file system that stalls must not stop the calls; the round ends, and a later one goes on."""
     monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.loader.COMPARE_SECONDS", 600.0)
     answers, on_loop, is_dir = threading.Event(), [], Path.is_dir
 
     def stalling(self: Path, **kwargs: bool) -> bool:
@@ -163,6 +164,9 @@ async def test_the_directory_of_version_0_is_never_looked_at_on_the_event_loop(s
         while stage.statuses() == ["published"]:
             await process.follow()
         assert stage.loads == [["v0"], ["v0"]]  # another directory than the one that the engines were started with
+        num_looks = len(on_loop)
+        await process.follow()
+        assert len(on_loop) == num_looks  # the directory is not read in every round
     assert not any(on_loop)
 
 
