@@ -1,8 +1,8 @@
 """The proxy's metrics. They count every dropped, rejected, retried and untrainable item.
 
-`turns_of`, `turns_by_role_of`, `tokens_of` and `call_seconds_of` cache the labelled metrics that every call updates.
-The workers of one proxy keep their values in files of one directory, so any of them can answer with the sums, and the
-counts of a worker that died remain.
+`turns_of`, `turns_by_role_of`, `tokens_of`, `breaks_of` and `call_seconds_of` cache the labelled metrics that every
+call updates. The workers of one proxy keep their values in files of one directory, so any of them can answer with the
+sums, and the counts of a worker that died remain.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class Metrics:
         self.breaks = Counter(
             "turnwise_chain_breaks", "Calls with a history that started a new chain", ["reason"], registry=r
         )
+        self.breaks_of = functools.cache(self.breaks.labels)
 
     def _add_refusals(self, r: CollectorRegistry) -> None:
         """Add the metrics of what was refused, repeated, handed over or removed."""

@@ -362,7 +362,7 @@ class Relay:
         metrics.tokens_of("sampled").inc(sum(len(each.token_ids) for each in running.captured.choices.values()))
         metrics.tokens_of("prompt").inc(running.num_prompt_tokens)
         if running.plan.reason is not None:
-            metrics.breaks.labels(running.plan.reason).inc()
+            metrics.breaks_of(running.plan.reason).inc()
         if running.first_token_at is not None:
             metrics.ttft_seconds.observe(running.first_token_at - running.started)
 

@@ -103,7 +103,7 @@ def read_text_chunks(events: bytes, head: bytes, field: str) -> TextChunks | Non
     ids: list[bytes] = []
     for part in parts:
         text, _, rest = part.partition(AFTER_TEXT)
-        own_logprobs, _, own_ids = rest.partition(AFTER_LOGPROBS)
+        own_logprobs, _, own_ids = rest.rpartition(AFTER_LOGPROBS)  # from the end, which is nearer
         texts.append(text)
         logprobs.append(own_logprobs)
         ids.append(own_ids)
