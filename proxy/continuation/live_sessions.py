@@ -71,6 +71,6 @@ class LiveSessions:
             self.drop(key)
 
     def _evict(self) -> None:
-        """Drop the least recently used sessions; one that exceeds the limit by itself is kept until the next."""
+        """Drop the least recently used sessions; a single session above the limit is kept until the next."""
         while len(self._live) > 1 and (len(self._live) > self._max_sessions or self.num_bytes > self._max_bytes):
             self.drop(next(iter(self._live)))

@@ -81,7 +81,7 @@ class Outlines:
         return len(self.kinds)
 
     def copy(self) -> Outlines:
-        """Return a copy that can be completed by itself."""
+        """Return a copy; completing it does not change this one."""
         copied = Outlines()
         copied.kinds, copied.messages, copied.num_bytes = self.kinds[:], self.messages.copy(), self.num_bytes
         copied._num_at_last_forgetting = self._num_at_last_forgetting

@@ -129,7 +129,7 @@ def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
 
 
 def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | None:
-    """Return what a harness asks for in a call of its own; None for an agent's own work."""
+    """Return the task of a call that the harness makes for itself; None for a call of the agent."""
     limit = parameters.get("max_completion_tokens") or parameters.get("max_tokens")
     if isinstance(limit, int) and limit <= PROBE_TOKENS:
         return "probe"

@@ -15,7 +15,7 @@ SAMPLE = "\n\n  user: Žofie — 誰? 🙂\t<tool_call>{'a': [1, 20]}</tool_call
 def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     """Return a function that tokenises text as the tokenizer's `encode` does without special tokens.
 
-    Where the tokenizer's class has an `encode` of its own, that is called.
+    If the tokenizer's class overrides `encode`, that method is called.
     """
 
     def encode(text: str) -> list[int]:

@@ -30,11 +30,11 @@ T = TypeVar("T")
 JOB_SECONDS = 60.0
 """How long a job may take; the first one includes the start of the process."""
 PIECE_BYTES = 256 * 2**10
-"""Items of a result are pickled together up to this length; a longer item is a piece by itself."""
+"""Items of a result are pickled together up to this length; a longer item is a separate piece."""
 LONG_PIECE_BYTES = 2**20
-"""A longer piece is sent twice: the pickle as it is stored, and its items with each long string by itself."""
+"""A longer piece is sent twice: the pickle as it is stored, and its items with separate long strings."""
 LONG_STRING = 64 * 2**10
-"""Characters of a string that is sent by itself."""
+"""Characters of a string that is sent separately."""
 _LENGTHS = struct.Struct("<QQ")
 """Lengths of a job's pickle and of its data; of a result and of its data; of a piece and its number of items."""
 
@@ -212,7 +212,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _send_long(link: socket.socket, value: Any) -> None:
-    """Send the head of a result, or the items of a long piece, with each long string by itself."""
+    """Send the head of a result, or the items of a long piece, with separate long strings."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)

@@ -335,7 +335,7 @@ async def _read_rest(
 ) -> _Rest | None:
     """Decode what follows the known messages; None where the request must be decoded as a whole.
 
-    The rest of the request is made an object of its own: its first field is the list of the new messages.
+    The rest of the request is made a complete object, whose first field is the list of the new messages.
     """
     rest = raw[earlier.num_bytes :].lstrip(SPACE)
     has_more = rest[:1] == b","

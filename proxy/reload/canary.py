@@ -2,7 +2,7 @@
 
 The transaction that creates a session assigns it to the trial or not, so all proxy processes agree, and a session never
 changes arms during a trial; sessions from before the trial stay on the served version. An adapter is loaded beside the
-served version on every engine; whole weights take an engine of their own. The store names the version before an engine
+served version on every engine; whole weights take a separate engine. The store names the version before an engine
 loads it, so that no process sends other calls to that engine. Later versions wait until the trial has ended.
 
 A trial of whole weights that has lost an engine takes no sessions and waits for it. If the engine does not come back,

@@ -1,6 +1,6 @@
 """The lease that lets one proxy process at a time drive reloads.
 
-The lease is renewed over a database connection of its own, so a long queue of commits cannot delay the renewal. A
+The lease is renewed over a separate database connection, so a long queue of commits cannot delay the renewal. A
 driver that can no longer prove that it holds the lease is cancelled before the lease may pass to another process.
 """
 
@@ -85,7 +85,7 @@ class DriverLease:
                 renewing.cancel()
                 self.token = None
                 if not is_kept:
-                    with contextlib.suppress(StoreError):  # it ends by itself then
+                    with contextlib.suppress(StoreError):  # the lease then ends when it expires
                         await asyncio.to_thread(self._release, token)
 
     async def _renew(self, token: int, held_since: float, driver: asyncio.Task[object]) -> None:

@@ -2,7 +2,7 @@
 
 The engine is paused in keep mode: running calls continue under the new weights, and new calls wait in the proxy. The
 weights always carry a label. During an exchange the label names no version, so a process that finds such an engine
-after a crash loads a version again. Adapters need no pause: each has a name of its own. Whole weights come from the
+after a crash loads a version again. Adapters need no pause: each has its own name. Whole weights come from the
 trainer's memory if the engine can receive them, while it serves calls as before; otherwise the engine reads the
 version's directory.
 """

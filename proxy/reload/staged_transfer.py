@@ -80,6 +80,6 @@ async def load(staged: StagedVersion, engine: Engine, seconds: float) -> str | N
 
 
 async def _end(staged: StagedVersion, seconds: float, *, is_loaded: bool) -> None:
-    """Let the trainer free the memory; it does so by itself after its time limit."""
+    """Let the trainer free the memory; without this request it does so after its time limit."""
     body: Json = {"is_loaded": is_loaded}
     await ask_trainer(staged.url, "POST", f"/transfers/{staged.transfer_id}/end", body, seconds)

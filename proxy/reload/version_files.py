@@ -1,6 +1,6 @@
 """Reads of versions' files, which may take as long as a large checkpoint or a slow file system needs.
 
-A read runs in a daemon thread of its own, so one that never ends blocks neither the event loop nor the exit of the
+A read runs in a separate daemon thread, so one that never ends blocks neither the event loop nor the exit of the
 process. Callers wait for a limited time and ask again later: the read goes on meanwhile, and no second one of the same
 files starts beside it.
 """
