@@ -12,7 +12,8 @@ through LiteLLM's proxy, which records nothing, in front of the same stand-in.
 
 Printed: turns a second, CPU a turn of the serving and the writing processes, of the agents and of the stand-in, the
 time of a call and what the proxy adds to it (without the stand-in's work on the reply) at p50 and p99, the most calls
-in flight, and how many calls were refused (429) or timed out.
+in flight, how many calls were refused (429) or timed out, and how many calls were answered after they were refused: an
+agent waits for the seconds of `Retry-After` and sends the call again. `--max-concurrent-calls` sets the proxy's limit.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Seen:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     """Of each call, by the id of its reply."""
     refused: int = 0
+    answered_after_refusal: int = 0
+    """Calls that were refused at least once, and answered when they were sent again after `Retry-After`."""
     without_retry_after: int = 0
     timed_out: int = 0
     failed: int = 0
@@ -132,27 +135,35 @@ class Agent:
     async def _turn(
         self, http: aiohttp.ClientSession, session_id: str, conversation: Conversation
     ) -> dict[str, Any] | None:
-        """Return the reply; None for a call that was refused, failed or timed out."""
+        """Return the reply; None for a call that failed or timed out, or was refused when the load stopped."""
         seen = self._load.seen  # of this moment: a call counts where it begins
         size = max(2, int(drawn(self._chance, REPLY_TOKENS) * self._given.scale))
         body = conversation.request(stream=False, max_tokens=size)
-        headers = {"content-type": "application/json", "x-session-id": session_id}
-        self._load.in_flight += 1
-        seen.most_in_flight = max(seen.most_in_flight, self._load.in_flight)
-        started = time.perf_counter()
-        try:
-            async with http.post(self._url, data=body, headers=headers) as response:
-                raw = await response.read()
-        except TimeoutError:
-            seen.timed_out += 1
-            return None
-        finally:
-            self._load.in_flight -= 1
+        headers, was_refused = {"content-type": "application/json", "x-session-id": session_id}, False
+        while True:
+            self._load.in_flight += 1
+            seen.most_in_flight = max(seen.most_in_flight, self._load.in_flight)
+            started = time.perf_counter()
+            try:
+                async with http.post(self._url, data=body, headers=headers) as response:
+                    raw = await response.read()
+            except TimeoutError:
+                seen.timed_out += 1
+                return None
+            finally:
+                self._load.in_flight -= 1
+            if response.status != REFUSED:
+                break
+            was_refused = True
+            seen.refused += 1
+            seen.without_retry_after += "retry-after" not in response.headers
+            await self._wait(float(response.headers.get("retry-after", 1)))
+            if self._load.stop.is_set():
+                return None
         if response.status != 200:
-            seen.refused += response.status == REFUSED
-            seen.without_retry_after += response.status == REFUSED and "retry-after" not in response.headers
-            seen.failed += response.status != REFUSED
+            seen.failed += 1
             return None
+        seen.answered_after_refusal += was_refused
         answer = orjson.loads(raw)
         seen.seconds[answer["id"]] = time.perf_counter() - started
         seen.prompt_tokens += len(body) // CHARACTERS_PER_TOKEN
@@ -227,6 +238,7 @@ async def play_all(server: Server | Peer, given: argparse.Namespace) -> dict[str
         "added_p99_to_p50": proxy_adds["added_p99_ms"] / max(proxy_adds["added_p50_ms"], 1e-3),
         "most_in_flight": seen.most_in_flight,
         "refused": seen.refused,
+        "answered_after_refusal": seen.answered_after_refusal,
         "refused_without_retry_after": seen.without_retry_after,
         "timed_out": seen.timed_out,
         "failed": seen.failed,

@@ -35,8 +35,8 @@ from turnwise.store.database import Database
 
 HERE = Path(__file__).parent
 CHARACTERS_PER_TOKEN = 4.0
-LIVE_TOKENS = 1_000_000
-"""Live context of each case, so that memory is measurable: shorter conversations are played several times."""
+LIVE_TOKENS = 4_000_000
+"""Live context of each case, more than what freed requests leave: several conversations are played."""
 WARM_UP_TURNS = 2
 SETTLE_SECONDS = 7.0
 """Until the proxy has returned freed memory to the system."""
@@ -191,6 +191,8 @@ def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, st
         Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), seed) for seed in range(num_conversations)
     ]
     other = Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 98)
+    for _ in range(WARM_UP_TURNS + 1):
+        server.turn(f"{name}-other", other, stream=stream)
     resident = settled_bytes(server, f"{name}-other", other, stream=stream)
     before = server.cpu()
     for number, conversation in enumerate(conversations):
