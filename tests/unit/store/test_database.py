@@ -55,7 +55,7 @@ def test_each_transaction_of_a_kept_connection_is_committed_when_its_block_ends(
     database: Database, database_url: str
 ) -> None:
     """Another process can read what it wrote, and can write."""
-    other = Database(database_url)
+    other = Database(database_url, lock_timeout_seconds=60)
     for count, name in enumerate("abc", 1):
         with database.write_often() as connection:
             ledger.create_session(connection, Session(session_id=name))
