@@ -91,6 +91,13 @@ class Replays:
             return await self._find_keyed(identity)
         return await self._claim_undelivered(identity) if is_retry else None
 
+    def has_undelivered(self, tenant: str, key_id: str) -> bool:
+        """Return whether a client of an API key has left before it got its answer, which a retry may get."""
+        return any(
+            attempt.left.done() and (attempt.identity.tenant, attempt.identity.key_id) == (tenant, key_id)
+            for attempt in self._attempts
+        )
+
     def begin(self, identity: RequestIdentity, call_id: str, left: asyncio.Future[None]) -> Attempt:
         """Add a call that starts to sample."""
         key = identity.lookup_key

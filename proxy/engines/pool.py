@@ -200,9 +200,17 @@ class EnginePool:
             self._metrics.canary_calls.labels(arm).inc()
         return lane
 
-    def _take_place(self) -> None:
+    def check_place(self) -> None:
+        """Check that a place for a concurrent call is free.
+
+        Raises:
+            Overloaded: all places are taken.
+        """
         if self._in_flight >= self._max_concurrent_calls:
             raise Overloaded(f"{self._in_flight} calls are in flight, which is the limit; retry after a second")
+
+    def _take_place(self) -> None:
+        self.check_place()
         self._in_flight += 1
         self.call_arrived.set()
 

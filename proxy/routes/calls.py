@@ -86,6 +86,8 @@ class Sample:
             principal.require_session(named)
         settings = services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
+        if not settings.queue_seconds:
+            self._check_place(headers, principal)
         call, digest = await self._read_call(raw, scope, headers, query, principal)
         reply.call = call
         services.model_names.check(call.model, services.pool.engines)
@@ -98,6 +100,20 @@ class Sample:
         await self._answer(
             call, principal, identify_request(call, principal, raw, digest), reply, scope["extensions"][LEFT]
         )
+
+    def _check_place(self, headers: dict[bytes, bytes], principal: Principal) -> None:
+        """Refuse a call over the limit before its body is decoded, which would delay the calls that have a place.
+
+        A retry whose answer may be known needs no place.
+
+        Raises:
+            Overloaded: all places are taken.
+        """
+        replays = self._services.replays
+        if b"idempotency-key" in headers:
+            return
+        if not (is_retry(headers) and replays.has_undelivered(principal.tenant, principal.key_id)):
+            self._services.pool.check_place()
 
     def _report_dropped(self, call: Call, reply: Reply) -> None:
         """Count what was removed from the request, and name the removed tools in a header of the reply."""
@@ -321,7 +337,12 @@ def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids:
     call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or metadata.get("step"))
     if key := headers.get(b"idempotency-key"):
         call.idempotency_key = _idempotency_key(key)
-    call.is_retry = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")
+    call.is_retry = is_retry(headers)
+
+
+def is_retry(headers: dict[bytes, bytes]) -> bool:
+    """Return whether an SDK marks the request as a retry."""
+    return headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")
 
 
 def _step(given: object) -> int | None:
