@@ -15,7 +15,7 @@ import aiohttp
 import httpx2
 import pytest
 from support.control_plane import metric
-from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
+from support.proxies import ProxyAndEngine, RunningProxy, StartProxy, running_proxy
 from support.waiting import wait_until
 
 from turnwise.fake_engine import Rule, Script, running_fake_engine
@@ -200,3 +200,21 @@ def test_calls_over_the_limit_are_refused_with_a_retry_after_header(limited):
 
     answers = asyncio.run(all_at_once())
     assert sorted(answers, key=str) == [(200, None)] * 4 + [(429, "1")] * 6
+
+
+def test_a_call_over_the_limit_is_refused_before_its_body_is_decoded(fake_engine, start_proxy: StartProxy):
+    """Also a retry, unless it has an `Idempotency-Key`: its answer may be stored."""
+    proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "1")
+    fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))
+    asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": True}
+
+    def post_half(**headers: str) -> tuple[int, str]:
+        content = {"content-type": "application/json"}
+        return code_of(httpx2.post(f"{proxy.v1}/chat/completions", content=b"{", headers=content | headers, timeout=60))
+
+    with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=asked, timeout=60) as running:
+        lines = running.iter_lines()  # closing it would end the call
+        assert next(lines)
+        assert post_half() == (429, "overloaded")
+        assert post_half(**{"x-stainless-retry-count": "1"}) == (429, "overloaded")
+        assert post_half(**{"idempotency-key": "k"}) == (400, "invalid_json")

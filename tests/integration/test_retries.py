@@ -11,7 +11,9 @@ from typing import Any
 import httpx2
 import pytest
 from openai import AsyncOpenAI
+from support.control_plane import metric
 from support.proxies import RunningProxy, StartProxy
+from support.waiting import wait_until
 
 from turnwise.fake_engine import RunningFakeEngine
 from turnwise.fake_engine.script import Fault, FaultKind, Reply, Rule
@@ -84,6 +86,30 @@ def test_a_retry_gets_the_answer_that_could_not_be_delivered_once(
     assert len(set(ids)) == 2
     assert [call.reply_id for call in fake_engine.calls] == ids
     assert {view.turn.turn_id for view in proxy.turns("s")} > set(ids)
+
+
+def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "1")
+    url = proxy.session_v1("s")
+    post(proxy, url=url).raise_for_status()
+    lock = sqlite3.connect(proxy.database_url.removeprefix("sqlite:///"), isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    with pytest.raises(httpx2.TimeoutException):
+        httpx2.post(f"{url}/chat/completions", json=CHAT, timeout=3.0)
+    lock.execute("ROLLBACK")
+    lock.close()
+    wait_until(lambda: len(proxy.turns("s")) == 2, "the turn is stored")
+    wait_until(lambda: metric(proxy, "turnwise_calls_in_flight") == 0, "its place is free")
+    fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))
+    slow = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": True}
+    with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=slow, timeout=60) as running:
+        lines = running.iter_lines()  # closing it would end the call
+        assert next(lines)
+        retried = [post(proxy, url=url, x_stainless_retry_count="1") for _ in range(2)]
+    assert [reply.status_code for reply in retried] == [200, 429]
+    assert retried[0].json()["id"] == proxy.turns("s")[1].turn.turn_id
 
 
 @pytest.mark.parametrize("restarts", [False, True])
