@@ -10,8 +10,6 @@ import asyncio
 import ctypes
 from collections.abc import Callable
 
-from proxy.http.huge_pages import use_huge_pages
-
 TRIM_SECONDS = 5.0
 """How often freed memory may be returned to the system; it takes 1 to 3 ms."""
 TRIM_BYTES = 8 * 2**20
@@ -35,8 +33,7 @@ def keep_freed_memory() -> None:
 async def return_freed_memory(num_bytes_read: Callable[[], int]) -> None:
     """Return freed memory to the system while long requests arrive, until cancelled.
 
-    Decoding one prompt of 300,000 tokens leaves tens of megabytes. The memory that is used after the first return is
-    moved into huge pages.
+    Decoding one prompt of 300,000 tokens leaves tens of megabytes.
 
     Args:
         num_bytes_read: Returns the bytes of all long requests so far.
@@ -46,7 +43,5 @@ async def return_freed_memory(num_bytes_read: Callable[[], int]) -> None:
     while trim is not None:
         await asyncio.sleep(TRIM_SECONDS)
         if num_bytes_read() - returned_at >= TRIM_BYTES:
-            is_first, returned_at = returned_at == 0, num_bytes_read()
+            returned_at = num_bytes_read()
             await asyncio.to_thread(trim, 0)
-            if is_first:
-                await asyncio.to_thread(use_huge_pages)
