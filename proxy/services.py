@@ -38,6 +38,7 @@ from proxy.limits.counts import RecentCounts
 from proxy.metrics import Metrics
 from proxy.reload.canary import DRAIN_SECONDS
 from proxy.reload.reloader import Reloader
+from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
 from proxy.workers.peers import Change, EngineReserved, KeysChanged, Peers, SessionChanged, WeightsLoaded
 from proxy.writer.client import Writer
@@ -79,6 +80,8 @@ class Services:
     relay: Relay
     shadows: Shadows
     reloader: Reloader
+    files: VersionFiles
+    """Reads versions' files for the routes; the reloader has its own, because it asks which of its reads goes on."""
     authenticator: Authenticator
     limits: Limits
     budgets: Budgets
@@ -199,6 +202,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         relay=relay,
         shadows=shadows,
         reloader=reloader,
+        files=VersionFiles(),
         authenticator=Authenticator(database, secret),
         limits=Limits(settings, metrics),
         budgets=Budgets(settings, database, writer, metrics),

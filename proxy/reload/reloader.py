@@ -27,7 +27,6 @@ from proxy.reload.loader import Loader, own_model, serves
 from proxy.reload.served_versions import ServedVersions, Wanted
 from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
-from proxy.reload.version_files import VersionFiles
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import BadCheckpoint, EngineError, EngineRefused, EngineUnsuitable, FilesNotRead, TurnwiseError
@@ -72,11 +71,6 @@ class Reloader:
         )
         self._probe_lock = asyncio.Lock()
         self._last_error: str | None = None
-
-    @property
-    def files(self) -> VersionFiles:
-        """Reads versions' files, also for routes."""
-        return self._loader.files
 
     @property
     def problem(self) -> str | None:

@@ -52,8 +52,10 @@ class _Reading:
     @property
     def is_outdated(self) -> bool:
         """Return whether the read ended so long ago that another one is to start."""
+        if self.ended_at is None:
+            return False
         limit = LONG_SECONDS if self.no_answer is None else RETRY_SECONDS
-        return self.ended_at is not None and time.monotonic() - self.ended_at >= limit
+        return time.monotonic() - self.ended_at >= limit
 
     @property
     def read_error(self) -> OSError | None:
@@ -111,6 +113,7 @@ class VersionFiles:
         """
         reading = self._readings.get(key)
         if reading is None or reading.is_outdated:
+            self._drop_outdated()
             reading = self._readings[key] = _Reading(path, read)
         try:
             async with asyncio.timeout(seconds):
@@ -127,6 +130,11 @@ class VersionFiles:
             raise reading.error
         result: T = reading.result
         return result
+
+    def _drop_outdated(self) -> None:
+        """Remove the results that nobody has asked for in time."""
+        for key in [key for key, reading in self._readings.items() if reading.is_outdated]:
+            del self._readings[key]
 
 
 def _noted(reading: _Reading) -> str:

@@ -175,7 +175,10 @@ PolicyAnswer = answer_model(
     "A version of the served model.",
     on_disk=(
         bool | None,
-        Field(description="Whether its files exist, as far as the proxy sees; null for the name of a public model."),
+        Field(
+            description="Whether its files exist, as far as the proxy sees; null for the name of a public model, "
+            "and where the file system does not answer."
+        ),
     ),
 )
 ActivationAnswer = _create(

@@ -80,7 +80,7 @@ async def list_policies(
             return found, more, policies.pinned_version(connection)
 
     found, more, pinned = await asyncio.to_thread(read)
-    listed = await policies_json(found, services.reloader.files)
+    listed = await policies_json(found, services.files)
     return answer({**page(listed, more), "pinned_version": pinned})
 
 
@@ -101,11 +101,11 @@ async def publish_policy(wanted: NewPolicy, services: Here, _: Caller) -> Respon
             raise BadCheckpoint(f"{path[:200]!r} cannot be read: {error.strerror}; publish a directory") from error
 
     key = ("publish", path, kind, str(model_path))
-    await services.reloader.files.read(key, path, check, seconds=CHECK_SECONDS)
+    await services.files.read(key, path, check, seconds=CHECK_SECONDS)
     published = await services.writer.do(
         policies.publish_next, wanted.path, wanted.kind, metrics=wanted.metrics, version=wanted.version
     )
-    (document,) = await policies_json([published], services.reloader.files)
+    (document,) = await policies_json([published], services.files)
     return answer(document)
 
 
@@ -118,16 +118,20 @@ async def activate_policy(version: Version, services: Here, _: Caller, how: Acti
     """
     pin = (how or Activation()).pin
 
-    def read() -> tuple[PolicyVersion, list[PolicyVersion]]:
+    def read() -> PolicyVersion:
         with services.database.read() as connection:
-            newest, _ = policies.list_policies(connection, limit=1000)
-            return policies.get_policy(connection, version), newest
+            return policies.get_policy(connection, version)
 
-    policy, newest = await asyncio.to_thread(read)
-    check = functools.partial(policies.check_files_exist, policy, newest)
-    await services.reloader.files.read(("activate", policy.path), policy.path, check, seconds=CHECK_SECONDS)
+    def read_newest() -> list[PolicyVersion]:
+        with services.database.read() as connection:
+            return policies.list_policies(connection, limit=1000)[0]
+
+    policy = await asyncio.to_thread(read)
+    check = functools.partial(policies.check_files_exist, policy, read_newest)
+    key = ("activate", str(version), policy.status.value, policy.path)
+    await services.files.read(key, policy.path, check, seconds=CHECK_SECONDS)
     chosen = await services.writer.do(policies.choose_policy, version, pin=pin)
-    (document,) = await policies_json([chosen], services.reloader.files)
+    (document,) = await policies_json([chosen], services.files)
     return answer(
         {
             **document,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,16 +55,21 @@ def record_json(record: Session | Reward | PolicyVersion | UpdateRecord) -> Json
 
 async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles) -> list[Json]:
     """Return policy versions as the API's JSON; `on_disk` is null where the file system does not answer."""
-    paths = tuple(policy.path for policy in found)
+    exist = []
+    async with asyncio.TaskGroup() as group:
+        for policy in found:
+            exist.append(group.create_task(_on_disk(policy, files)))
+            await asyncio.sleep(0)  # each starts a thread: calls are handled between two of them
+    return [{**record_json(policy), "on_disk": each.result()} for policy, each in zip(found, exist, strict=True)]
 
-    def read() -> list[bool | None]:
-        return [policies.on_disk(policy) for policy in found]
 
+async def _on_disk(policy: PolicyVersion, files: VersionFiles) -> bool | None:
+    """Return whether a version's files exist; None if it is unknown, or the file system does not answer."""
+    read = functools.partial(policies.on_disk, policy)
     try:
-        exist = await files.read(("on disk", *paths), ", ".join(paths[:1]), read, seconds=PATIENCE_SECONDS)
+        return await files.read(("on disk", policy.path), policy.path, read, seconds=PATIENCE_SECONDS)
     except FilesNotRead:
-        exist = [None] * len(found)
-    return [{**record_json(policy), "on_disk": each} for policy, each in zip(found, exist, strict=True)]
+        return None
 
 
 def update_json(view: UpdateView) -> Json:

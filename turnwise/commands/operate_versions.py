@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from turnwise.commands.operate import as_json, opened
 from turnwise.store import policies, queries
-from turnwise.types import Json
+from turnwise.store.database import Database
+from turnwise.types import Json, PolicyVersion
 
 
 def list_versions(url: str, *, limit: int) -> list[Json]:
@@ -32,11 +33,16 @@ def pin_version(url: str, version: int) -> Json:
     """
     with opened(url) as database:
         with database.read() as conn:
-            policy, (newest, _) = policies.get_policy(conn, version), policies.list_policies(conn, limit=1000)
-        policies.check_files_exist(policy, newest)
+            policy = policies.get_policy(conn, version)
+        policies.check_files_exist(policy, lambda: _newest_versions(database))
         with database.write() as conn:
             pinned: Json = as_json(policies.choose_policy(conn, version, pin=True))
     return pinned
+
+
+def _newest_versions(database: Database) -> list[PolicyVersion]:
+    with database.read() as conn:
+        return policies.list_policies(conn, limit=1000)[0]
 
 
 def follow_newest(url: str) -> Json:

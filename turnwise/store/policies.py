@@ -10,7 +10,7 @@ import datetime
 import functools
 import operator
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -211,19 +211,19 @@ def on_disk(policy: PolicyVersion) -> bool | None:
         return None
 
 
-def check_files_exist(policy: PolicyVersion, newest: Sequence[PolicyVersion]) -> None:
+def check_files_exist(policy: PolicyVersion, read_newest: Callable[[], Sequence[PolicyVersion]]) -> None:
     """Check that the files of a version exist, before it is chosen; as `on_disk`, it reads the file system.
 
     Args:
         policy: the version.
-        newest: the versions to name if it cannot be chosen, newest first.
+        read_newest: returns the versions to name if it cannot be chosen, newest first; called in that case only.
 
     Raises:
         Conflict: they no longer exist.
     """
     if policy.status is PolicyStatus.ACTIVE or on_disk(policy) is not False:
         return
-    able = ", ".join(str(each.version) for each in reversed(newest) if on_disk(each) is not False)
+    able = ", ".join(str(each.version) for each in reversed(read_newest()) if on_disk(each) is not False)
     raise Conflict(
         f"Version {policy.version}'s files no longer exist ({policy.path!r}): the trainer keeps as many versions as "
         f"`keep_versions` says. Choose one of: {able or 'none'}.",

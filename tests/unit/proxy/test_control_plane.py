@@ -14,12 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.in_process import in_process_proxy
 from support.waiting import wait_until
 
+from proxy.reload.version_files import VersionFiles
 from proxy.routes import models, serialise, sessions
 from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
 from turnwise.store import claims, policies, search
 from turnwise.store.database import Database
-from turnwise.types import PolicyVersion, UpdateRecord
+from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
@@ -182,7 +183,8 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_its_own_version(wor
     http, database = world
     stalled, released, is_dir, stopped = tmp_path / "stalled", threading.Event(), Path.is_dir, set()
     with database.write() as connection:
-        policies.publish_policy(connection, PolicyVersion(version=7, path=str(stalled)))
+        for version, path in ((6, tmp_path), (7, stalled), (8, stalled)):
+            policies.publish_policy(connection, PolicyVersion(version=version, path=str(path)))
 
     def stalling(self: Path, **kwargs: bool) -> bool:
         if self == stalled:
@@ -193,19 +195,67 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_its_own_version(wor
     monkeypatch.setattr(Path, "is_dir", stalling)
     monkeypatch.setattr("proxy.routes.serialise.PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr("proxy.routes.policies.CHECK_SECONDS", 0.05)
+
+    def on_disk() -> list[bool | None]:
+        return [each["on_disk"] for each in http.get("/v1/policies").json()["data"] if each["version"] in (6, 7, 8)]
+
     try:
         for _ in range(2):
-            listed = http.get("/v1/policies").json()["data"]
-            assert {each["version"]: each["on_disk"] for each in listed}[7] is None
+            wait_until(lambda: on_disk() == [None, None, True], "only the stalled versions have no answer")
             refused = [
                 http.post("/v1/policies/7/activate"),
+                http.post("/v1/policies/8/activate"),
                 http.post("/v1/policies", json={"path": str(stalled)}),
             ]
             assert {(each.status_code, each.json()["error"]["code"]) for each in refused} == {(503, "files_not_read")}
         assert stopped == {"version-files"}
     finally:
         released.set()
-    wait_until(lambda: http.post("/v1/policies/7/activate").status_code == 409, "the files are known not to exist")
+    for version in (8, 7):
+        activate = f"/v1/policies/{version}/activate"
+        wait_until(lambda path=activate: http.post(path).status_code == 409, "the files are known not to exist")
+        assert f"Version {version}'s files no longer exist" in refusal(http.post(activate))
+
+
+def test_a_directory_that_only_a_list_reads_is_no_problem_of_the_reloader(tmp_path, monkeypatch) -> None:
+    """A load that times out is one that reads slowly only if the loader itself reads the version's directory."""
+    stalled, released, is_dir = tmp_path / "stalled", threading.Event(), Path.is_dir
+
+    def stalling(self: Path, **kwargs: bool) -> bool:
+        if self == stalled:
+            released.wait(60)
+        return is_dir(self, **kwargs)
+
+    monkeypatch.setattr(Path, "is_dir", stalling)
+    monkeypatch.setattr("proxy.routes.serialise.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.reload.version_files.LONG_SECONDS", 0.0)
+    failed = PolicyVersion(version=3, path=str(stalled), status=PolicyStatus.FAILED)
+    with in_process_proxy(tmp_path) as (http, database):
+        with database.write() as connection:
+            policies.publish_policy(connection, failed)
+        try:
+            assert http.get("/v1/policies").json()["data"][0]["on_disk"] is None
+            assert str(stalled) not in (http.get("/readyz").json()["reload_error"] or "")
+        finally:
+            released.set()
+
+
+async def test_a_directory_that_does_not_answer_is_read_once_whatever_is_published_meanwhile(monkeypatch) -> None:
+    asked, released, files = [], threading.Event(), VersionFiles()
+
+    def on_disk(policy: PolicyVersion) -> bool:
+        asked.append(policy.version)
+        return released.wait(60) if policy.version == 0 else True
+
+    monkeypatch.setattr(policies, "on_disk", on_disk)
+    monkeypatch.setattr(serialise, "PATIENCE_SECONDS", 0.05)
+    try:
+        for newest in range(1, 4):
+            found = [PolicyVersion(version=version, path=f"/v{version}") for version in range(newest, -1, -1)]
+            assert (await serialise.policies_json(found, files))[-1]["on_disk"] is None
+        assert asked.count(0) == 1
+    finally:
+        released.set()
 
 
 def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypatch) -> None:
