@@ -242,6 +242,11 @@ def _outcome(
     return (Outcome.RETOKENISED if plan.is_retokenised else Outcome.EXACT), plan.reason
 
 
+def root_of(call: Call, timing: Timing) -> Root:
+    """Return what a call without a parent shows about its chain: what is read from its stored turn after a restart."""
+    return read_root(call.messages, call.tools, effective_sampling(call, timing.sampling_defaults))
+
+
 def known_turn(sampled: Sampled, plan: Plan, chain_id: str, root: Root | None = None) -> KnownTurn:
     """Return what a session in memory needs to extend a turn that was just stored.
 
@@ -249,7 +254,7 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str, root: Root | None = 
         sampled: the turn.
         plan: its prompt.
         chain_id: its chain.
-        root: `read_root` of its call, if it has been read.
+        root: `root_of` its call, if it has been read.
     """
     turn = sampled.turn
     if turn.parent_turn_id is not None:

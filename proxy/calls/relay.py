@@ -20,7 +20,7 @@ from proxy.calls.failures import broken_stream, not_a_completion, stored_reason,
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
 from proxy.calls.running import Running, WrongPrompt
 from proxy.continuation.forest import Forest
-from proxy.continuation.roles import Correction, corrections, find_role, read_root
+from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
@@ -76,8 +76,8 @@ class Relay:
 
         Until the first engine has served, the chat template is unknown and no call could extend a stored turn.
         """
-        is_first = self._sessions.template is None and not self._pool.serving
-        has_waited = is_first and not await self._pool.wait_for_first()
+        must_wait = self._sessions.template is None and not self._pool.serving
+        has_waited = must_wait and not await self._pool.wait_for_first()
         conversation = await self._sessions.read_conversation(call, principal)
         placement = await self._sessions.find(call, conversation, principal)
         try:
@@ -293,13 +293,14 @@ class Relay:
         """
         forest = running.placement.live.forest
         call, plan = running.call, running.plan
-        root = read_root(call.messages, call.tools, call.body) if plan.parent is None else None
+        timing = running.timing()
+        root = capture.root_of(call, timing) if plan.parent is None else None
         found = find_role(call, plan, forest, root)
         sampled = capture.build_turns(
             call,
             plan,
             running.captured,
-            running.timing(),
+            timing,
             turn_id=running.turn_id,
             session=running.session,
             request_digest=running.identity.digest,

@@ -58,7 +58,7 @@ class Attempt:
 
     identity: RequestIdentity
     lookup_key: tuple[object, ...]
-    """`identity.lookup_key`"""
+    """`identity.lookup_key`; stored because the attempt is also removed by it."""
     call_id: str
     left: asyncio.Future[None]
     """Done once the client has closed its connection."""

@@ -88,8 +88,8 @@ def read_root(messages: Sequence[Json], tools: Any, parameters: Json) -> Root:
     return Root(side_task(messages, tools, parameters), system_digest(messages))
 
 
-def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None = None) -> Found:
-    """Return the role of a call's turn; `root` is `read_root` of the call, if it has been read."""
+def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None) -> Found:
+    """Return the role of a call's turn; `root` is `read_root` of a call without a parent."""
     parent = plan.parent
     if parent is not None:
         if COMPACTION.is_in(_last_user_text(call.messages)):
@@ -100,7 +100,7 @@ def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None = None) 
     others = forest.agent_roots
     if not others:
         return Found(Role.MAIN, "first_chain")
-    root = root or read_root(call.messages, call.tools, call.body)
+    assert root is not None
     if root.side_task is not None:
         return Found(Role.SIDE, root.side_task)
     if plan.reason is not None and plan.reason != "edited_history":

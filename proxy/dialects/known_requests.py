@@ -45,7 +45,8 @@ MESSAGE_BYTES = 250
 """Memory of what is derived from one message, without the message of its outline."""
 DECODED_AGAIN_BYTES = 5 * 2**20
 """Decoded messages that take more memory would take more than 5 ms to decode again. They are kept until they have
-outlines; then a call that reads all of them has them decoded in the other process."""
+outlines; a conversation that grows past the limit without outlines is decoded once in the other process. A later call
+that reads all messages has them decoded there too."""
 TAIL_BYTES = 48
 """Bytes at the end of the known part that are compared before it is hashed."""
 MAX_HASHED = 2
@@ -112,14 +113,18 @@ class KnownRequest:
     num_long: int = 0
     """Messages, from the first on, that were found to have enough text to be left out of the engine's request."""
 
-    def keep(self, messages: Sequence[Json]) -> None:
-        """Set the messages; keep them where it would take long to decode them again and they have no outlines yet."""
+    def count(self, messages: Sequence[Json]) -> bool:
+        """Set the number and the memory of the messages.
+
+        Returns:
+            Whether to keep them: it would take long to decode them again, and they have no outlines yet.
+        """
         num_new_bytes = all_json_bytes(messages[self.num_counted :])
         has_outlines = self.outlines is not None and 0 < self.num_counted <= len(self.outlines)
         self.num_plain_bytes = num_new_bytes + (0 if has_outlines else self.num_plain_bytes)
         self.num_message_bytes += num_new_bytes
         self.num_counted = self.num_messages = len(messages)
-        self.kept = messages if self.is_long and not has_outlines and isinstance(messages, list) else None
+        return self.is_long and not has_outlines
 
     @property
     def is_long(self) -> bool:
@@ -235,7 +240,7 @@ class KnownRequests:
         if not end or not are_messages(body.get("messages")):
             return ReadRequest(body, of_all, None, None)
         known.digest, known.tail = part, raw[max(0, end - TAIL_BYTES) : end]
-        known.keep(body["messages"])
+        await self._keep(caller[0], known, body, memoryview(raw)[known.start : end])
         self._replace(caller, earlier if rest is not None else None, known)
         return ReadRequest(body, of_all, known, memoryview(raw)[known.start : end], pieces)
 
@@ -253,6 +258,14 @@ class KnownRequests:
             if part == known.digest:
                 return known, hashed
         return None, blake3()
+
+    async def _keep(self, tenant: str, known: KnownRequest, body: Json, messages_json: memoryview) -> None:
+        """Keep the messages if they are to be kept; those that are not decoded are decoded in the other process."""
+        known.kept = None
+        if known.count(body["messages"]):
+            if isinstance(body["messages"], RepeatedMessages):
+                body["messages"] = await self._decode_messages(tenant, b"".join((messages_json, b"]")))
+            known.kept = body["messages"]
 
     async def _decode_messages(self, tenant: str, array: bytes) -> list[Json]:
         """Decode known messages in the other process."""

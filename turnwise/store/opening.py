@@ -1,4 +1,6 @@
-"""Open the sessions of calls: four statements create up to 32 new sessions.
+"""Open the sessions of calls: four statements create new sessions if their number is a power of two up to 32.
+
+Another number is split into powers of two, each with three statements; a fourth is sent once: 31 sessions take 16.
 
 `ledger.create_session` takes five statements for each session. It still creates the sessions that name a group, and
 returns those that exist.

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, NotFound
 from turnwise.store import rows
 from turnwise.store.database import to_micros
-from turnwise.store.statements import execute, insert_ignoring
+from turnwise.store.statements import fetch, insert_ignoring
 from turnwise.store.tables import policies as table
 from turnwise.store.tables import serving
 from turnwise.types import Json, PolicyKind, PolicyStatus, PolicyVersion, utc_now
@@ -299,7 +299,7 @@ def serving_state(conn: sa.Connection) -> ServingState:
 
     Every proxy process calls it five times a second. SQLAlchemy would take five times as long to run it.
     """
-    found = execute(conn, _serving_state_sql(conn.dialect), ()).fetchall()
+    found = fetch(conn, _serving_state_sql(conn.dialect), ())
     records = sorted(map(_record, found), key=operator.attrgetter("version"))
     newest = next((policy for policy in reversed(records) if policy.status is not PolicyStatus.FAILED), None)
     active, canary = (

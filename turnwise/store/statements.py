@@ -57,6 +57,19 @@ def execute(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> Any:
         raise _translated(conn, error, sql, values) from error
 
 
+def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Run a statement as `execute` does and return its rows; SQLite's driver computes the later ones as it is read.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
+    """
+    cursor = execute(conn, sql, values)
+    try:
+        return cursor.fetchall()  # type: ignore[no-any-return]  # the driver is not typed
+    except _driver(conn).Error as error:
+        raise _translated(conn, error, sql, values) from error
+
+
 def begin(conn: sa.Connection) -> None:
     """Open the next transaction of the driver, as `execute` runs a statement; PostgreSQL's driver opens it itself."""
     if conn.dialect.name == "sqlite":
@@ -106,11 +119,11 @@ def fetch_rows(
     """
     if conn.dialect.name == "postgresql":
         sql = _rows_sql_postgresql(table, tuple(columns), tuple(keys), lock=lock)
-        return list(execute(conn, sql, tuple(list(set(values)) for values in keys.values())))
+        return fetch(conn, sql, tuple(list(set(values)) for values in keys.values()))
     found: list[tuple[Any, ...]] = []
     for chunk in _chunks(list(zip(*keys.values(), strict=True))):
         sql = _rows_sql_sqlite(table, tuple(columns), tuple(keys), len(chunk))
-        found += execute(conn, sql, tuple(itertools.chain.from_iterable(chunk)))
+        found += fetch(conn, sql, tuple(itertools.chain.from_iterable(chunk)))
     return found
 
 
@@ -137,7 +150,7 @@ def fetch_at_once(conn: sa.Connection, query: sa.Select[*tuple[Any, ...]], param
     if conn.dialect.name == "postgresql":
         return list(conn.execute(query, parameters))
     sql, names = _json_sql(query)
-    found: list[Any] = json.loads(execute(conn, sql, tuple(parameters[name] for name in names)).fetchone()[0])
+    found: list[Any] = json.loads(fetch(conn, sql, tuple(parameters[name] for name in names))[0][0])
     return found
 
 
@@ -176,9 +189,11 @@ def _insert(
     values_of = operator.itemgetter(*columns)
     for chunk in _chunks(batch):
         values = tuple(itertools.chain.from_iterable(map(values_of, chunk)))
-        cursor = execute(conn, _insert_sql(table, columns, len(chunk), conn.dialect.name, suffix), values)
+        sql = _insert_sql(table, columns, len(chunk), conn.dialect.name, suffix)
         if suffix:
-            found += cursor.fetchall()
+            found += fetch(conn, sql, values)
+        else:
+            execute(conn, sql, values)
     return found
 
 
@@ -203,7 +218,7 @@ def _insert_sql(table: sa.Table, columns: tuple[str, ...], num_rows: int, dialec
 
 
 def count_up(conn: sa.Connection, batch: Sequence[tuple[int, int, int, int]]) -> None:
-    """Increase the numbers of turns and chains of sessions and update their last activity, in one statement.
+    """Increase the numbers of turns and chains of sessions and update their last activity, many in one statement.
 
     Args:
         conn: a transaction of `Database.write`.

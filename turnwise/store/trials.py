@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import sqlalchemy as sa
 
-from turnwise.store.statements import execute
+from turnwise.store.statements import fetch
 from turnwise.types import IMPORT, PolicyStatus, Session
 
 
@@ -24,10 +24,10 @@ def takes(version: int, share: float, session: Session) -> bool:
 
 def assign(conn: sa.Connection, sessions: Sequence[Session]) -> list[Session]:
     """Return new sessions as they are stored: those that the running trial takes name its version."""
-    trial = execute(conn, _RUNNING, ()).fetchone() if sessions else None
-    if trial is None:
+    trials = fetch(conn, _RUNNING, ()) if sessions else []
+    if not trials:
         return list(sessions)
-    version, share = trial
+    ((version, share),) = trials
     return [
         dataclasses.replace(session, canary=version)
         if session.opened_by != IMPORT and takes(version, share, session)

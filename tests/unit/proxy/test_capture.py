@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn
+from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn, root_of
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.plan import Plan
+from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.dialects.base import Call, Captured, Choice
 from proxy.dialects.chat import ChatCompletions
 from proxy.writer.process import Sampled, complete, pack
@@ -149,6 +150,20 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
     assert (turn.parent_turn_id, turn.chain_id) == (None, "chatcmpl-1")
     assert (turn.prompt_delta.tolist(), turn.messages) == ([1, 2, 9, 4], call.messages)
     assert known_turn(Sampled(turn, []), plan, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
+
+
+@pytest.mark.parametrize(("limit", "task"), [(None, "probe"), (2, "probe"), (50, "asks_for_title")])
+def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defaults(limit: int | None, task: str):
+    """The defaults limit a call without a limit to two tokens. A limit of four or less makes a call a probe."""
+    call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
+    plan, timing = plan_of(call), dataclasses.replace(TIMING, sampling_defaults={"max_tokens": 2})
+    captured = Captured(PROMPT_TEXT, {0: choice(7)})
+    (sampled,) = build_turns(call, plan, captured, timing, turn_id="chatcmpl-1", session=SESSION)
+    in_memory = known_turn(sampled, plan, "chatcmpl-1", root_of(call, timing))
+    turn = stored(sampled)
+    (read,) = known_turns([turn], digest_stored([turn], {}, frozenset()), {})
+    assert (in_memory.side_task, in_memory.system_digest) == (task, read.system_digest)
+    assert read.side_task == task
 
 
 def test_an_echo_that_was_cut_out_is_the_prompt_that_was_sent():

@@ -99,10 +99,11 @@ def test_messages_that_take_long_to_decode_are_kept_until_they_have_outlines():
         found.known.outlines = Outlines()
         Outliner(()).shortened(messages, len(messages), found.known.outlines)
         for new in ([REPLY], [REPLY, NEXT]):
-            raw = orjson.dumps({"messages": [*messages, *new]})
-            found = await requests.read(CALLER, raw, max_depth=64, max_containers=10**6)
+            grown = [*messages, *new]
+            found = await requests.read(CALLER, orjson.dumps({"messages": grown}), max_depth=64, max_containers=10**6)
             assert found.known is not None
             assert found.known.kept is None
+            Outliner(()).shortened(grown, len(grown), found.known.outlines)
         repeated = found.body["messages"]
         assert (repeated.is_decoded, repeated[-1]) == (False, NEXT)
         await repeated.load()
@@ -111,6 +112,38 @@ def test_messages_that_take_long_to_decode_are_kept_until_they_have_outlines():
 
     try:
         asyncio.run(play())
+    finally:
+        decoder.close()
+
+
+class CountedJobs(DecodingProcess):
+    """Counts the jobs of the other process."""
+
+    num_jobs = 0
+
+    async def do(self, *arguments: Any, **options: Any) -> Any:
+        self.num_jobs += 1
+        return await super().do(*arguments, **options)
+
+
+def test_messages_that_grow_past_the_limit_without_outlines_are_decoded_elsewhere_once():
+    """Each message takes 1.1 MB of memory, so five are above 5 MiB."""
+    decoder = CountedJobs()
+    requests, dense = KnownRequests(10**9, decoder), {"role": "user", "content": [[]] * 20_000}
+
+    async def play() -> list[bool]:
+        kept = []
+        for num_messages in range(1, 9):
+            body = {"messages": [dense] * num_messages}
+            found = await requests.read(CALLER, orjson.dumps(body), max_depth=64, max_containers=10**6)
+            assert found.known is not None
+            assert found.body == body
+            kept.append(found.known.kept is found.body["messages"])
+        return kept
+
+    try:
+        assert asyncio.run(play()) == [False] * 4 + [True] * 4
+        assert decoder.num_jobs == 1
     finally:
         decoder.close()
 

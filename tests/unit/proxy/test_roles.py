@@ -9,7 +9,7 @@ import pytest
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.plan import Plan
-from proxy.continuation.roles import Found, corrections, find_role, side_task, system_digest
+from proxy.continuation.roles import Found, corrections, find_role, read_root
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from turnwise.types import Json, Role
@@ -30,11 +30,15 @@ def plan_of(call: Call, parent: KnownTurn | None = None, reason: str | None = No
     return Plan(history=read_conversation(call).history, parent=parent, reason=reason)
 
 
+def role_of(call: Call, plan: Plan, forest: Forest) -> Found:
+    return find_role(call, plan, forest, read_root(call.messages, call.tools, call.body))
+
+
 def stored(
     forest: Forest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0, aborted: bool = False
 ) -> KnownTurn:
     """Add a turn that takes one second, as a commit does."""
-    found = find_role(call, plan_of(call, parent), forest)
+    found, root = role_of(call, plan_of(call, parent), forest), read_root(call.messages, call.tools, call.body)
     turn = KnownTurn(
         turn_id=turn_id,
         parent_turn_id=None if parent is None else parent.turn_id,
@@ -45,8 +49,8 @@ def stored(
         dialogue_digest=b"",
         prompt_digest=read_conversation(call).history.messages[-1],
         role=found.role,
-        side_task=side_task(call.messages, call.tools, call.body) if parent is None else None,
-        system_digest=system_digest(call.messages),
+        side_task=root.side_task if parent is None else None,
+        system_digest=root.system_digest,
         started_at=at,
         ended_at=at + 1,
         is_aborted=aborted,
@@ -80,12 +84,12 @@ def test_a_new_chain_has_its_role_from_ids_system_tools_and_shape(call: Call, re
     """In a session whose agent has a system message and tools."""
     forest = Forest()
     stored(forest, "main", call_of(CODER, USER, tools=TOOLS))
-    assert find_role(call, plan_of(call, reason=reason), forest) == found
+    assert role_of(call, plan_of(call, reason=reason), forest) == found
 
 
 def test_a_sessions_only_chain_is_the_main_agents_whatever_it_asks_for():
     """A session that trains a model to write titles has no other chain."""
-    assert find_role(call_of(TITLES, USER), plan_of(call_of(TITLES, USER)), Forest()) == Found(Role.MAIN, "first_chain")
+    assert role_of(call_of(TITLES, USER), plan_of(call_of(TITLES, USER)), Forest()) == Found(Role.MAIN, "first_chain")
 
 
 def test_a_title_call_before_the_agents_first_call_becomes_a_side_call():
@@ -103,9 +107,9 @@ def test_later_turns_have_their_chains_role_and_a_compaction_prompt_is_a_side_ca
     stored(forest, "main", call_of(CODER, USER))
     sub = stored(forest, "sub", call_of(USER, agent_id="a1"))
     on = call_of(USER, {"role": "assistant", "content": "ok"}, USER)
-    assert find_role(on, plan_of(on, sub), forest) == Found(Role.SUB_AGENT, "extends")
+    assert role_of(on, plan_of(on, sub), forest) == Found(Role.SUB_AGENT, "extends")
     compact = call_of(USER, {"role": "user", "content": "Create a detailed summary: compact the conversation so far."})
-    assert find_role(compact, plan_of(compact, sub), forest) == Found(Role.SIDE, "compaction_prompt")
+    assert role_of(compact, plan_of(compact, sub), forest) == Found(Role.SIDE, "compaction_prompt")
 
 
 def test_an_attempt_that_is_sampled_again_and_not_continued_is_a_retry():

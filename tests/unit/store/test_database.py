@@ -20,6 +20,7 @@ from turnwise.store import database as store_database
 from turnwise.store import history, ledger, queries, tables
 from turnwise.store.database import Database, from_micros, to_micros
 from turnwise.store.leases import acquire_lease, release_lease, renew_lease
+from turnwise.store.statements import fetch_rows
 from turnwise.types import Session, utc_now
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
@@ -196,6 +197,19 @@ def test_a_value_that_the_database_cannot_store_is_the_callers_error(database: D
         return
     with pytest.raises(InvalidRequest, match="NUL"):
         add_session(database, "a\0b")
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+@pytest.mark.parametrize("failing", ["a", "b"])
+def test_an_error_at_any_row_is_the_one_that_sqlalchemy_raises(database: Database, dialect: str, failing: str) -> None:
+    """The absolute value of the smallest integer overflows. SQLite computes a row when it is fetched."""
+    with database.write() as connection:
+        for name in "ab":
+            ledger.create_session(connection, Session(session_id=name))
+    column = f"abs(CASE WHEN session_id = '{failing}' THEN -9223372036854775808 ELSE 1 END)"
+    keys = {"tenant": ["default"] * 2, "session_id": ["a", "b"]}
+    with database.read() as connection, pytest.raises(sa.exc.DBAPIError, match="integer overflow"):
+        fetch_rows(connection, tables.sessions, (column,), keys)
 
 
 def test_a_programming_error_is_not_reported_as_an_unavailable_database(database: Database) -> None:

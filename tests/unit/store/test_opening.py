@@ -62,20 +62,19 @@ def test_processes_that_open_the_same_sessions_at_once_create_each_once(database
 
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
-def test_opening_sixteen_sessions_sends_few_statements(database: Database, dialect: str) -> None:
-    """Two selects, and two inserts."""
-
-    def statements(prefix: str, count: int) -> int:
-        sent: list[str] = []
-        with database.write() as connection:
-            driver = connection.connection.driver_connection
-            assert driver is not None
-            driver.set_trace_callback(sent.append)
-            opening.open_sessions(connection, [Session(session_id=f"{prefix}{number}") for number in range(count)])
-            driver.set_trace_callback(None)
-        return len(sent)
-
-    assert (statements("a", 8), statements("b", 16)) == (4, 4)
+@pytest.mark.parametrize(("num_sessions", "num_statements"), [(8, 4), (16, 4), (7, 10), (31, 16)])
+def test_opening_many_sessions_sends_few_statements(
+    database: Database, dialect: str, num_sessions: int, num_statements: int
+) -> None:
+    """One for the trial; a select and two inserts for each power of two, of which 7 has three and 31 has five."""
+    sent: list[str] = []
+    with database.write() as connection:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        driver.set_trace_callback(sent.append)
+        opening.open_sessions(connection, [Session(session_id=str(number)) for number in range(num_sessions)])
+        driver.set_trace_callback(None)
+    assert len(sent) == num_statements
 
 
 def test_a_document_is_stored_as_the_same_text_whatever_encodes_it() -> None:
