@@ -109,7 +109,7 @@ class VersionFiles:
         Raises:
             FilesNotRead: It goes on, or the file system does not answer; call again.
             ReloadFailed: A file could not be read, which may pass.
-            BadCheckpoint: What `read` raised: a file is missing or wrong.
+            Exception: What `read` raised, such as BadCheckpoint (a file is missing or wrong) or Conflict.
         """
         reading = self._readings.get(key)
         if reading is None or reading.is_outdated:

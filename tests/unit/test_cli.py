@@ -6,6 +6,8 @@ import json
 import sqlite3
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -199,6 +201,15 @@ def test_the_doctor_names_an_unreachable_engine_and_exits_with_status_one(databa
 def test_the_doctor_names_the_address_of_an_api_in_place_of_an_engine(fake_engine, database):
     result = _run("doctor", "--engine", f"{fake_engine.url}/v1", "--database", database)
     assert "answers 404 to GET /v1/health; name the address of a vLLM server, without /v1" in result.output
+
+
+def test_the_doctor_does_not_blame_the_address_for_an_engines_own_error(database):
+    """The handler of the standard library has no GET: it answers 501."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = _run("doctor", "--engine", f"http://127.0.0.1:{server.server_port}", "--database", database)
+        server.shutdown()
+    assert "answers 501 to GET /health; the log of that server states the reason" in result.output
 
 
 @pytest.mark.parametrize("output", ["directory", "file/below"])

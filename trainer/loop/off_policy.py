@@ -41,7 +41,7 @@ class Entry:
 
     group_pk: int
     group_id: str
-    tenant: str | None = None
+    tenant: str | None
     """None in the buffer of an older release."""
     arrived: int
     """Count of arrivals: the order in which groups leave."""
@@ -116,7 +116,9 @@ class ReplayBuffer:
     @staticmethod
     def entries(buffer: Json) -> list[Entry]:
         """Return what is in the buffer, oldest first."""
-        return [Entry(**entry) for entry in buffer.get("entries", [])]
+        entries = buffer.get("entries", [])
+        tenants = buffer.get("tenants", [None] * len(entries))
+        return [Entry(tenant=tenant, **entry) for tenant, entry in zip(tenants, entries, strict=True)]
 
     def _chances(self, entries: Sequence[Entry]) -> npt.NDArray[np.float64]:
         if self._sampling == "recency":
@@ -196,4 +198,6 @@ class OffPolicyWorkflow(OnPolicyWorkflow):
 
 
 def _as_json(entries: Sequence[Entry]) -> Json:
-    return {"entries": [dataclasses.asdict(entry) for entry in entries]}
+    """Return the buffer as it is stored, with the tenants apart: an older release refuses entries that have one."""
+    rows = [dataclasses.asdict(entry) for entry in entries]
+    return {"tenants": [row.pop("tenant") for row in rows], "entries": rows}

@@ -14,13 +14,14 @@ and a run can go on with another number of processes.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import itertools
 import logging
 import os
+import re
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +49,11 @@ REPLACED = ".replaced-"
 UNPUBLISHED = "unpublished-"
 """Prefix of a directory that was set aside, because the database does not know its version."""
 UNPUBLISHED_DAYS = 7
-"""How long such a directory is kept. The first start of a trainer after that removes it."""
+"""How long such a directory is kept. The first start of a trainer after the day in its name removes it."""
+UNTIL = ".until-"
+"""Followed by that day. An older release set directories aside without a day: they are never removed."""
+
+_LAST_DAY = re.compile(re.escape(UNTIL) + r"(\d{4}-\d{2}-\d{2})$")
 
 
 class Checkpoints:
@@ -76,14 +81,14 @@ class Checkpoints:
                     shutil.rmtree(replaced, ignore_errors=True)
                 else:
                     replaced.replace(place)
+            for leftover in self.directory.glob(f"{WRITING}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            self._remove_unpublished()
         except OSError as error:
             raise SettingsError(
                 f"policies_dir {str(self.directory)!r} cannot be used: {error}; name a directory that this user can "
                 "write into"
             ) from error
-        for leftover in self.directory.glob(f"{WRITING}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self._remove_unpublished()
 
     def close(self) -> None:
         """Let another trainer use the directory."""
@@ -185,18 +190,18 @@ class Checkpoints:
                 f"after {version}: it is the database of another run, or an older copy. Name the right database or "
                 "another policies_dir; to go on from this database, move the newer versions away"
             )
+        until = (_today() + datetime.timedelta(days=UNPUBLISHED_DAYS)).isoformat()
         for found in newer:
             for place in (self.state_directory(found), self.policy_directory(found)):
                 if place.exists():
-                    aside = _unused(place)
-                    os.utime(place)  # the days that it is kept begin now
+                    aside = _unused(place, until)
                     place.replace(aside)
                     log.warning(
-                        "%s is not in the database: it is now %s, and a start of the trainer after %d days removes it; "
+                        "%s is not in the database: it is now %s, and a start of the trainer after %s removes it; "
                         "rename it if it is needed",
                         place,
                         aside,
-                        UNPUBLISHED_DAYS,
+                        until,
                     )
 
     def prune(self, protected: set[int]) -> list[int]:
@@ -212,12 +217,18 @@ class Checkpoints:
         return version_directory.find_versions(self.directory) if self.directory.is_dir() else []
 
     def _remove_unpublished(self) -> None:
-        """Remove the directories that were set aside more than `UNPUBLISHED_DAYS` ago."""
-        before = time.time() - UNPUBLISHED_DAYS * 24 * 3600
+        """Remove the directories that were set aside until a day before today."""
+        today = _today().isoformat()
         for aside in self.directory.glob(f"{UNPUBLISHED}*"):
-            if aside.stat().st_mtime < before:
-                shutil.rmtree(aside, ignore_errors=True)
-                log.info("%s was set aside over %d days ago, and is removed", aside, UNPUBLISHED_DAYS)
+            until = _LAST_DAY.search(aside.name)
+            if until is None or until[1] >= today:
+                continue
+            try:
+                shutil.rmtree(aside)
+            except OSError as error:
+                log.warning("%s was set aside until %s, and cannot be removed: %s", aside, until[1], error)
+            else:
+                log.info("%s was set aside until %s, and is removed", aside, until[1])
 
     def _remove(self, version: int) -> None:
         # The state goes first: a version without state can still be served, one without weights cannot be resumed.
@@ -266,9 +277,13 @@ def _locked(path: Path) -> TextIO:
     return file
 
 
-def _unused(place: Path) -> Path:
-    """Return a name for a directory that is set aside."""
-    names = (place.parent / f"{UNPUBLISHED}{place.name}-{number}" for number in itertools.count(1))
+def _today() -> datetime.date:
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+def _unused(place: Path, until: str) -> Path:
+    """Return a name for a directory that is set aside and kept until this day."""
+    names = (place.parent / f"{UNPUBLISHED}{place.name}-{number}{UNTIL}{until}" for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 

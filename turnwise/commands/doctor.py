@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,12 @@ def _engine_problem(url: str, error: Exception) -> str:
     """Return why an engine could not be asked, and what to do."""
     if isinstance(error, httpx2.HTTPStatusError):
         reply = error.response
-        return (
-            f"{url} answers {reply.status_code} to GET {reply.request.url.path}; name the address of a vLLM server, "
-            "without /v1"
+        hint = (
+            "name the address of a vLLM server, without /v1"
+            if reply.status_code == HTTPStatus.NOT_FOUND
+            else "the log of that server states the reason"
         )
+        return f"{url} answers {reply.status_code} to GET {reply.request.url.path}; {hint}"
     return f"{url} does not answer ({error}); start one with `turnwise engine --model DIR`"
 
 

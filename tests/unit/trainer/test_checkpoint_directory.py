@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -90,25 +90,52 @@ def test_a_database_that_is_older_than_the_versions_on_disk_removes_none_of_them
         (tmp_path / "policies" / version).rename(tmp_path / "policies" / version.replace("4", "3"))
     train(settings_for(tmp_path, model, total_batches=2))
     assert find_versions(tmp_path / "policies") == [1, 2]
-    assert (tmp_path / "policies/unpublished-v000003-1/model.safetensors").is_file()
-    assert (tmp_path / "policies/unpublished-v000003.trainer-1").is_dir()
+    (aside,) = (tmp_path / "policies").glob("unpublished-v000003-1.until-*")
+    assert (aside / "model.safetensors").is_file()
+    assert list((tmp_path / "policies").glob("unpublished-v000003.trainer-1.until-*"))
 
 
 def test_a_version_that_was_set_aside_is_removed_by_the_first_start_after_a_week(place):
     checkpoints = Checkpoints(place, keep=1)
     checkpoints.open()
     checkpoints.write_policy(1, lambda staging: (staging / "model.safetensors").touch(), {})
-    day = 24 * 3600
-    os.utime(checkpoints.policy_directory(1), times=(time.time() - 30 * day,) * 2)
+    os.utime(checkpoints.policy_directory(1), times=(0, 0))  # the age of its weights does not count
+    first_day = datetime.now(UTC).date()
     checkpoints.discard_after(0)
-    aside = place / "unpublished-v000001-1"
-    for days, is_kept in [(0, True), (6, True), (8, False)]:
+    (aside,) = place.glob("unpublished-*")
+    name, until = aside.name.split(".until-")
+    assert first_day + timedelta(days=7) <= date.fromisoformat(until) <= datetime.now(UTC).date() + timedelta(days=7)
+    for days, is_kept in [(7, True), (1, True), (-1, False)]:
         checkpoints.close()
-        if days:
-            os.utime(aside, times=(time.time() - days * day,) * 2)
+        aside = aside.rename(place / f"{name}.until-{datetime.now(UTC).date() + timedelta(days=days)}")
         checkpoints.open()
         assert aside.exists() == is_kept
     checkpoints.close()
+
+
+def test_a_start_removes_nothing_that_an_older_release_has_set_aside(place):
+    """Such a directory has the date of its training, and its release has promised to keep it."""
+    aside = place / "unpublished-v000001-1"
+    aside.mkdir(parents=True)
+    os.utime(aside, times=(0, 0))
+    checkpoints = Checkpoints(place, keep=1)
+    checkpoints.open()
+    checkpoints.close()
+    assert aside.is_dir()
+
+
+def test_a_start_goes_on_beside_a_version_that_cannot_be_removed(place, caplog):
+    place.mkdir()
+    (place / "unpublished-v000001-1").symlink_to("missing")
+    expired = place / "unpublished-v000002-1.until-2026-01-01"
+    expired.write_text("an archive")
+    checkpoints = Checkpoints(place, keep=1)
+    with caplog.at_level("INFO", "trainer.publish.checkpoint"):
+        checkpoints.open()
+    checkpoints.close()
+    assert expired.exists()
+    (line,) = caplog.messages
+    assert line.startswith(f"{expired} was set aside until 2026-01-01, and cannot be removed: ")
 
 
 def test_a_state_that_is_written_again_is_on_disk_at_each_moment(place, monkeypatch):

@@ -126,14 +126,26 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
     rule = SourceRule(groups_per_batch=2, wait_seconds=0.0)
     buffer = ReplayBuffer(database, capacity=10, min_groups=1, sampling="uniform")
     batch = LedgerSource(database, rule).next_batch(Position())
-    of_tenant = {entry["tenant"]: entry for entry in buffer.add({}, batch)["entries"]}
+    stored = buffer.add({}, batch)
+    of_tenant = dict(zip(stored["tenants"], stored["entries"], strict=True))
     zeta_pk = of_tenant["zeta"]["group_pk"]
     renumbered = {**of_tenant["acme"], "group_pk": zeta_pk}
-    older = {name: value for name, value in renumbered.items() if name != "tenant"}
 
-    def sampled(entry):
-        return [each.group_key for each in buffer.read({"entries": [entry]}, [zeta_pk], rule)]
+    def sampled(stored):
+        return [each.group_key for each in buffer.read(stored, [zeta_pk], rule)]
 
-    assert sampled(of_tenant["zeta"]) == [("zeta", "kim")]
-    assert sampled(renumbered) == []
-    assert sampled(older) == [("zeta", "kim")]
+    assert sampled({"entries": [of_tenant["zeta"]], "tenants": ["zeta"]}) == [("zeta", "kim")]
+    assert sampled({"entries": [renumbered], "tenants": ["acme"]}) == []
+    assert sampled({"entries": [renumbered]}) == [("zeta", "kim")]
+
+
+def test_an_older_release_reads_the_entries_of_the_buffer(database):
+    """It refuses an entry with a value that it does not know, and the trainer would not start after a rollback."""
+    add_session(database, "kim", tenant="acme")
+    finish(database, "kim", 1, "acme")
+    buffer = ReplayBuffer(database, capacity=10, min_groups=1, sampling="uniform")
+    batch = LedgerSource(database, SourceRule(groups_per_batch=1, wait_seconds=0.0)).next_batch(Position())
+    _, stored = buffer.sample(buffer.add({}, batch), 1, np.random.default_rng(0))
+    (entry,) = stored["entries"]
+    assert set(entry) == {"group_pk", "group_id", "arrived", "num_uses", "priority"}
+    assert [each.tenant for each in buffer.entries(stored)] == ["acme"]
