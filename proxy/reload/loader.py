@@ -55,32 +55,45 @@ class Loader:
         self._transfers = transfers
         self.files = VersionFiles()
         self._compared_at: dict[tuple[str, str], float] = {}
-        """When a version's path and an engine's own were last compared, on the monotonic clock."""
+        """When a version's path and an engine's own were last compared, or could not be, on the monotonic clock."""
 
-    async def compare_with_own_models(self, versions: list[PolicyVersion], engines: list[Engine]) -> None:
+    async def compare_with_own_models(
+        self, versions: list[PolicyVersion], engines: list[Engine], *, is_needed: bool
+    ) -> None:
         """Read which of these versions are the models that the engines were started with, for `is_own_model`.
 
-        Raises:
-            FilesNotRead: the directory of one is being read, and was never read before; call again.
-        """
-        base = [policy.path for policy in versions if policy.version == 0 and policy.kind is PolicyKind.FULL]
-        pairs = [(path, engine) for path in base for engine in engines if engine.model_path not in ("", path)]
-        await asyncio.gather(*(self._compare(path, engine) for path, engine in pairs))
+        Args:
+            versions: Only version 0 can be one.
+            engines: Those that may load it or have loaded it.
+            is_needed: Whether an engine without version 0 is to load it next: then the answer must be known.
 
-    async def _compare(self, path: str, engine: Engine) -> None:
+        Raises:
+            FilesNotRead: a needed answer is being read, and there is no earlier one; call again.
+            ReloadFailed: a needed answer could not be read, which may pass, and there is no earlier one.
+        """
+        base = [policy for policy in versions if policy.version == 0 and policy.kind is PolicyKind.FULL]
+        pairs = [
+            (policy, engine) for policy in base for engine in engines if engine.model_path not in ("", policy.path)
+        ]
+        await asyncio.gather(
+            *(self._compare(policy.path, each, is_needed and not has_loaded(each, policy)) for policy, each in pairs)
+        )
+
+    async def _compare(self, path: str, engine: Engine, is_needed: bool) -> None:
         own = engine.model_path
-        is_known = (path, own) in engine.same_models
-        if is_known and time.monotonic() - self._compared_at.get((path, own), -math.inf) < COMPARE_SECONDS:
+        must_know = is_needed and (path, own) not in engine.same_models
+        is_recent = time.monotonic() - self._compared_at.get((path, own), -math.inf) < COMPARE_SECONDS
+        if is_recent and not must_know:
             return
         read = functools.partial(_is_same_model, path, own)
         try:
             same = await self.files.read(("own model", path, own), path, read, seconds=PATIENCE_SECONDS)
-        except FilesNotRead:
-            if not is_known:
-                raise
-        else:
             engine.same_models[path, own] = same
-            self._compared_at[path, own] = time.monotonic()
+        except (FilesNotRead, ReloadFailed) as error:
+            if must_know:
+                raise
+            log.debug("%r was not compared with the model of the engine at %s: %s", path, engine.url, error)
+        self._compared_at[path, own] = time.monotonic()
 
     async def check(self, policy: PolicyVersion, engine: Engine) -> None:
         """Check a version's whole directory before any engine loads it, unless a trainer holds the version in memory.

@@ -119,14 +119,10 @@ class Reloader:
             await self._drive(wanted)
 
     async def _wanted(self) -> Wanted:
-        """Read what the store wants to be served, and whether the engines were started with it.
-
-        Raises:
-            FilesNotRead: the directory of a version is being read; call again.
-        """
+        """Read what the store wants to be served; renew the answer whether engines were started with it."""
         wanted = await self._served.wanted()
         versions = [policy for policy in (wanted.target, wanted.active) if policy is not None]
-        await self._loader.compare_with_own_models(versions, self._pool.engines)
+        await self._loader.compare_with_own_models(versions, self._pool.engines, is_needed=False)
         return wanted
 
     async def _drive(self, wanted: Wanted) -> None:
@@ -198,6 +194,7 @@ class Reloader:
         seconds = 0.0
         try:
             if behind:
+                await self._loader.compare_with_own_models([target], behind, is_needed=True)
                 await self._loader.check(target, behind[0])
             if behind and not is_proven:
                 first = behind.pop(0)
@@ -278,13 +275,17 @@ class Reloader:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
         engine.forget_transfers()
         await engine.fetch_models()
+        await engine.read_label()
         wanted = await self._wanted()
         active = wanted.active
-        if self._settings.engine_sleep and not await self._sleeper.bring_awake(engine, active):
-            return
-        await engine.read_label()
         engine.active_lane = engine.base_lane
         served = [policy for policy in (active, wanted.canary) if policy is not None]
+        if active is not None and not any(serves(engine, policy) for policy in served):
+            await self._loader.compare_with_own_models([active], [engine], is_needed=True)
+        if self._settings.engine_sleep:
+            if not await self._sleeper.bring_awake(engine, active):
+                return
+            await engine.read_label()
         is_right = engine.loaded_version is not None and (
             active is None or any(serves(engine, policy) for policy in served)
         )

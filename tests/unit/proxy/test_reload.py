@@ -170,6 +170,75 @@ async def test_the_directory_of_version_0_is_never_looked_at_on_the_event_loop(s
     assert not any(on_loop)
 
 
+async def test_a_proxy_that_starts_while_the_directory_of_version_0_stalls_serves_it_and_newer_versions(
+    stage: Stage, monkeypatch
+):
+    """The engines' labels say what they have loaded, so nothing has to be read before calls are served."""
+    monkeypatch.setattr("proxy.reload.loader.PATIENCE_SECONDS", 0.05)
+    async with stage.process() as process:
+        stage.publish(0)
+        await process.follow()
+        assert (process.versions, stage.statuses()) == ([0, 0], ["active"])
+    answers, is_dir = threading.Event(), Path.is_dir
+
+    def stalling(self: Path, **kwargs: bool) -> bool:
+        return is_dir(self, **kwargs) if self.name != "v0" or answers.wait(60) else False
+
+    monkeypatch.setattr(Path, "is_dir", stalling)
+    try:
+        async with stage.process() as process, asyncio.timeout(60):
+            assert process.versions == [0, 0]
+            stage.publish(1)
+            await process.follow()
+            assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
+    finally:
+        answers.set()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+async def test_a_read_error_of_version_0s_directory_delays_no_newer_version(stage: Stage, monkeypatch, number: int):
+    """The earlier answer holds, and the directory is not read in each round."""
+    monkeypatch.setattr("proxy.reload.loader.COMPARE_SECONDS", 600.0)
+    is_dir, failed = Path.is_dir, list[Path]()
+
+    def failing(self: Path, **kwargs: bool) -> bool:
+        if self.name == "v0" and is_locked:
+            failed.append(self)
+            raise OSError(number, os.strerror(number))
+        return is_dir(self, **kwargs)
+
+    monkeypatch.setattr(Path, "is_dir", failing)
+    is_locked = False
+    async with stage.process() as process, asyncio.timeout(60):
+        stage.publish(0)
+        await process.follow()
+        is_locked = True
+        process.reloader._loader._compared_at.clear()
+        stage.publish(1)
+        for _ in range(5):
+            await process.follow()
+        assert (process.versions, stage.statuses()) == ([1, 1], ["retired", "active"])
+        assert len(failed) == len(stage.engines)
+
+
+async def test_a_version_0_whose_directory_gives_read_errors_fails_after_three_attempts(stage: Stage, monkeypatch):
+    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 0.05)
+    is_dir = Path.is_dir
+
+    def failing(self: Path, **kwargs: bool) -> bool:
+        if self.name == "v0":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return is_dir(self, **kwargs)
+
+    monkeypatch.setattr(Path, "is_dir", failing)
+    async with stage.process() as process, asyncio.timeout(60):
+        stage.publish(0)
+        while stage.statuses() != ["failed"]:
+            await process.follow()
+            await asyncio.sleep(0.02)
+        assert "could not be read" in (process.reloader.problem or "")
+
+
 async def test_a_pin_takes_precedence_over_newer_versions_until_it_is_removed(stage: Stage):
     async with stage.process() as process:
         for version in (1, 2):
