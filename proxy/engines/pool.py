@@ -56,6 +56,8 @@ class EnginePool:
         self._metrics = metrics
         self._max_concurrent_calls = max_concurrent_calls
         self._wait_seconds = wait_seconds
+        self.num_served = 0
+        """Calls from the first byte that is decoded to the last byte of the reply, also those without a place yet."""
         self._in_flight = 0
         self.call_arrived = asyncio.Event()
         """Set when a call takes a place. A shadow sample clears it before it starts, and ends when it is set."""
@@ -201,18 +203,21 @@ class EnginePool:
         return lane
 
     def check_place(self) -> None:
-        """Check that a place for a concurrent call is free.
+        """Check that a call whose body is not decoded yet would find a place, if those before it take theirs.
 
         Raises:
             Overloaded: all places are taken.
         """
-        if self._in_flight >= self._max_concurrent_calls:
-            raise Overloaded(f"{self._in_flight} calls are in flight, which is the limit; retry after a second")
+        self._check_limit(self.num_served)
 
     def _take_place(self) -> None:
-        self.check_place()
+        self._check_limit(self._in_flight)
         self._in_flight += 1
         self.call_arrived.set()
+
+    def _check_limit(self, num_calls: int) -> None:
+        if num_calls >= self._max_concurrent_calls:
+            raise Overloaded(f"{num_calls} calls are in flight, which is the limit; retry after a second")
 
     def _may_be_outdated(self, session: Session) -> bool:
         """Return whether what this process knows of the served versions could give the call a wrong one.

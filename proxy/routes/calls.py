@@ -88,18 +88,21 @@ class Sample:
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         if not settings.queue_seconds:
             self._check_place(headers, principal)
-        call, digest = await self._read_call(raw, scope, headers, query, principal)
-        reply.call = call
-        services.model_names.check(call.model, services.pool.engines)
-        if call.dropped_fields or call.dropped_tools:
-            self._report_dropped(call, reply)
-        if call.previous_turn_id is not None or call.conversation_id is not None:
-            await self._resume(call, principal)
-        if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
-            principal.require_session(call.session_id)
-        await self._answer(
-            call, principal, identify_request(call, principal, raw, digest), reply, scope["extensions"][LEFT]
-        )
+        services.pool.num_served += 1
+        try:
+            call, digest = await self._read_call(raw, scope, headers, query, principal)
+            reply.call = call
+            services.model_names.check(call.model, services.pool.engines)
+            if call.dropped_fields or call.dropped_tools:
+                self._report_dropped(call, reply)
+            if call.previous_turn_id is not None or call.conversation_id is not None:
+                await self._resume(call, principal)
+            if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
+                principal.require_session(call.session_id)
+            identity = identify_request(call, principal, raw, digest)
+            await self._answer(call, principal, identity, reply, scope["extensions"][LEFT])
+        finally:
+            services.pool.num_served -= 1
 
     def _check_place(self, headers: dict[bytes, bytes], principal: Principal) -> None:
         """Refuse a call over the limit before its body is decoded, which would delay the calls that have a place.
