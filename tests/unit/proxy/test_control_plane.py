@@ -212,9 +212,14 @@ def test_a_directory_that_does_not_answer_delays_nothing_but_its_own_version(wor
     finally:
         released.set()
     for version in (8, 7):
-        activate = f"/v1/policies/{version}/activate"
-        wait_until(lambda path=activate: http.post(path).status_code == 409, "the files are known not to exist")
-        assert f"Version {version}'s files no longer exist" in refusal(http.post(activate))
+        answers = []
+
+        def is_refused(version=version, answers=answers) -> bool:
+            answers.append(http.post(f"/v1/policies/{version}/activate"))
+            return answers[-1].status_code == 409
+
+        wait_until(is_refused, "the files are known not to exist")
+        assert f"Version {version}'s files no longer exist" in refusal(answers[-1])
 
 
 def test_a_directory_that_only_a_list_reads_is_no_problem_of_the_reloader(tmp_path, monkeypatch) -> None:
