@@ -206,6 +206,7 @@ class Canary:
             await self._served.refresh()
             await self._place(policy, active)
             reason = await self._drift_reason(policy)
+            self._attempts.forget(policy.version)
         except (BadCheckpoint, EngineError) as error:
             if self._attempts.schedule(policy.version, error):
                 return
@@ -231,6 +232,7 @@ class Canary:
             return False
         try:
             await self._place(policy, active)
+            self._attempts.forget(policy.version)
             self._pool.stop_draining()
         except (BadCheckpoint, EngineError) as error:
             if not self._attempts.schedule(policy.version, error):

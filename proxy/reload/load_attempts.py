@@ -22,7 +22,7 @@ class LoadAttempts:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._version = -1
-        self.count = 0
+        self._count = 0
         self._not_before = 0.0
         """When the next attempt may start, on the monotonic clock."""
 
@@ -30,21 +30,26 @@ class LoadAttempts:
         """Return whether the next attempt to load a version must not start yet."""
         return version == self._version and time.monotonic() < self._not_before
 
+    def forget(self, version: int) -> None:
+        """Forget the failed attempts of a version, after one that succeeded or the last."""
+        if version == self._version:
+            self._version, self._count = -1, 0
+
     def schedule(self, version: int, error: TurnwiseError) -> bool:
         """Schedule another attempt if the failure may pass; return whether one is scheduled."""
         if self._version != version:
-            self._version, self.count = version, 0
-        self.count += 1
+            self._version, self._count = version, 0
+        self._count += 1
         may_pass = isinstance(error, ReloadFailed) and error.is_transient
-        if not may_pass or self.count >= MAX_LOAD_ATTEMPTS:
-            self._version, self.count = -1, 0
+        if not may_pass or self._count >= MAX_LOAD_ATTEMPTS:
+            self.forget(version)
             return False
-        pause = RETRY_LOAD_SECONDS * 2 ** (self.count - 1)
+        pause = RETRY_LOAD_SECONDS * 2 ** (self._count - 1)
         self._not_before = time.monotonic() + pause
         self._metrics.reloads.labels("retried").inc()
         log.warning(
             "attempt %d of %d to load policy version %d failed, the next one is in %.0f s: %s",
-            self.count,
+            self._count,
             MAX_LOAD_ATTEMPTS,
             version,
             pause,

@@ -139,10 +139,12 @@ class Reloader:
         """Return whether there is nothing to do now."""
         if wanted.target is None:
             return True
-        if self._attempts.is_waiting(wanted.target.version):
+        if wanted.canary is not None and wanted.is_pinned:
+            return False
+        if self._attempts.is_waiting((wanted.canary or wanted.target).version):
             return True
         if wanted.canary is not None:
-            return not wanted.is_pinned and not self._canary.is_due
+            return not self._canary.is_due
         if wanted.active is None:
             return False
         return wanted.target.version == wanted.active.version and all(
@@ -226,6 +228,7 @@ class Reloader:
     async def _succeed(self, target: PolicyVersion, seconds: float) -> None:
         self._pool.stop_draining()
         self._last_error = None
+        self._attempts.forget(target.version)
         self._metrics.reloads.labels("done").inc()
         self._metrics.policy_version.set(target.version)
         self._metrics.reload_seconds.observe(seconds)
@@ -237,13 +240,13 @@ class Reloader:
         """Check which engines answer; one that came back is brought to the active version before it gets calls."""
         outcomes = await asyncio.gather(*(self._check(engine) for engine in engines), return_exceptions=True)
         for engine, outcome in zip(engines, outcomes, strict=True):
-            _note_problem(engine, outcome)
             if isinstance(outcome, EngineUnsuitable):
                 engine.status.change(EngineState.UNSUITABLE)
             elif isinstance(outcome, EngineError) and engine.is_serving:
                 self._loader.take_out(engine, outcome)
             elif isinstance(outcome, BadCheckpoint):
                 self._last_error = f"the engine at {engine.url} cannot be brought up to date: {outcome}"
+            _note_problem(engine, outcome)
         for outcome in outcomes:
             is_expected = isinstance(outcome, EngineError | BadCheckpoint | FilesNotRead | None)
             if outcome is not None and (isinstance(outcome, EngineUnsuitable) or not is_expected):
@@ -312,13 +315,13 @@ async def _has_version(engine: Engine) -> bool:
 
 
 def _note_problem(engine: Engine, outcome: BaseException | None) -> None:
-    """Keep why an engine that was checked gets no calls, and log it once."""
-    if engine.is_serving:
+    """Keep why an engine that was checked gets no calls, and log it once; a long read of files logs itself."""
+    if engine.is_serving or outcome is None:
         engine.problem = None
-    elif outcome is not None:
-        problem = str(outcome)
-        if isinstance(outcome, EngineRefused) and outcome.status == HTTPStatus.NOT_FOUND:
-            problem += "; name the address of a vLLM server, without /v1"
-        if problem != engine.problem:
-            log.info("the engine at %s does not serve yet: %s", engine.url, problem)
-        engine.problem = problem
+        return
+    problem = str(outcome)
+    if isinstance(outcome, EngineRefused) and outcome.status == HTTPStatus.NOT_FOUND:
+        problem += "; name the address of a vLLM server, without /v1"
+    if problem != engine.problem and not isinstance(outcome, FilesNotRead):
+        log.info("the engine at %s does not serve yet: %s", engine.url, problem)
+    engine.problem = problem

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import pytest
 from support.reload_stage import Process, Stage
 
 from proxy.engines.state import EngineState
+from proxy.reload.load_attempts import MAX_LOAD_ATTEMPTS
+from turnwise.errors import ReloadFailed
 from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import policies
 from turnwise.store.arms import Arm
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, Session
+from turnwise.types import PolicyKind, PolicyVersion, Session
 
 
 @pytest.fixture
@@ -168,6 +171,47 @@ async def test_a_trial_continues_with_the_engine_that_came_back(stage: Stage, mo
         taken, control = await open_sessions(driver, "again")
         assert await versions_of(driver, taken) == {2}
         assert await versions_of(driver, control) == {1}
+
+
+async def test_a_trial_waits_before_its_next_attempt_also_while_a_newer_version_is_published(stage: Stage, monkeypatch):
+    """A pin ends the trial without that wait."""
+    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 600.0)
+    async with stage.process(canary_share=0.5) as driver:
+        stage.publish(1)
+        await driver.follow()
+        attempts = []
+
+        async def failing(*arguments: object) -> None:
+            attempts.append(arguments)
+            raise ReloadFailed("the engine is busy", is_transient=True)
+
+        monkeypatch.setattr(driver.reloader._canary, "_place", failing)
+        stage.publish(2)
+        await driver.follow()
+        stage.publish(3)
+        for _ in range(3):
+            await driver.follow()
+        assert (stage.statuses(), len(attempts)) == (["active", "canary", "published"], 1)
+        stage.pin(1)
+        await driver.follow()
+        assert stage.statuses() == ["active", "published", "published"]
+
+
+async def test_errors_that_passed_do_not_add_up_in_a_long_trial(stage: Stage, monkeypatch):
+    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 0.0)
+    async with on_trial(stage) as driver:
+        place, fails = driver.reloader._canary._place, itertools.cycle([True, False])
+
+        async def placed(policy: PolicyVersion, active: PolicyVersion) -> None:
+            if next(fails):
+                raise ReloadFailed("the engine is busy", is_transient=True)
+            await place(policy, active)
+
+        monkeypatch.setattr(driver.reloader._canary, "_place", placed)
+        for _ in range(2 * MAX_LOAD_ATTEMPTS):
+            await driver.follow()
+        assert stage.statuses() == ["active", "canary"]
 
 
 async def test_weights_on_trial_leave_their_engine_before_other_sessions_are_sent_to_it(stage: Stage, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import itertools
 import os
 import signal
 import threading
@@ -18,16 +19,16 @@ from support.ports import free_port
 from support.reload_stage import Process, Stage
 from support.waiting import wait_until
 
-from proxy.engines.engine import LOADING
+from proxy.engines.engine import LOADING, Engine
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from proxy.reload.load_attempts import MAX_LOAD_ATTEMPTS
-from turnwise.errors import EngineUnsuitable, LeaseLost, StoreError
+from turnwise.errors import EngineUnsuitable, FilesNotRead, LeaseLost, ReloadFailed, StoreError
 from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import leases, policies, tables
 from turnwise.store.database import Database
-from turnwise.types import PolicyKind, PolicyStatus, Session
+from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, Session
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ async def test_files_that_take_long_to_read_are_read_once_and_fail_no_version(
                     await process.follow()
                     await other.follow()
             assert (process.versions, stage.statuses()) == ([1, 1], ["active", "published"])
-            assert process.reloader._attempts.count == 0
+            assert process.reloader._attempts._count == 0
             assert [thread.daemon for thread in reading_threads()] == [True]  # no exit waits for it
         finally:
             restore(stalled)
@@ -291,6 +292,31 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
         assert process.versions == ([1, 1] if status == "active" else [0, 0])
 
 
+async def test_the_failed_attempts_of_a_version_are_forgotten_once_it_is_served(stage: Stage, monkeypatch):
+    monkeypatch.setattr("proxy.reload.load_attempts.RETRY_LOAD_SECONDS", 0.0)
+    async with stage.process() as process, asyncio.timeout(60):
+        exchange, left = process.reloader._loader.exchange, [0]
+
+        async def failing(engine: Engine, target: PolicyVersion, last_good: PolicyVersion | None) -> float:
+            if target.version == 1 and left[0]:
+                left[0] -= 1
+                raise ReloadFailed("the engine is busy", is_transient=True)
+            return await exchange(engine, target, last_good)
+
+        monkeypatch.setattr(process.reloader._loader, "exchange", failing)
+        stage.publish(1)
+        for pinned in (None, 1):
+            stage.pin(pinned)
+            left[0] = MAX_LOAD_ATTEMPTS - 1
+            for _ in range(MAX_LOAD_ATTEMPTS):
+                await process.follow()
+            assert process.versions == [1, 1]
+            if pinned is None:
+                stage.publish(2)
+                await process.follow()
+                assert process.versions == [2, 2]
+
+
 async def test_while_another_process_drives_this_one_reads_the_labels_of_the_engines(stage: Stage):
     """It loads nothing itself; its turns are stored with the versions that the engines report."""
     async with stage.process() as driver, stage.process() as follower:
@@ -401,6 +427,39 @@ async def test_an_engine_that_is_down_is_skipped_and_added_when_it_is_up(stage: 
             assert [Path(path).name for path in started.state.reloads] == ["v1"]
         await process.look()
         assert process.versions == [1, None]
+        assert "cannot be reached" in (second.problem or "")  # from the round on that takes it out
+
+
+async def test_an_engine_is_shown_with_no_problem_that_has_passed(stage: Stage):
+    """It does not serve yet because another process drives the reload."""
+    async with stage.process() as process, stage.process() as driver:
+        stage.publish(1)
+        engine = process.pool.engines[1]
+        engine.status.change(EngineState.ABSENT)
+        engine.problem = "the engine cannot be reached"
+        stage.engines[1].state.weight_version = LOADING
+        async with driver.reloader.lease.held() as is_driver:
+            assert is_driver
+            await process.look()
+        assert (process.versions, engine.problem) == ([0, None], None)
+
+
+async def test_files_that_an_engine_waits_for_are_named_but_not_logged_in_each_round(stage: Stage, monkeypatch, caplog):
+    """The text has the seconds of the read, so it is another one in each round; the read logs itself once a minute."""
+    async with stage.process() as process:
+        engine = process.pool.engines[1]
+        engine.status.change(EngineState.ABSENT)
+        seconds = itertools.count(1)
+
+        async def waiting(_: Engine) -> None:
+            raise FilesNotRead(f"the files have been read for {next(seconds)} s")
+
+        monkeypatch.setattr(process.reloader, "_admit", waiting)
+        with caplog.at_level("INFO", "proxy.reload.reloader"):
+            for _ in range(3):
+                await process.look()
+        assert engine.problem == "the files have been read for 3 s"
+        assert not any("have been read for" in line for line in caplog.messages)
 
 
 async def test_the_address_of_an_api_in_place_of_an_engine_is_named_once_in_the_log(stage: Stage, caplog):
