@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -55,21 +55,28 @@ def record_json(record: Session | Reward | PolicyVersion | UpdateRecord) -> Json
 
 async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles) -> list[Json]:
     """Return policy versions as the API's JSON; `on_disk` is null where the file system does not answer."""
-    exist = []
-    async with asyncio.TaskGroup() as group:
-        for policy in found:
-            exist.append(group.create_task(_on_disk(policy, files)))
-            await asyncio.sleep(0)  # each starts a thread: calls are handled between two of them
-    return [{**record_json(policy), "on_disk": each.result()} for policy, each in zip(found, exist, strict=True)]
+    by_directory: dict[Path, list[PolicyVersion]] = {}
+    for policy in found:
+        by_directory.setdefault(Path(policy.path).parent, []).append(policy)
+    exist: dict[int, bool | None] = {}
+    for each in await asyncio.gather(*(_on_disk(parent, group, files) for parent, group in by_directory.items())):
+        exist |= each
+    return [{**record_json(policy), "on_disk": exist.get(policy.version)} for policy in found]
 
 
-async def _on_disk(policy: PolicyVersion, files: VersionFiles) -> bool | None:
-    """Return whether a version's files exist; None if it is unknown, or the file system does not answer."""
-    read = functools.partial(policies.on_disk, policy)
+async def _on_disk(parent: Path, found: list[PolicyVersion], files: VersionFiles) -> dict[int, bool | None]:
+    """Return whether the files of versions in one directory exist; none of them if the file system does not answer.
+
+    A read that goes on since an earlier request does not know the versions that were published meanwhile.
+    """
+
+    def read() -> dict[int, bool | None]:
+        return {policy.version: policies.on_disk(policy) for policy in found}
+
     try:
-        return await files.read(("on disk", policy.path), policy.path, read, seconds=PATIENCE_SECONDS)
+        return await files.read(("on disk", str(parent)), str(parent), read, seconds=PATIENCE_SECONDS)
     except FilesNotRead:
-        return None
+        return {}
 
 
 def update_json(view: UpdateView) -> Json:

@@ -178,7 +178,7 @@ def test_a_reward_after_training_is_marked_and_is_in_updates_and_metrics(world) 
     assert gauges["turnwise_groups", "open"] >= 1
 
 
-def test_a_directory_that_does_not_answer_delays_nothing_but_its_own_version(world, tmp_path, monkeypatch) -> None:
+def test_a_directory_that_does_not_answer_delays_nothing_but_the_versions_in_it(world, tmp_path, monkeypatch) -> None:
     """As on a network file system that stalls: only threads that nothing waits for are stopped by it."""
     http, database = world
     stalled, released, is_dir, stopped = tmp_path / "stalled", threading.Event(), Path.is_dir, set()
