@@ -20,7 +20,7 @@ from proxy.services import MAX_SEARCHES
 from turnwise.client import wire
 from turnwise.store import claims, policies, search
 from turnwise.store.database import Database
-from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord
+from turnwise.types import PolicyVersion, UpdateRecord
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
@@ -234,7 +234,7 @@ def test_a_directory_that_only_a_list_reads_is_no_problem_of_the_reloader(tmp_pa
     monkeypatch.setattr(Path, "is_dir", stalling)
     monkeypatch.setattr("proxy.routes.serialise.PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr("proxy.reload.version_files.LONG_SECONDS", 0.0)
-    failed = PolicyVersion(version=3, path=str(stalled), status=PolicyStatus.FAILED)
+    failed = PolicyVersion(version=3, path=str(stalled), error="refused by its publisher")
     with in_process_proxy(tmp_path) as (http, database):
         with database.write() as connection:
             policies.publish_policy(connection, failed)
