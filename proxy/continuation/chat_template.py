@@ -22,7 +22,7 @@ from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.field_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES
 from proxy.continuation.long_probes import LongProbe, long_probes
 from proxy.continuation.marked_reply import MARKER, NONE_OMITTED, with_marker, without_thinking
-from proxy.continuation.outline import NO_THINKING, Outliner, Outlines, marks_of, restored
+from proxy.continuation.outline import NO_THINKING, Outliner, Outlines, answers_earlier_call, marks_of, restored
 from proxy.continuation.reply import Reply
 from proxy.continuation.text_encoder import text_encoder
 from turnwise.template_messages import ContentFormat, load_tokenizer, shape_conversation
@@ -32,7 +32,6 @@ MAX_CLOSINGS = 1024
 """Kinds of conversations whose closing text is known."""
 KEPT_BEFORE = 2
 """Messages at both ends of the conversation before a reply that are rendered where the others make no difference."""
-RESULT_ROLES = frozenset({"tool", "function"})
 GIVEN_BYTES = 16
 """Length of the digest of tools and template arguments in the key of a closing text."""
 
@@ -173,6 +172,13 @@ class ChatTemplate:
         """Whether long conversations are rendered in short."""
         return self._outliner is not None
 
+    def renders_in_short(self, messages: Sequence[Json], replied: int) -> bool:
+        """Return whether what is before the reply at index `replied` is rendered in short.
+
+        A template may print the function of the call that a result answers, so that call must not be left out.
+        """
+        return self.shortens and not answers_earlier_call(messages[replied:])
+
     def _continues_alike(self, probe: LongProbe) -> bool:
         """Return whether the short way answers like the whole way, also once it knows the kind of conversation."""
         probes = [probe] if probe.reply.reasoning else [probe, probe.with_other_text()]
@@ -207,14 +213,15 @@ class ChatTemplate:
 
         A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
         Of conversations with the same kinds of messages, only the first is rendered and checked as a whole. Of the
-        others only the text after the reply is rendered, without the messages that made no difference to it.
+        others only the text after the reply is rendered, without the messages that made no difference to it; they are
+        checked as a whole if the reply does not close as the first one's, for example where a call's id is printed.
         `outlines` are of the same messages; they are used again and completed. `thinking` is what is put into replies,
         by their positions.
 
         Raises:
             Unsafe: as `whole_continuation`.
         """
-        if self._outliner is None:
+        if self._outliner is None or not self.renders_in_short(messages, replied):
             messages = restored(messages, thinking)
             return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
         messages, replied, kinds = self._outliner.shortened(messages, replied, outlines, thinking)
@@ -227,24 +234,27 @@ class ChatTemplate:
         if keep_thinking:
             messages = [without_thinking(message) for message in messages]
         known = self._closings.get(key)
-        if known is None:
-            checked = self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
-            omitted = self._omittable(messages, replied, tools, arguments, checked.rest)
-            self._keep_closing(key, Closing(checked.closing, omitted))
-            return checked.ids
-        rest = self._after_marker(with_marker(messages, replied, known.omitted), tools, arguments, generate=True)
-        has_calls = bool(messages[replied].get("tool_calls"))
-        return self._tokenise(reply, *self._split_at_end(rest, known.text, reply, has_calls=has_calls))
+        if known is not None:
+            has_calls = bool(messages[replied].get("tool_calls"))
+            try:
+                rest = self._after_marker(
+                    with_marker(messages, replied, known.omitted), tools, arguments, generate=True
+                )
+                return self._tokenise(reply, *self._split_at_end(rest, known.text, reply, has_calls=has_calls))
+            except Unsafe:
+                pass  # the check of the whole decides
+        checked = self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+        omitted = self._omittable(messages, replied, tools, arguments, checked.rest)
+        self._keep_closing(key, Closing(checked.closing, omitted))
+        return checked.ids
 
     def _omittable(self, messages: Sequence[Json], replied: int, tools: Any, arguments: Json, rest: str) -> slice:
         """Return the messages between both ends before a reply, if the text after it is the same without them.
 
-        Their number is even, because some templates check that users and assistants alternate. None is left out before
-        a tool's result without a call, because a template may print the name of an earlier call with it.
+        Their number is even, because some templates check that users and assistants alternate.
         """
         num_omitted = (replied - 2 * KEPT_BEFORE) // 2 * 2
-        roles = {message.get("role") for message in messages[replied + 1 :]}
-        if num_omitted <= 0 or (roles & RESULT_ROLES and not messages[replied].get("tool_calls")):
+        if num_omitted <= 0:
             return NONE_OMITTED
         omitted = slice(KEPT_BEFORE, KEPT_BEFORE + num_omitted)
         try:

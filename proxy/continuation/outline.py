@@ -1,10 +1,11 @@
 """A short conversation that a chat template continues like a long one.
 
-What a template renders after a reply depends on the reply, on the messages after it, and at most on the kinds of the
-messages before it: whether there was thinking, a tool call, a later question. So a long conversation is replaced by one
-with the same kinds of messages in the same neighbourhoods: long texts lose their middle, and of a pattern that repeats,
-such as a call and its result, most repetitions are left out. A text that contains one of the template's own marks, such
-as `</think>`, is kept whole. `ChatTemplate` checks at its start that its template treats both alike.
+What a template renders after a reply depends on the reply, on the messages after it, on the earlier calls that they
+answer, and at most on the kinds of the other messages before it: whether there was thinking, a tool call, a later
+question. So a long conversation is replaced by one with the same kinds of messages in the same neighbourhoods: long
+texts lose their middle, and of a pattern that repeats, such as a call and its result, most repetitions are left out. A
+text that contains one of the template's own marks, such as `</think>`, is kept whole. `ChatTemplate` checks at its
+start that its template treats both alike, and replaces no conversation with a late result of an earlier call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import jinja2.ext
 import orjson
 from jinja2 import nodes, sandbox
 
+from proxy.continuation.conversation import tool_call_ids
+from proxy.continuation.digests import canonical_content
 from proxy.dialects.object_sizes import all_json_bytes
 from turnwise.types import Json
 
@@ -34,9 +37,19 @@ NEAR = 8
 KEPT_TEXT = 96
 """Characters of a longer text that are kept at each end."""
 MIN_MARK = 3
+RESULT_ROLES = ("tool", "function")
+"""A tuple, not a set, because a client may send an unhashable value as a role."""
 NO_THINKING: Mapping[int, str] = {}
 MAX_KINDS = 4096
 """Kinds that get a number; clients that invent roles make more, which are compared by their hash."""
+
+
+class Mark(NamedTuple):
+    """A text that the template looks for, and where a message has it: templates ask how a content begins or ends."""
+
+    text: str
+    is_first: bool
+    is_last: bool
 
 
 class Kind(NamedTuple):
@@ -47,7 +60,7 @@ class Kind(NamedTuple):
     """Up to 2."""
     has_thinking: bool
     is_empty: bool
-    marks: tuple[str, ...]
+    marks: tuple[Mark, ...]
     """The template's marks in its text."""
 
 
@@ -221,14 +234,15 @@ class Outliner:
     def kind(self, message: Json) -> Kind:
         """Return the kind of an outlined message."""
         calls, thinking = message.get("tool_calls"), message.get("reasoning", message.get("reasoning_content"))
-        text = str(message.get("content") or "") + str(thinking or "")
-        role = message.get("role")
+        content = str(canonical_content(message.get("content")))
+        found = self._found(content + str(thinking or ""))
+        bare, role = content.strip(), message.get("role")
         return Kind(
             role=role if isinstance(role, str) else repr(role),
             num_calls=min(len(calls), 2) if isinstance(calls, list) else 0,
             has_thinking=bool(thinking),
-            is_empty=not message.get("content"),
-            marks=tuple(self._found(text)),
+            is_empty=not content,
+            marks=tuple(Mark(mark, bare.startswith(mark), bare.endswith(mark)) for mark in found),
         )
 
     def _outline_part(self, part: Any) -> Any:
@@ -243,6 +257,21 @@ class Outliner:
 
     def _found(self, text: str) -> Iterable[str]:
         return (mark for mark in self._marks if mark in text)
+
+
+def answers_earlier_call(messages: Sequence[Json]) -> bool:
+    """Return whether a result among these messages answers a call before them, or does not say which call it answers.
+
+    Args:
+        messages: a reply and what follows it.
+    """
+    called: frozenset[str] = frozenset()
+    for message in messages:
+        answered = message.get("tool_call_id")
+        if (answered is not None or message.get("role") in RESULT_ROLES) and answered not in [*called]:
+            return True
+        called |= tool_call_ids(message)
+    return False
 
 
 def restored(messages: Sequence[Json], thinking: Mapping[int, str], *, first: int = 0) -> list[Json]:

@@ -30,7 +30,7 @@ RENDERED_HERE = 4 * 2**10
 """Characters that are rendered and tokenised on the event loop; more are left to a thread. 20,000 take 8 ms."""
 NO_IDS = np.empty(0, np.int32)
 RENDERING = ThreadPoolExecutor(max_workers=2, thread_name_prefix="render")
-"""Threads of their own: a text of many megabytes takes seconds, and other calls read the store in the common ones."""
+"""Threads for rendering only: a text of many megabytes takes seconds, and other calls read the store in others."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -126,6 +126,10 @@ async def _extended_prompt(
     num_outlined = min(len(outlines), replied) if template.shortens else 0
     if isinstance(messages, RepeatedMessages):
         await messages.load(num_outlined)
+    if num_outlined and not template.renders_in_short(messages, replied):
+        num_outlined = 0
+        if isinstance(messages, RepeatedMessages):
+            await messages.load()
     is_long = has_more_text(messages[num_outlined:], RENDERED_HERE)
     extended = await asyncio.get_running_loop().run_in_executor(RENDERING, extend) if is_long else extend()
     if known is not None:
@@ -191,11 +195,7 @@ def break_reason(conversation: Conversation, forest: Forest, parent: KnownTurn |
     if any(digest in messages_digests for digest in history.messages[first:num_replied]):
         return "tools_changed"
     dialogue_digests = {turn.dialogue_digest for turn in turns}
-    if any(
-        history.dialogue[index] in dialogue_digests
-        for index in range(first, num_replied)
-        if conversation.messages[index].get("role") == "assistant"
-    ):
+    if any(history.dialogue[index] in dialogue_digests for index in history.replies if first <= index < num_replied):
         return "system_changed"
     return "edited_history"
 

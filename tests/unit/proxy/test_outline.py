@@ -10,7 +10,7 @@ import pickle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, small_tokenizer, template_of
+from unit.proxy.test_templates_of_many_families import FAMILIES, TOOLS, USER, small_tokenizer, template_of
 
 from proxy.continuation.chat_template import KEPT_BEFORE, ChatTemplate, Unsafe
 from proxy.continuation.outline import KEPT_HEAD, KEPT_TAIL, Kind, Outliner, Outlines, kept_positions, marks_of
@@ -22,7 +22,22 @@ LONG = "A text that is much longer than what is kept of it. " * 20
 TEXTS = st.sampled_from(
     ["", " ", "Yes.", "Žofie — 誰?", LONG, LONG + "</think>" + LONG, "<tool_response>\nx\n</tool_response>"]
 )
+NAMES = st.sampled_from(["look_up", "f.build", "send_off"])
 THINKING = st.sampled_from([None, None, "I recall.", LONG])
+
+NAMED_RESULTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'tool' %}{% set found = namespace(name='') %}"
+    "{% for n in messages[: loop.index0] %}{% for c in n.tool_calls or [] if CONDITION %}"
+    "{% set found.name = c.function.name %}{% endfor %}{% endfor %}{{ found.name }}{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{{ c.id if PRINTS_ID }}{% endfor %}"
+    "<|im_end|>{% endfor %}<|im_start|>"
+)
+"""Prints with each result the function of an earlier call with its id."""
+LAST_CALL = NAMED_RESULTS.replace("CONDITION", "c.id == m.tool_call_id").replace("PRINTS_ID", "false")
+FIRST_CALL = NAMED_RESULTS.replace("CONDITION", "c.id == m.tool_call_id and not found.name").replace(
+    "PRINTS_ID", "false"
+)
+PRINTS_IDS = LAST_CALL.replace("if false", "if true")
 
 
 def kind(role: str, **fields: object) -> Kind:
@@ -63,12 +78,62 @@ def test_the_marks_of_a_template_are_the_texts_that_it_names():
     assert marks_of("{% for %}") is None
 
 
-def test_a_template_that_numbers_its_messages_is_rendered_whole():
-    tokenizer = copy.deepcopy(small_tokenizer())
-    tokenizer.chat_template = "{% for m in messages %}<{{ loop.index }}>{{ m.content }}<|im_end|>{% endfor %}"
-    template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "string")
-    template.shorten_if_alike()
-    assert not template.shortens
+def test_content_that_begins_with_a_mark_is_of_another_kind_than_content_that_quotes_it():
+    """Qwen 3 takes the first one for a tool's result, and the second one for a question; a list of texts is a text."""
+    outliner, text = Outliner(("<tool_response>",)), "<tool_response>"
+    quoted, wrapped, listed = (
+        outliner.kind({"role": "user", "content": content})
+        for content in ("What is <tool_response>?", f"{text} 1", [{"type": "text", "text": f"{text} 1"}])
+    )
+    assert quoted != wrapped == listed
+    assert outliner.kind({"role": "user", "content": [{"type": "text", "text": ""}]}).is_empty
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for m in messages %}<{{ loop.index }}>{{ m.content }}<|im_end|>{% endfor %}", FIRST_CALL]
+)
+def test_a_template_that_numbers_its_messages_or_reads_early_calls_is_rendered_whole(source: str):
+    """The second one names a result by the first call with its id: of calls with the same id, not the reply's."""
+    assert not template_from(source).shortens
+
+
+def work(number: int) -> list[dict]:
+    """A call with an id and a function of its own, and its result."""
+    function = {"name": f"f.do_{number}", "arguments": "{}"}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": f"c{number}", "function": function}]},
+        {"role": "tool", "tool_call_id": f"c{number}", "content": "r"},
+    ]
+
+
+@pytest.mark.parametrize("num_calls", [5, 20])
+@pytest.mark.parametrize("late", [[], [{"role": "tool", "tool_call_id": "c2", "content": "late"}]])
+def test_a_late_result_of_an_earlier_call_keeps_its_function(num_calls: int, late: list[dict]):
+    """After a result of the reply's own call or in its place, also where the kind of conversation is known."""
+    template = template_from(LAST_CALL)
+    assert template.shortens
+    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
+    messages = [USER, *(message for number in range(num_calls) for message in work(number))]
+    replied = len(messages) - 2
+    other = [*messages[:-1], {**messages[-1], "tool_call_id": "c2"}]
+    for sent in (messages, [*messages, *late], other):
+        found = template.continuation(sent, replied, reply, None, {}, keep_thinking=False)
+        assert (
+            found.tolist() == template.whole_continuation(sent, replied, reply, None, {}, keep_thinking=False).tolist()
+        )
+        assert ("f.do_2" in template.text_of(list(found))) == (sent is other or sent[-1:] == late)
+
+
+def test_conversations_of_a_known_kind_are_extended_where_a_template_prints_the_ids_of_calls():
+    """It prints them after the arguments, as Mistral's do, so the second reply does not close as the first."""
+    template = template_from(PRINTS_IDS)
+    assert template.shortens
+    reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
+    for number in (6, 7):
+        messages = [USER, *work(number), *work(number + 10)]
+        short = answered(template.continuation, messages, 3, reply, keep_thinking=False)
+        assert short == answered(template.whole_continuation, messages, 3, reply, keep_thinking=False)
+        assert isinstance(short, list)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +143,17 @@ def test_the_templates_of_widely_used_models_can_be_rendered_in_short(family: st
     assert shortened(family).shortens
 
 
+@functools.cache
+def template_from(source: str) -> ChatTemplate:
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = source
+    template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], "string")
+    template.shorten_if_alike()
+    return template
+
+
 def shortened(family: str) -> ChatTemplate:
-    template = template_of(family)
+    template = template_from(LAST_CALL) if family == "last call" else template_of(family)
     if not template.shortens:
         template.shorten_if_alike()
     return template
@@ -92,16 +166,19 @@ def conversations(draw: st.DrawFn) -> tuple[list[dict], int]:
     if draw(st.booleans()):
         messages.append({"role": "system", "content": draw(TEXTS)})
     messages.append({"role": "user", "content": draw(TEXTS)})
-    for _ in range(draw(st.integers(1, 4))):
-        pattern = draw(patterns())
+    for number in range(draw(st.integers(1, 4))):
+        pattern = draw(patterns(number))
         messages += pattern * draw(st.sampled_from([1, 2, 15, 16, 31]))
     replies = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
     return messages, draw(st.sampled_from(replies[len(replies) // 2 :]))
 
 
 @st.composite
-def patterns(draw: st.DrawFn) -> list[dict]:
-    """An answer and a question, or calls and their results, perhaps with a question after them."""
+def patterns(draw: st.DrawFn, place: int) -> list[dict]:
+    """An answer and a question, or calls and their results, perhaps with a late result or a question after them.
+
+    `place` is the pattern's number. A late result answers a call of an earlier pattern.
+    """
     reply = {"role": "assistant", "content": draw(TEXTS)}
     if thinking := draw(THINKING):
         reply["reasoning"] = thinking
@@ -109,11 +186,12 @@ def patterns(draw: st.DrawFn) -> list[dict]:
     if not number:
         return [reply, {"role": "user", "content": draw(TEXTS)}]
     arguments = json.dumps({"name": draw(TEXTS)})
+    ids = [f"call_{draw(st.sampled_from([0, place]))}{each:03}" for each in range(number)]
     reply["tool_calls"] = [
-        {"id": f"call_{each}", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
-        for each in range(number)
+        {"id": each, "type": "function", "function": {"name": draw(NAMES), "arguments": arguments}} for each in ids
     ]
-    results = [{"role": "tool", "tool_call_id": f"call_{each}", "content": draw(TEXTS)} for each in range(number)]
+    late = [f"call_{draw(st.integers(0, place))}000"] if draw(st.booleans()) else []
+    results = [{"role": "tool", "tool_call_id": each, "content": draw(TEXTS)} for each in [*ids, *late]]
     return [reply, *results, *([{"role": "user", "content": draw(TEXTS)}] if draw(st.booleans()) else [])]
 
 
@@ -126,7 +204,7 @@ def answered(continuation, messages: list[dict], replied: int, reply: Reply, *, 
     return found.tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "last call"])
 @settings(max_examples=settings.default.max_examples // 8, suppress_health_check=list(HealthCheck))
 @given(conversation=conversations(), ended=st.booleans(), keep_thinking=st.booleans())
 def test_rendering_in_short_and_in_full_gives_the_same_ids(family, conversation, ended, keep_thinking):
@@ -194,7 +272,7 @@ def test_a_conversation_of_a_known_kind_is_rendered_once():
     try:
         for number, text in ((40, "First."), (47, LONG)):
             messages = [{"role": "user", "content": f"{number} {text}"}, *work * number]
-            messages[-1] = {"role": "tool", "content": text}
+            messages[-1] = {"role": "tool", "tool_call_id": "call_0", "content": text}
             reply = Reply(last_token=min(template.end_tokens), ended=True, reasoning="")
             short = answered(template.continuation, messages, len(messages) - 2, reply, keep_thinking=False)
             rendered.append(0)
