@@ -106,13 +106,12 @@ def test_the_verdicts_of_another_commit_are_played_again(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("harness", HARNESSES, ids=by_name)
 def test_an_agent_passes_the_checks_that_its_row_states(fake: Served, harness: Harness):
-    """`make harnesses` installs them; what cannot be installed says so in its row."""
+    """`make harnesses` installs them; what no machine could install says so in its row."""
     engine, proxy = fake
     stated = STATED[harness.name]
     directory = installed(harness)
     if directory is None:
-        assert stated["runs"] == "not installed"
-        return
+        pytest.skip(f"{harness.name} is not installed on this machine; its row says {stated['runs']!r}")
     verdict = examine(Stage(harness, directory, proxy, engine))
     good = {column: cell for column, cell in stated.items() if cell == "yes"}
     assert {column: verdict.cells.get(column) for column in good} == good, verdict.notes
