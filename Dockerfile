@@ -13,13 +13,14 @@ WORKDIR /source
 # A pip.conf given as the build's secret `pip` chooses an index or a CPU build of torch and stays out of every layer.
 COPY pyproject.toml ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    for package in proxy trainer turnwise migrations; do mkdir "$package" && touch "$package/__init__.py" README.md; done \
+    for package in proxy trainer turnwise migrations extras/fake_engine/turnwise_fake_engine; do mkdir -p "$package" && touch "$package/__init__.py" README.md; done \
     && /opt/turnwise/bin/pip install "${TORCH}" ".[${EXTRAS}]" \
     && /opt/turnwise/bin/pip uninstall --yes turnwise
 COPY README.md LICENSE ./
 COPY proxy proxy
 COPY trainer trainer
 COPY turnwise turnwise
+COPY extras/fake_engine extras/fake_engine
 COPY migrations migrations
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     /opt/turnwise/bin/pip install --no-deps .

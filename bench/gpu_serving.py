@@ -26,10 +26,10 @@ import uvloop
 from load import load
 from rollouts import SIZES, write_model
 from safetensors.torch import load_file
+from turnwise_fake_engine.tokens import write_tokenizer
 
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.engine_plugin import BACKEND
-from turnwise.fake_engine.tokens import write_tokenizer
 from turnwise.processes import guard
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin, packages_problem
 from turnwise.processes.stack import command, free_port

@@ -42,7 +42,8 @@ def measure_step(size_name: str, *, num_sessions: int) -> dict[str, Any]:
     best = float("inf")
     for number in range(WARM_UP_STEPS + STEPS):
         started = time.perf_counter()
-        agent.optimizer_step(optimizer, batch, members, proximal=None, is_first=False)
+        agent.gradient(optimizer, batch, members)
+        agent.step(optimizer)
         if policy.device.type == "cuda":
             torch.cuda.synchronize()
         if number >= WARM_UP_STEPS:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from long_dialects import encode_body, encode_message
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -121,6 +122,8 @@ class Conversation:
         self._tools = json.dumps(tools(), separators=(",", ":")).encode() if shape.has_tools else b""
         self._number = 0
         self._encoded = [_dump(message) for message in self._opening(num_characters)]
+        self._in_dialect: list[bytes] = []
+        """The messages after the system message, in the format of the requests so far."""
 
     def _opening(self, num_characters: int) -> Iterator[Json]:
         yield {"role": "system", "content": self._take(min(SYSTEM_CHARACTERS, num_characters // 4))}
@@ -157,6 +160,13 @@ class Conversation:
             + (b',"max_tokens":%d' % max_tokens if max_tokens else b"")
         )
         return b'{"messages":[' + b",".join(self._encoded) + b"]" + end + b"}"
+
+    def request_in(self, dialect: str) -> bytes:
+        """Return the body of the next request in a format other than chat, always the same one."""
+        first = 1 + len(self._in_dialect)
+        self._in_dialect += [encode_message(dialect, encoded) for encoded in self._encoded[first:]]
+        system: str = orjson.loads(self._encoded[0])["content"]
+        return encode_body(dialect, self._in_dialect, system, tools() if self._tools else [])
 
     def extend(self, reply: Json) -> None:
         """Add a reply, and a tool's result or a user's message."""

@@ -1,9 +1,10 @@
 """Measure turns of long conversations: `python bench/long_turn.py [--tokens 100000 300000 1000000] [--json]`.
 
 Conversations of code, in many messages with tool calls or in a few long ones, grow turn by turn through a proxy that
-commits every turn. Printed for each: CPU milliseconds a turn of the serving process and of its writing process, the
-longest hold of the event loop, the resident memory a million tokens of live context, and the same for the first turn,
-whose whole prompt is new. The engine is a stand-in that echoes the prompt ids as bytes (bench/long_engine.py).
+commits every turn, in every wire format. Printed for each: CPU milliseconds a turn of the serving process and of its
+writing process, the longest hold of the event loop, the resident memory a million tokens of live context, and the same
+for the first turn, whose whole prompt is new. The engine is a stand-in that echoes the prompt ids as bytes
+(bench/long_engine.py).
 
 With `--live 200` so many conversations of the first length are played, turn by turn in turns, by a proxy whose memory
 settings are a share of the defaults: 200 of 10,000. Printed: its growth at each round, against the sum of the settings,
@@ -26,6 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
+from long_dialects import DIALECTS, PATHS, chat_reply
 from long_text import FEW, MANY, Conversation, Shape, tokenizer_directory
 from memory import FULL_SESSIONS, cache_flags, resident_bytes
 from servers import START_SECONDS, running
@@ -37,6 +39,9 @@ HERE = Path(__file__).parent
 CHARACTERS_PER_TOKEN = 4.0
 LIVE_TOKENS = 4_000_000
 """Live context of each case, more than what freed requests leave: several conversations are played."""
+CHAT_MODES = ("whole", "stream")
+MODES = [*CHAT_MODES, *DIALECTS[1:]]
+"""Whole and streamed replies of chat, and whole replies of the other formats."""
 WARM_UP_TURNS = 2
 SETTLE_SECONDS = 7.0
 """Until the proxy has returned freed memory to the system."""
@@ -114,22 +119,23 @@ class Server:
         self._http.request("GET", path)
         return self._http.getresponse().read().decode()
 
-    def turn(self, session_id: str, conversation: Conversation, *, stream: bool) -> int:
-        """Play one turn; return the number of characters that were sent."""
-        body = conversation.request(stream=stream)
-        conversation.extend(self.reply(session_id, body, stream=stream))
+    def turn(self, session_id: str, conversation: Conversation, mode: str) -> int:
+        """Play one turn, in `whole` or `stream` replies of chat or in another format; return the request's length."""
+        is_chat = mode in CHAT_MODES
+        body = conversation.request(stream=mode == "stream") if is_chat else conversation.request_in(mode)
+        conversation.extend(self.reply(session_id, body, mode))
         return len(body)
 
-    def reply(self, session_id: str, body: bytes, *, stream: bool) -> dict[str, Any]:
+    def reply(self, session_id: str, body: bytes, mode: str) -> dict[str, Any]:
         """Send a request; return the reply's message."""
+        dialect = "chat" if mode in CHAT_MODES else mode
         headers = {"content-type": "application/json", "x-session-id": session_id}
-        self._http.request("POST", "/v1/chat/completions", body, headers)
+        self._http.request("POST", PATHS[dialect], body, headers)
         response = self._http.getresponse()
         raw = response.read()
         if response.status != 200:
             raise RuntimeError(f"the proxy answered {response.status}: {raw[:500]!r}")
-        message: dict[str, Any] = joined(raw) if stream else orjson.loads(raw)["choices"][0]["message"]
-        return message
+        return joined(raw) if mode == "stream" else chat_reply(dialect, orjson.loads(raw))
 
     def database_bytes(self) -> int:
         """Return the size of the database's files."""
@@ -183,69 +189,69 @@ def served(*flags: str, engine_flags: Sequence[str] = (), num_workers: int = 1) 
         )
 
 
-def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, *, stream: bool) -> dict[str, Any]:
+def measure(server: Server, shape: Shape, num_tokens: int, num_turns: int, mode: str) -> dict[str, Any]:
     """Play conversations of one length."""
     num_conversations = max(1, LIVE_TOKENS // num_tokens)
-    name = f"{shape.num_messages}-{num_tokens}-{'stream' if stream else 'whole'}"
+    name = f"{shape.num_messages}-{num_tokens}-{mode}"
     conversations = [
         Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), seed) for seed in range(num_conversations)
     ]
     other = Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 98)
     for _ in range(WARM_UP_TURNS + 1):
-        server.turn(f"{name}-other", other, stream=stream)
-    resident = settled_bytes(server, f"{name}-other", other, stream=stream)
+        server.turn(f"{name}-other", other, mode)
+    resident = settled_bytes(server, f"{name}-other", other, mode)
     before = server.cpu()
     for number, conversation in enumerate(conversations):
-        server.turn(f"{name}-{number}", conversation, stream=stream)
+        server.turn(f"{name}-{number}", conversation, mode)
     first = [(after - start) * 1e3 / num_conversations for start, after in zip(before, server.cpu(), strict=True)]
     for _ in range(WARM_UP_TURNS):
         for number, conversation in enumerate(conversations):
-            server.turn(f"{name}-{number}", conversation, stream=stream)
-    grown = settled_bytes(server, f"{name}-other", other, stream=stream) - resident
+            server.turn(f"{name}-{number}", conversation, mode)
+    grown = settled_bytes(server, f"{name}-other", other, mode) - resident
     before, played = server.cpu(), 0
     while played < num_turns:
         for number, conversation in enumerate(conversations[: num_turns - played]):
-            num_characters = server.turn(f"{name}-{number}", conversation, stream=stream)
+            num_characters = server.turn(f"{name}-{number}", conversation, mode)
             played += 1
     serving, writer = [(after - start) * 1e3 / played for start, after in zip(before, server.cpu(), strict=True)]
     return {
         "shape": shape.name,
-        "mode": "stream" if stream else "whole",
+        "mode": mode,
         "tokens": num_tokens,
         "characters": num_characters,
         "serving_ms": serving,
         "writer_ms": writer,
-        "hold_ms": longest_hold(server, name, conversations, stream=stream),
+        "hold_ms": longest_hold(server, name, conversations, mode),
         "memory_mb_per_million": grown / 1e6 / (num_tokens * num_conversations / 1e6),
         "first_serving_ms": first[0],
         "first_writer_ms": first[1],
-        "first_hold_ms": first_hold(server, shape, num_tokens, name, stream=stream),
+        "first_hold_ms": first_hold(server, shape, num_tokens, name, mode),
     }
 
 
-def settled_bytes(server: Server, name: str, conversation: Conversation, *, stream: bool) -> int:
+def settled_bytes(server: Server, name: str, conversation: Conversation, mode: str) -> int:
     """Return the resident memory once the proxy has returned what it freed, which it does after so many bytes."""
     time.sleep(SETTLE_SECONDS)
     num_sent = 0
     while num_sent < TRIM_BYTES:
-        num_sent += server.turn(name, conversation, stream=stream)
+        num_sent += server.turn(name, conversation, mode)
     time.sleep(SETTLE_SECONDS)
     return resident_bytes(server.pid)
 
 
-def longest_hold(server: Server, name: str, conversations: list[Conversation], *, stream: bool) -> float:
+def longest_hold(server: Server, name: str, conversations: list[Conversation], mode: str) -> float:
     """Return the longest hold of the event loop in three more turns, milliseconds."""
     server.get("/bench/watch")
     for _ in range(3):
-        server.turn(f"{name}-0", conversations[0], stream=stream)
+        server.turn(f"{name}-0", conversations[0], mode)
     return float(server.get("/bench/hold")["seconds"]) * 1e3
 
 
-def first_hold(server: Server, shape: Shape, num_tokens: int, name: str, *, stream: bool) -> float:
+def first_hold(server: Server, shape: Shape, num_tokens: int, name: str, mode: str) -> float:
     """Return the longest hold in the first turn of another conversation, milliseconds."""
     conversation = Conversation(shape, int(num_tokens * CHARACTERS_PER_TOKEN), 99)
     server.get("/bench/watch")
-    server.turn(f"{name}-first", conversation, stream=stream)
+    server.turn(f"{name}-first", conversation, mode)
     return float(server.get("/bench/hold")["seconds"]) * 1e3
 
 
@@ -262,7 +268,7 @@ class LiveConversation:
         conversation = Conversation(MANY, self._num_characters, self._seed)
         for reply in self._replies:
             conversation.extend(orjson.loads(reply))
-        message = server.reply(f"live-{self._seed}", conversation.request(stream=False), stream=False)
+        message = server.reply(f"live-{self._seed}", conversation.request(stream=False), "whole")
         self._replies.append(orjson.dumps(message))
 
 
@@ -318,7 +324,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
     parser.add_argument("--turns", type=int, default=12, help="measured turns of each case")
-    parser.add_argument("--modes", nargs="+", choices=["whole", "stream"], default=["whole", "stream"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--live", type=int, default=0, help="conversations of the first length, instead of the cases")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each conversation with --live")
     parser.add_argument("--json", action="store_true")
@@ -328,17 +334,17 @@ def main() -> int:
         return 0
     rows = []
     print(
-        f"{'tokens':>9} {'shape':31}{'mode':8}{'serving':>10}{'writer':>10}{'hold':>10}{'MB/M tok':>10}"
+        f"{'tokens':>9} {'shape':31}{'mode':10}{'serving':>10}{'writer':>10}{'hold':>10}{'MB/M tok':>10}"
         f"{'first':>10}{'its writer':>12}{'its hold':>10}"
     )
     for num_tokens in given.tokens:
         for shape in (MANY, FEW):
             for mode in given.modes:
                 with served() as server:
-                    row = measure(server, shape, num_tokens, given.turns, stream=mode == "stream")
+                    row = measure(server, shape, num_tokens, given.turns, mode)
                 rows.append(row)
                 print(
-                    f"{num_tokens:9} {shape.name:31}{mode:8}{row['serving_ms']:7.1f} ms{row['writer_ms']:7.1f} ms"
+                    f"{num_tokens:9} {shape.name:31}{mode:10}{row['serving_ms']:7.1f} ms{row['writer_ms']:7.1f} ms"
                     f"{row['hold_ms']:7.1f} ms{row['memory_mb_per_million']:10.1f}{row['first_serving_ms']:7.0f} ms"
                     f"{row['first_writer_ms']:9.0f} ms{row['first_hold_ms']:7.0f} ms",
                     flush=True,

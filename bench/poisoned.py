@@ -24,9 +24,9 @@ import numpy as np
 from pydantic import PrivateAttr
 from safetensors.numpy import save_file
 from servers import running
+from turnwise_fake_engine import Reply, Script, running_fake_engine
+from turnwise_fake_engine.ledger import EngineState
 
-from turnwise.fake_engine import Reply, Script, running_fake_engine
-from turnwise.fake_engine.ledger import EngineState
 from turnwise.processes.stack import command, free_port
 from turnwise.types import Json
 

@@ -115,7 +115,7 @@ class Bench:
 
         def run() -> float:
             self.policy.model.zero_grad(set_to_none=True)
-            return float(agent.accumulate_gradient(batch, members).read()["loss"] or 0.0)
+            return float(agent.accumulate_gradient(batch, members)[0].read()["loss"] or 0.0)
 
         return rows, Candidate(tokens=sum(len(row.layout.tokens) for row in rows), run=run)
 

@@ -97,7 +97,7 @@ def cpu_of_turns(num_tokens: int, num_turns: int, *flags: str, reconnects: bool)
                 before = sum(server.cpu())
             if reconnects:
                 server.reconnect()
-            server.turn("conversation", conversation, stream=False)
+            server.turn("conversation", conversation, "whole")
         return (sum(server.cpu()) - before) / num_turns * 1e3
 
 

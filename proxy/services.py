@@ -19,16 +19,20 @@ from proxy.auth import Authenticator
 from proxy.calls.relay import Relay
 from proxy.calls.replays import Replays
 from proxy.calls.shadows import Shadows
-from proxy.continuation.recent_histories import long_request_bytes
 from proxy.continuation.sessions import Sessions
-from proxy.dialects.decoding_process import DecodingProcess
-from proxy.dialects.known_requests import KnownRequests
 from proxy.engines.activity import ActivityRecorder
 from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
 from proxy.engines.pool import EnginePool
-from proxy.engines.probe import check_capture, find_sampling_defaults, find_template, has_lora, load_unchecked_template
+from proxy.engines.probe import (
+    check_capture,
+    find_sampling_defaults,
+    find_template,
+    has_lora,
+    load_unchecked_template,
+    read_server_info,
+)
 from proxy.events import Events
 from proxy.fault import FaultPoints
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
@@ -81,14 +85,12 @@ class Services:
     shadows: Shadows
     reloader: Reloader
     files: VersionFiles
-    """Reads versions' files for the routes; the reloader has its own, because it asks which of its reads goes on."""
+    """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
     authenticator: Authenticator
     limits: Limits
     budgets: Budgets
     counts: RecentCounts
     replays: Replays
-    known_requests: KnownRequests
-    decoder: DecodingProcess
     events: Events
     searches: asyncio.Semaphore
     """Places for searches in what sessions hold: each may take a thread and a connection for seconds."""
@@ -145,7 +147,7 @@ async def running_services(
         ActivityRecorder(services.pool, services.writer, services.metrics).run(),
         _sweep(services),
         _refresh_gauges(services.metrics),
-        return_freed_memory(lambda: services.known_requests.num_bytes_read),
+        return_freed_memory(lambda: services.sessions.num_bytes_read),
     ]
     tasks = [asyncio.create_task(each) for each in background]
     try:
@@ -174,7 +176,6 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
     )
     await writer.start()
     pool = _make_pool(settings, metrics)
-    decoder = DecodingProcess()
     sessions = Sessions(database, writer, settings, metrics, faults)
     relay = Relay(database, pool, sessions, writer, metrics, faults, max_reply_bytes=settings.max_reply_bytes)
     shadows = Shadows(relay, pool, sessions, writer, settings, metrics)
@@ -185,7 +186,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         pool,
         settings,
         metrics,
-        probe=lambda engine: _probe_engine(engine, sessions, settings),
+        check_engine=lambda engine: _check_engine(engine, sessions, settings),
         faults=faults,
         announce=lambda engine: _announce_weights(engine, peers),
         reserve=lambda engine: _reserve_engine(engine, peers),
@@ -208,10 +209,6 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         budgets=Budgets(settings, database, writer, metrics),
         counts=RecentCounts(database),
         replays=Replays(settings.replay_bytes),
-        known_requests=KnownRequests(
-            long_request_bytes(settings), decoder, max_part_strings=settings.max_json_part_strings
-        ),
-        decoder=decoder,
         events=Events(database, metrics),
         searches=asyncio.Semaphore(MAX_SEARCHES),
         peers=peers,
@@ -236,7 +233,6 @@ async def _close_services(services: Services) -> None:
     with contextlib.suppress(TimeoutError):  # calls that were cut off store what was sampled until then
         await asyncio.wait_for(services.relay.wait_idle(), services.settings.commit_timeout_seconds)
     services.pool.close()
-    services.decoder.close()
     services.peers.close()
     await services.budgets.close()
     await services.writer.close()
@@ -301,7 +297,7 @@ async def _reserve_engine(engine: Engine, peers: Peers) -> None:
         log.warning("a worker has not ended its calls on the engine at %s within %g s", engine.url, DRAIN_SECONDS)
 
 
-async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySettings) -> None:
+async def _check_engine(engine: Engine, sessions: Sessions, settings: ProxySettings) -> None:
     """Check an engine's features, and reject it if capture would not be exact.
 
     Raises:
@@ -313,8 +309,9 @@ async def _probe_engine(engine: Engine, sessions: Sessions, settings: ProxySetti
         return
     engine.has_lora = await has_lora(engine)
     try:
-        await check_capture(engine, send_all_messages=settings.send_all_messages)
+        await check_capture(engine)
         engine.sampling_defaults = await find_sampling_defaults(engine)
+        await read_server_info(engine)
     except EngineUnsuitable as unsuitable:
         if settings.engine_check == "strict":
             raise

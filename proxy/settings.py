@@ -81,12 +81,10 @@ class ProxySettings(Settings):
     """Directory or id of the served model's tokenizer; by default the engine's own model path."""
     continuation: bool = True
     """Extend stored tokens from the second turn on. If off, every turn is tokenised again: for measuring the drift."""
-    send_all_messages: bool = False
-    """Send the engine the whole conversation also where it gets the token ids of the prompt. By default a long one is
-    sent without the messages that were sent before, which vLLM does not read then. Turn it on if a router before the
-    engines chooses one by the messages (prefix-aware routing), or if a tool parser of your own reads them."""
     thinking: Literal["template", "keep"] = "template"
     """Thinking that a chat template drops later: follow the template into a new chain, or keep it and stay on one."""
+    call_text: Literal["compare", "ignore"] = "compare"
+    """Text that a client leaves out beside tool calls whose ids it sends back: a new chain, or the same one."""
 
     upstream: str | None = None
     """Base URL, such as https://HOST/v1, of a server for embeddings, audio, images and moderations. By default these
@@ -110,8 +108,6 @@ class ProxySettings(Settings):
     """Most strings in one request body, the keys of objects included."""
     max_json_string_bytes: int = Field(default=8 * 2**20, gt=0)
     """Longest string in one request body. Longer ones can hold the event loop for more than 5 ms."""
-    max_json_part_strings: int = Field(default=20_000, gt=0)
-    """Most strings in one message, and in all fields of a model call other than the messages, keys included."""
     max_messages: int = Field(default=10_000, gt=0)
     max_choices: int = Field(default=128, gt=0)
     """Largest `n` of one call."""
@@ -164,9 +160,8 @@ class ProxySettings(Settings):
     token_cache_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for the tokens of turns that a call may extend; others are read back from the store."""
     request_cache_bytes: int = Field(default=128 * 2**20, ge=0)
-    """Memory for what is derived from the messages of the last requests, so that a call decodes and digests only
-    those that are new, and for messages that take more than 5 MiB. An eighth of it is for requests of up to 64 KiB.
-    Others are decoded again."""
+    """Memory for what is derived from the messages of the last calls, so that a call digests only those that are
+    new."""
     replay_bytes: int = Field(default=32 * 2**20, ge=0)
     """Memory for answers that a retried call may repeat."""
 
@@ -180,8 +175,9 @@ class ProxySettings(Settings):
     engine_sleep: bool = False
     """Bring engines to sleep while a trainer with `engine_sleep_level` computes. They need `--enable-sleep-mode`."""
     probe_tolerance: float | None = Field(default=None, ge=0)
-    """Largest |logprob difference| between the engine and a checkpoint's own probe, nats. By default by precision: 0.25
-    in float32 and 1.0 in bfloat16, and on average 0.05 and 0.1."""
+    """Largest |logprob difference| between the engine and a checkpoint's own probe, nats. By default by
+    precision: 0.005 where both are in float32, 0.25 on a coarser engine, 1.0 for a coarser checkpoint; and on average
+    0.0005, 0.05 and 0.1."""
     canary_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of new sessions that sample with a new version before all do; 0 serves it to all at once. Whole weights
     need a second engine for a trial, adapters do not."""
@@ -211,7 +207,7 @@ class ProxySettings(Settings):
     """File for one line of JSON for each request, `-` for stdout; off by default."""
     otlp_endpoint: str | None = None
     """Base URL of an OTLP/HTTP collector, such as http://127.0.0.1:4318, that gets OpenTelemetry spans of each request;
-    needs `pip install 'turnwise[otel]'`. By default none are made."""
+    needs `pip install '.[otel]'`. By default none are made."""
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
 

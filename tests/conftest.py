@@ -24,6 +24,10 @@ pytest_plugins = [
     "support.workers",
 ]
 
+# What tests start as processes finds the stand-in engine of this checkout, as the tests themselves do.
+STAND_IN = str(Path(__file__).parents[1] / "extras" / "fake_engine")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), STAND_IN]))
+
 # Two test processes and their children share the cores, and idle threads of torch occupy a core while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

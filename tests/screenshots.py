@@ -9,8 +9,7 @@ from typing import Any
 from support.browser import Visit, running_browser, visit
 from support.observed_run import observe_run
 from support.proxies import running_proxy
-
-from turnwise.fake_engine import running_fake_engine
+from turnwise_fake_engine import running_fake_engine
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 MAX_BYTES = 150_000

@@ -37,8 +37,7 @@ def make_agent(settings: TrainerSettings) -> PolicyAgent:
     policy, reference = Policy(settings), Policy(settings) if needs_reference else None
     if settings.estimator != "gae":
         return PolicyAgent(policy, settings, reference)
-    second = Policy(settings) if settings.critic == "model" else None
-    return PolicyAgent(policy, settings, reference, Critic(policy, second))
+    return PolicyAgent(policy, settings, reference, Critic(policy))
 
 
 def optimizer_factory(settings: TrainerSettings) -> OptimizerLike:

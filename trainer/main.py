@@ -17,12 +17,11 @@ from types import FrameType
 import torch
 
 from trainer.learning.optimizer import check_optimizer
-from trainer.loop.base import RLWorkflow
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World, leave_world
 from trainer.policy.agent import NO_SHARDED_CRITIC
 from trainer.recorders import ProgressLine, Recorder, TensorBoard, Trackio, WeightsAndBiases, check_package
 from trainer.settings import TrainerSettings
+from trainer.train import OnPolicyWorkflow, RLWorkflow
 from turnwise.errors import SettingsError
 from turnwise.telemetry import configure_logging
 from turnwise.types import PolicyKind
@@ -105,7 +104,7 @@ def check_division(settings: TrainerSettings) -> None:
 
 def _workflow_class(settings: TrainerSettings) -> type[RLWorkflow]:
     if settings.workflow == "off_policy":
-        from trainer.loop.off_policy import OffPolicyWorkflow
+        from trainer.off_policy import OffPolicyWorkflow
 
         return OffPolicyWorkflow
     return OnPolicyWorkflow

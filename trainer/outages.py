@@ -1,4 +1,4 @@
-"""How the trainer waits: for a stop, for a database that is not available, and after a jump of the database's clock.
+"""How the trainer keeps what it claimed, and how it waits: for a stop, for a database, after a jump of its clock.
 
 A lease that runs out meanwhile is taken by a second trainer, if there is one; the acknowledgement then fails, since it
 checks the fencing tokens. Without another trainer no work is lost.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import datetime
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from turnwise.errors import StoreUnavailable
+from turnwise.errors import LeaseLost, StoreUnavailable
+from turnwise.store import claims
+from turnwise.store.database import Database
 
 log = logging.getLogger(__name__)
 
@@ -97,3 +100,31 @@ class SteadyClock:
             self._jumped_at = monotonic
         self._offset = offset
         return monotonic - self._jumped_at
+
+
+class Lease:
+    """Renews a claim from a thread until it is stopped."""
+
+    def __init__(self, db: Database, claim: claims.Claim, lease_seconds: float) -> None:
+        self.claim = claim
+        self._db = db
+        self._lease_seconds = lease_seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the renewal."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        while not self._stopped.wait(self._lease_seconds / 3):
+            try:
+                claims.renew(self._db, self.claim, self._lease_seconds)
+            except LeaseLost:
+                # The ack fails with the same error, in the thread that can act on it.
+                log.warning("the lease on %d groups was lost", len(self.claim.groups))
+                return
+            except StoreUnavailable as error:
+                log.warning("the lease could not be renewed, trying again: %s", error)

@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import Field
 
 from turnwise.settings import Settings
-from turnwise.store.claims import LONGEST_LEASE_SECONDS
+from turnwise.store.claims import Claim
 from turnwise.types import Role
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ class PacingRule(Settings):
     """The trainer waits while its next version would be more than this many versions ahead of the oldest one that an
     open group was sampled by. Slow sessions are then trained, not dropped, and the trainer waits for them. None never
     waits."""
-    in_flight_seconds: float = Field(default=120.0, gt=0)
-    """Open sessions without activity for this long no longer hold the trainer back."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Groups with a turn that is older than this many versions are dropped, with a line in the log. 0 is strictly on
     policy; None drops nothing."""
@@ -53,19 +51,21 @@ class SourceRule(PacingRule):
     running process needs its own."""
     groups_per_batch: int = Field(default=32, ge=1)
     """Groups of a whole batch."""
+    singles_per_group: int = Field(default=8, ge=1)
+    """Single sessions that fill the place of one group. Traffic without groups makes a batch of `groups_per_batch`
+    times as many sessions, however long that takes: few sessions are no evidence for a new version. 1 treats each as a
+    group, `wait_seconds` included."""
     wait_seconds: float | None = 60.0
-    """How long to wait for a whole batch once a group is ready; then a smaller batch is trained. None has no limit."""
-    first_wait_seconds: float = Field(default=5.0, ge=0)
-    """The same for the first batch of a run, where it is shorter than `wait_seconds`."""
+    """How long to wait for a whole batch once a group is ready; then a smaller batch is trained, with the single
+    sessions that are ready. None has no limit. The first batch of a run waits five seconds at most."""
     refill_seconds: float | None = Field(default=None, ge=0)
     """How long a batch waits for groups in the place of those whose rewards are all equal, which teach nothing. None
     trains a smaller batch."""
-    lease_seconds: float = Field(default=60.0, gt=0, le=LONGEST_LEASE_SECONDS)
-    """How long a claim lasts without renewal. The trainer renews it while it works."""
-    poll_seconds: float = Field(default=0.5, gt=0)
-    """Longest pause between two queries for ready groups."""
     stalled_seconds: float | None = 900.0
     """Close a group without activity for this long; None leaves it open."""
+    unrewarded_seconds: float | None = Field(default=None, ge=0)
+    """Let a session that ended this long ago without a reward count as failed: its group is trained without it, if the
+    others are finished. None waits for `stalled_seconds`; set it where a grader may give no reward."""
     stalled_policy: Literal["train", "drop"] = "train"
     """Train a stalled group without its missing sessions, or drop it."""
     reward_bonus_coeff: float = 0.0
@@ -103,13 +103,23 @@ class Look:
     """What the ledger holds at one moment."""
 
     num_ready: int
-    """Groups that can be claimed."""
+    """Groups that can be claimed, without single sessions."""
+    num_singles: int = 0
+    """Single sessions that can be claimed."""
     pinned: int | None = None
     """The pinned version."""
     oldest_in_flight: int | None = None
     """The oldest version that sampled a turn of an open group."""
     failed: frozenset[int] = frozenset()
     """The failed ones among the versions that the weights came from."""
+
+    def num_due(self, rule: SourceRule) -> int:
+        """Return how many groups need not wait for a whole batch forever."""
+        return self.num_ready + (self.num_singles if rule.singles_per_group == 1 else 0)
+
+    def num_filled(self, rule: SourceRule) -> int:
+        """Return how many places of a batch can be filled."""
+        return self.num_ready + self.num_singles // rule.singles_per_group
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,31 +169,37 @@ def _bound(rule: PacingRule) -> int | None:
     return min(rule.max_versions_in_flight, rule.max_staleness + 1)
 
 
+def describe_claim(claim: Claim) -> str:
+    """Return what a claim holds, in words."""
+    num_singles = sum(group.is_single for group in claim.groups)
+    num_groups = len(claim.groups) - num_singles
+    counted = [f"{num_groups} groups"] if num_groups or not num_singles else []
+    return " and ".join(counted + ([f"{num_singles} single sessions"] if num_singles else []))
+
+
 class WaitingLog:
     """Logs what the trainer waits for, and counts the time in which it was held back."""
 
-    def __init__(self, groups_per_batch: int, report: Callable[[str, float | None], None]) -> None:
+    def __init__(self, rule: SourceRule, report: Callable[[str, float | None], None]) -> None:
         """`report` takes each line, and the seconds until the batch starts in any case."""
-        self._groups_per_batch = groups_per_batch
+        self._rule = rule
         self._report = report
-        self._said: tuple[int, str | None] | None = None
+        self._said: tuple[int, int, str | None] | None = None
         self._said_at = 0.0
         self._held_since: float | None = None
         self.held_seconds = 0.0
 
-    def observe(self, num_ready: int, seconds_left: float | None, held: str | None) -> None:
+    def observe(self, look: Look, seconds_left: float | None, held: str | None) -> None:
         """Take the state of the wait; log it when it changed, at most every few seconds."""
         now = time.monotonic()
         self._count(held is not None, now)
-        said = (num_ready, held)
-        full = num_ready >= self._groups_per_batch and held is None
+        said = (look.num_ready, look.num_singles, held)
+        full = look.num_filled(self._rule) >= self._rule.groups_per_batch and held is None
         if full or said == self._said or (self._said is not None and now - self._said_at < REPORT_SECONDS):
             return
         self._said, self._said_at = said, now
-        log.info("%s", describe_wait(num_ready, self._groups_per_batch, seconds_left, held))
-        self._report(
-            describe_wait(num_ready, self._groups_per_batch, None, held), seconds_left if held is None else None
-        )
+        log.info("%s", describe_wait(look, self._rule, seconds_left, held))
+        self._report(describe_wait(look, self._rule, None, held), seconds_left if held is None else None)
 
     def end(self) -> None:
         """The wait is over."""
@@ -195,11 +211,14 @@ class WaitingLog:
         self._held_since = now if is_held else None
 
 
-def describe_wait(num_ready: int, groups_per_batch: int, seconds_left: float | None, held: str | None) -> str:
+def describe_wait(look: Look, rule: SourceRule, seconds_left: float | None, held: str | None) -> str:
     """Return one line on what the trainer waits for."""
-    counted = f"{num_ready} of {groups_per_batch} groups are ready"
+    num_due = look.num_due(rule)
+    counted = f"{num_due} of {rule.groups_per_batch} groups are ready"
+    if look.num_singles and rule.singles_per_group > 1:
+        counted += f", and {look.num_singles} single sessions, of which {rule.singles_per_group} count as a group"
     if held is not None:
         return f"{counted}; {held}"
-    if not num_ready or seconds_left is None:
+    if not num_due or seconds_left is None:
         return f"waiting: {counted}"
     return f"waiting: {counted}, starts in {max(seconds_left, 0):.0f} s"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.errors import SettingsError
-from turnwise.line_file import append_lines
+from turnwise.files import append_lines
 from turnwise.types import utc_now
 
 log = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ from typing import Any, Literal, Self
 import safetensors
 from pydantic import Field, SecretStr, model_validator
 
+from trainer.gate import GateRule
 from trainer.learning.optimizer import OptimizerRule
-from trainer.learning.regression import GateRule
 from trainer.learning.selection import SelectionRule
 from trainer.pacing import SourceRule
 from trainer.policy.agent import AgentRule
 from trainer.policy.model import PolicySpec
 from trainer.publish.weight_server import WeightRule
-from turnwise.types import PolicyKind
+from turnwise.types import Json, PolicyKind
 from turnwise.version_directory import weight_files
 
 RATES = {30_000_000: (3e-4, 3e-3), 300_000_000: (1e-5, 1e-4), sys.maxsize: (1e-6, 1e-5)}
@@ -86,6 +86,10 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
             defaults["aggregation"] = "session_mean"
         return defaults | values
 
+    def saved(self) -> Json:
+        """Return the settings that go into a checkpoint, as plain values without secrets."""
+        return self.model_dump(mode="json", exclude={"database"})
+
     @model_validator(mode="after")
     def _teachers_fit(self) -> Self:
         if self.estimator == "teacher" and not self.teachers:
@@ -103,8 +107,6 @@ class TrainerSettings(SourceRule, OptimizerRule, SelectionRule, AgentRule, GateR
             )
         return self
 
-    log_path: Path | None = None
-    """JSON Lines, one line a batch and one an optimizer step; None: `trainer.jsonl` in `policies_dir`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True
     """Log one line a batch: version, reward, groups, seconds and gauges."""

@@ -16,9 +16,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from trainer.lease import Lease
-from trainer.outages import SteadyClock, StopFlag, outlast
-from trainer.pacing import Look, Position, Rewind, SourceRule, WaitingLog, why_held
+from trainer.outages import Lease, SteadyClock, StopFlag, outlast
+from trainer.pacing import Look, Position, Rewind, SourceRule, WaitingLog, describe_claim, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.experience import Experience
 from turnwise.store import claims, evaluations, experiences, groups, policies, queries, regression, weight_servers
@@ -29,6 +28,15 @@ from turnwise.store.trainer_status import TrainerStatus, report_status
 from turnwise.types import GroupKey, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 60.0
+"""How long a claim lasts without renewal. The trainer renews it while it works."""
+POLL_SECONDS = 0.5
+"""Longest pause between two queries for ready groups."""
+FIRST_WAIT_SECONDS = 5.0
+"""How long the first batch of a run waits for further groups, where `wait_seconds` is longer."""
+IN_FLIGHT_SECONDS = 120.0
+"""Open sessions without activity for this long no longer hold the trainer back."""
 
 Found = TypeVar("Found")
 
@@ -84,6 +92,9 @@ class Source(Protocol):
     def last_update(self) -> UpdateRecord | None:
         """Return the update that was committed last."""
 
+    def updates_after(self, update_id: int) -> list[UpdateRecord]:
+        """Return the updates that were committed after this one, oldest first."""
+
     def newest_version(self) -> int:
         """Return the highest version that was ever published."""
 
@@ -130,7 +141,7 @@ class LedgerSource:
         Raises:
             StoreUnavailable: The database fails in a way that repetitions cannot help.
         """
-        started, waiting = time.monotonic(), WaitingLog(self._rule.groups_per_batch, self._report_status)
+        started, waiting = time.monotonic(), WaitingLog(self._rule, self._report_status)
         while True:
             ready = self._wait_until_ready(at, waiting)
             if not ready or isinstance(ready, Rewind):
@@ -138,8 +149,8 @@ class LedgerSource:
             claim = self._claim(self._rule.groups_per_batch, at)
             if claim is None:
                 continue
-            self._report_status(f"training on {len(claim.groups)} groups", None)
-            self._leases[claim] = Lease(self._db, claim, self._rule.lease_seconds)
+            self._report_status(f"training on {describe_claim(claim)}", None)
+            self._leases[claim] = Lease(self._db, claim, LEASE_SECONDS)
             return ClaimedBatch(
                 claim=claim,
                 experiences=self._read(claim),
@@ -151,10 +162,10 @@ class LedgerSource:
     def refill(self, batch: ClaimedBatch, num_groups: int, at: Position) -> ClaimedBatch | None:
         """Return the batch with up to so many further groups; None if none became ready within `refill_seconds`."""
         started = time.monotonic()
-        while self._look(at).num_ready < num_groups:
+        while self._look(at).num_filled(self._rule) < num_groups:
             if time.monotonic() - started >= (self._rule.refill_seconds or 0.0) or self._closed.is_set():
                 break
-            self._closed.wait(min(0.05, self._rule.poll_seconds))
+            self._closed.wait(min(0.05, POLL_SECONDS))
         more = None if self._closed.is_set() else self._claim(num_groups, at)
         if more is None:
             return None
@@ -166,13 +177,13 @@ class LedgerSource:
             num_stale=held.num_stale + more.num_stale,
         )
         self._end_lease(held)
-        self._leases[claim] = Lease(self._db, claim, self._rule.lease_seconds)
+        self._leases[claim] = Lease(self._db, claim, LEASE_SECONDS)
         return dataclasses.replace(
             batch,
             claim=claim,
             experiences=[*batch.experiences, *self._read(more)],
             waited_seconds=batch.waited_seconds + time.monotonic() - started,
-            num_refills=batch.num_refills + len(more.groups),
+            num_refills=batch.num_refills + more.size(self._rule.singles_per_group),
         )
 
     def _claim(self, max_groups: int, at: Position) -> claims.Claim | None:
@@ -181,7 +192,8 @@ class LedgerSource:
                 self._db,
                 self._rule.trainer_id,
                 max_groups=max_groups,
-                lease_seconds=self._rule.lease_seconds,
+                singles_per_group=self._rule.singles_per_group,
+                lease_seconds=LEASE_SECONDS,
                 min_policy_version=at.min_policy_version,
                 with_imported=self._with_imported,
             )
@@ -251,6 +263,10 @@ class LedgerSource:
         """Return the update that was committed last."""
         with self._db.read() as conn:
             return queries.last_update(conn)
+
+    def updates_after(self, update_id: int) -> list[UpdateRecord]:
+        """Return the updates that were committed after this one, oldest first."""
+        return self._found(lambda conn: queries.updates_after(conn, update_id))
 
     def newest_version(self) -> int:
         """Return the highest version that was ever published, failed ones included."""
@@ -324,26 +340,27 @@ class LedgerSource:
 
     def _wait_until_ready(self, at: Position, waiting: WaitingLog) -> bool | Rewind:
         """Return True once a claim can succeed, False after `close`, or the rewind that a pin asks for."""
-        pause = min(0.02, self._rule.poll_seconds)
+        pause = min(0.02, POLL_SECONDS)
         patience = self._rule.wait_seconds
         if at.is_first_batch and patience is not None:
-            patience = min(patience, self._rule.first_wait_seconds)
+            patience = min(patience, FIRST_WAIT_SECONDS)
         seen_at: float | None = None
         while not self._closed.is_set():
             look = self._look(at)
             held = why_held(look, at, self._rule)
             if isinstance(held, Rewind):
                 return held
-            if look.num_ready and seen_at is None:
+            num_due = look.num_due(self._rule)
+            if num_due and seen_at is None:
                 seen_at = time.monotonic()
             left = None if patience is None or seen_at is None else seen_at + patience - time.monotonic()
-            waiting.observe(look.num_ready, left, held)
-            is_late = look.num_ready > 0 and left is not None and left <= 0
-            if held is None and (is_late or look.num_ready >= self._rule.groups_per_batch):
+            waiting.observe(look, left, held)
+            is_late = num_due > 0 and left is not None and left <= 0
+            if held is None and (is_late or look.num_filled(self._rule) >= self._rule.groups_per_batch):
                 waiting.end()
                 return True
             self._closed.wait(pause)
-            pause = min(pause * 1.5, self._rule.poll_seconds)
+            pause = min(pause * 1.5, POLL_SECONDS)
         return False
 
     def _report_status(self, text: str, seconds_left: float | None) -> None:
@@ -369,10 +386,13 @@ class LedgerSource:
             with self._db.read() as conn:
                 now = from_micros(clock(conn))  # the database's clock: this machine's may differ by hours
             self._close_stalled(now)
-            since = now - timedelta(seconds=self._rule.in_flight_seconds)
+            self._close_unrewarded(now)
+            since = now - timedelta(seconds=IN_FLIGHT_SECONDS)
             with self._db.read() as conn:
+                num_ready, num_singles = claims.num_claimable(conn, with_imported=self._with_imported)
                 return Look(
-                    num_ready=claims.num_claimable(conn, with_imported=self._with_imported),
+                    num_ready=num_ready,
+                    num_singles=num_singles,
                     pinned=policies.pinned_version(conn) if at.is_paced else None,
                     oldest_in_flight=claims.oldest_version_in_flight(conn, since) if at.is_paced else None,
                     failed=policies.failed_versions(conn, at.recent_versions),
@@ -382,6 +402,18 @@ class LedgerSource:
                 raise
             log.warning("the database is not available, trying again: %s", error)
             return Look(num_ready=0)
+
+    def _close_unrewarded(self, now: datetime) -> None:
+        if self._rule.unrewarded_seconds is None:
+            return
+        with self._db.write() as conn:
+            closed = groups.close_unrewarded_groups(conn, now - timedelta(seconds=self._rule.unrewarded_seconds), now)
+        if closed:
+            log.warning(
+                "%d groups are trained without sessions that ended without a reward: %s",
+                len(closed),
+                ", ".join(closed[: claims.NAMED_GROUPS]),
+            )
 
     def _close_stalled(self, now: datetime) -> None:
         if self._rule.stalled_seconds is None:

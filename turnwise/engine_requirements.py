@@ -16,9 +16,19 @@ from turnwise.types import Json
 
 MINIMUM_VLLM = "0.32"
 """The oldest vLLM release that meets all requirements."""
+ADDRESS_HINT = "name the address of a vLLM server, without /v1"
+"""What to do if the address of an engine answers 404."""
 CHAT_ROUTE = "/v1/chat/completions"
 CONTINUATION = "continuation"
 """Name of the requirement that a prompt given as ids is used as sent, whatever the messages are."""
+SERVER_INFO_ROUTE = "/server_info"
+"""vLLM's development route that states the environment it runs with."""
+ENFORCE_STRICT_TOOLS = "VLLM_ENFORCE_STRICT_TOOL_CALLING"
+"""Variable of vLLM, on by default: it samples calls of strict tools, and single calls, under a grammar."""
+STRICT_TOOLS_ADVICE = (
+    "replies to requests with strict tools, or with parallel_tool_calls=false, are sampled under a grammar and so "
+    f"stored but not trained; start the engine with {ENFORCE_STRICT_TOOLS}=0 to train them"
+)
 FORCED_LOGPROB = -0.01
 """A token with a bias of 100 has a processed logprob above this for any model; its raw logprob is far below."""
 BIAS = 100.0
@@ -63,6 +73,21 @@ def check_capture(model: str) -> Check:
     found.append(_continuation(continued.get("prompt_token_ids") == sent))
     found.append(_logprobs([choice, continued["choices"][0]]))
     return found
+
+
+def enforces_strict_tools(server_info: Json) -> bool:
+    """Return whether an engine enforces strict tools, by its answer on `SERVER_INFO_ROUTE`; True if it does not say."""
+    environment = server_info.get("vllm_env") if isinstance(server_info, dict) else None
+    return not isinstance(environment, dict) or environment.get(ENFORCE_STRICT_TOOLS) is not False
+
+
+def weights_dtype(server_info: Json) -> str | None:
+    """Return the number format of an engine's weights, such as `float32`; None if it does not say."""
+    try:
+        named = server_info["vllm_config"]["model_config"]["dtype"]
+    except (KeyError, TypeError):
+        return None
+    return str(named).removeprefix("torch.")
 
 
 SamplingCheck = Generator[Json, Json, tuple[Json | None, Requirement]]

@@ -3,6 +3,8 @@
     TurnwiseError
     ├── ClientError            an error of the caller: the message says what to change
     │   ├── InvalidRequest     a body, parameter or id that cannot be served
+    │   │   ├── BadLine        a line of a file that cannot be imported
+    │   │   └── SkippedLine    a line of a file that holds no conversation
     │   ├── Unauthorized       no key, or one that is unknown or revoked
     │   ├── Forbidden          a known key whose role does not allow the request
     │   ├── NotFound           no such session, turn, policy or route for this tenant
@@ -28,7 +30,8 @@
     ├── PolicyError            an error of a checkpoint or batch
     │   ├── BadCheckpoint      incomplete, corrupt, or of another architecture
     │   ├── FilesNotRead       a version's files are still being read, or their file system does not answer
-    │   └── BatchRefused       a batch that must not be trained, with the gauge that shows it
+    │   ├── BatchRefused       a batch that must not be trained, with the gauge that shows it
+    │   └── EngineDisagrees    nearly all groups have other logprobs than the trainer computes
     ├── ChildFailed            a supervised process that does not keep running
     └── SettingsError          a configuration that cannot work
 """
@@ -53,6 +56,14 @@ class ClientError(TurnwiseError):
 
 class InvalidRequest(ClientError):
     """A body, parameter or id that cannot be served."""
+
+
+class BadLine(InvalidRequest):
+    """A line of a file that cannot be imported; the message says why."""
+
+
+class SkippedLine(InvalidRequest):
+    """A line of a file that holds no conversation, such as a failed call of a log; the message says what it is."""
 
 
 class Unauthorized(ClientError):
@@ -190,6 +201,10 @@ class FilesNotRead(PolicyError):
 
 class BatchRefused(PolicyError):
     """A batch that must not be trained."""
+
+
+class EngineDisagrees(PolicyError):
+    """Nearly all groups have other logprobs than the trainer computes: the engine's weights or settings are wrong."""
 
 
 class SettingsError(TurnwiseError):

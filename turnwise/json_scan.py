@@ -6,9 +6,6 @@ seconds. NumPy scans it without the lock and without making objects, in windows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,8 +14,6 @@ from turnwise.errors import TooLarge
 WINDOW_BYTES = 2**20
 MAX_VALUES = 2**20
 """Most values in one text, each with a comma after it: a prompt of a million token ids passes."""
-CONVERSATION_FIELDS = ("messages", "input", "contents", "prompt")
-"""Fields of a model call that hold its conversation, in the formats that are served."""
 QUOTE, BACKSLASH, COMMA = 0x22, 0x5C, 0x2C
 OPEN, CLOSE = 0x5B, 0x5D
 """`[` and `]`; without the bit 0x20, `{` and `}` are the same."""
@@ -63,43 +58,6 @@ def scan(
         if state.num_commas > MAX_VALUES:
             raise TooLarge(f"the request body has more than {MAX_VALUES} values, which is the limit; send less")
     return state.num_quotes // 2
-
-
-def check_parts(body: Mapping[str, Any], max_strings: int) -> None:
-    """Check the number of strings in each message, and in all other fields of a decoded request together.
-
-    Each of these parts is copied and encoded as a whole.
-
-    Raises:
-        TooLarge: one of them has more than `max_strings`, keys included.
-    """
-    others = {field: value for field, value in body.items() if field not in CONVERSATION_FIELDS}
-    items = [item for field in CONVERSATION_FIELDS for item in _items(body.get(field))]
-    for name, part in (("a message", each) for each in items if isinstance(each, dict | list)):
-        _check_part(name, part, max_strings)
-    _check_part("the fields beside its messages", others, max_strings)
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _check_part(name: str, part: Any, max_strings: int) -> None:
-    num_strings, pending = 0, [part]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            num_strings += len(value)
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
-        elif isinstance(value, str):
-            num_strings += 1
-        if num_strings > max_strings:
-            raise TooLarge(
-                f"the request has more than {max_strings} strings, keys included, in {name}, which is the limit; send "
-                "less, or raise `max_json_part_strings`"
-            )
 
 
 class _State:

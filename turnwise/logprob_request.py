@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.types import Json
+from turnwise.types import TOOL_GRAMMAR, Json
 
 POSITIONS_AT_ONCE = 64
 """Most prompts in one call to the engine."""
@@ -24,6 +24,7 @@ NOT_REPEATABLE = (
     "bad_words",
     "allowed_token_ids",
     "structured_outputs",
+    TOOL_GRAMMAR,
     "response_format",
     "guided_json",
     "guided_regex",

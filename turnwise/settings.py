@@ -78,7 +78,7 @@ def load_settings(
         SettingsError: an undeclared key, an invalid value, or a file that cannot be read.
     """
     sources = {
-        f"file {_file_name(config)}": _read_file(config, section),
+        f"file {_file_name(config)}": _read_file(config, section, model_cls),
         "environment": _read_environment(model_cls, section),
         "flag": {key: value for key, value in overrides.items() if value is not None},
     }
@@ -106,6 +106,15 @@ def describe(settings: Settings, section: str) -> str:
 def variable_name(section: str, name: str) -> str:
     """Return the environment variable of a setting."""
     return f"{ENVIRONMENT_PREFIX}{section}_{name}".upper()
+
+
+def shared_variables(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that every command takes from one variable, by the setting's name; only those that are set.
+
+    Args:
+        names: The variable of each setting.
+    """
+    return {name: os.environ[variable] for name, variable in names.items() if os.environ.get(variable)}
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
@@ -139,12 +148,13 @@ def _parse(path: Path) -> dict[str, Any]:
         raise SettingsError(f"the settings file {str(path)!r} is not TOML: {error}") from error
 
 
-def _read_file(config: Path | None, section: str) -> dict[str, Any]:
+def _read_file(config: Path | None, section: str, model_cls: type[Settings]) -> dict[str, Any]:
     """Return the section's keys of a TOML file; nothing if no file is given and the default file does not exist."""
     if config is None and not DEFAULT_FILE.is_file():
         return {}
     path = config or DEFAULT_FILE
     document = _parse(path)
+    _check_sections(path, document, model_cls)
     if not _is_sectioned(document):
         return document
     unknown = [key for key in document if key not in SECTIONS]
@@ -155,6 +165,21 @@ def _read_file(config: Path | None, section: str) -> dict[str, Any]:
         )
     table: dict[str, Any] = document.get(section, {})
     return table
+
+
+def _check_sections(path: Path, document: Mapping[str, Any], model_cls: type[Settings]) -> None:
+    """Refuse a table with a misspelt name, which would be ignored or taken for a setting.
+
+    Raises:
+        SettingsError: there is one.
+    """
+    for name, value in document.items():
+        if not isinstance(value, dict) or name in SECTIONS or name in model_cls.model_fields:
+            continue
+        close = difflib.get_close_matches(name, SECTIONS, n=1)
+        if close or _is_sectioned(document):
+            hint = f"did you mean [{close[0]}]?" if close else "sections are " + ", ".join(f"[{s}]" for s in SECTIONS)
+            raise SettingsError(f"{str(path)!r} has the section [{name}], which no process reads; {hint}")
 
 
 def _read_environment(model_cls: type[Settings], section: str) -> dict[str, Any]:

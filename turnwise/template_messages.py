@@ -1,4 +1,4 @@
-"""Messages in the form in which vLLM passes them to a chat template, and the tokenizer that holds the template.
+"""Messages in the form in which vLLM passes them to a chat template.
 
 The proxy continues conversations with it, and imports tokenise conversations with it, so both render what the engine
 renders.
@@ -7,7 +7,6 @@ renders.
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -30,22 +29,6 @@ def shape_conversation(messages: Sequence[Json], content_format: ContentFormat, 
     """
     conversation = [_shape_message(message, content_format) for message in messages]
     return conversation if has_developer else _merge_system(conversation)
-
-
-def load_tokenizer(path: str) -> tuple[Any, list[int]]:
-    """Load a tokenizer from a directory, or by its id from the local Hugging Face cache; return its end tokens too.
-
-    Raises:
-        OSError, ValueError: there is no such tokenizer, as transformers raises it.
-    """
-    from transformers import AutoTokenizer, GenerationConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    ends = {tokenizer.eos_token_id}
-    if not os.path.isdir(path) or os.path.isfile(os.path.join(path, "generation_config.json")):  # noqa: PTH112,PTH113,PTH118
-        configured = GenerationConfig.from_pretrained(path).eos_token_id
-        ends.update(configured if isinstance(configured, list) else [configured])
-    return tokenizer, sorted(end for end in ends if end is not None)
 
 
 def _shape_message(message: Json, content_format: ContentFormat) -> Json:

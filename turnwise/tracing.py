@@ -1,6 +1,6 @@
 """OpenTelemetry spans of each request: the request itself, the engine's part, and the commit.
 
-The SDK is an optional dependency (`pip install 'turnwise[otel]'`). It is imported when a tracer is created; a
+The SDK is an optional dependency (`pip install '.[otel]'`). It is imported when a tracer is created; a
 process without one neither imports it nor spends time on spans. A thread exports spans in batches, over OTLP/HTTP.
 """
 
@@ -44,7 +44,7 @@ class Tracer:
 
             from turnwise.span_export import CountingSpanProcessor
         except ImportError as error:
-            raise SettingsError(f"traces need OpenTelemetry ({error}); run `pip install 'turnwise[otel]'`") from error
+            raise SettingsError(f"traces need OpenTelemetry ({error}); run `pip install '.[otel]'`") from error
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=COLLECTOR_SECONDS)
         attributes = {"service.name": service, "service.version": turnwise.__version__}
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)

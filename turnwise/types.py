@@ -23,13 +23,6 @@ Logprobs = npt.NDArray[np.float32]
 """Natural-log probabilities, one dimension."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class JsonText:
-    """A JSON value that is kept as its text: decoding a long one would hold the event loop."""
-
-    text: bytes
-
-
 GroupKey = tuple[str, str]
 """A group's tenant and id: ids are unique only within a tenant."""
 SessionKey = tuple[str, str]
@@ -101,6 +94,10 @@ FORKED = "forked"
 """Reason of an untrainable turn that is a copy of another session's turn."""
 SHADOW = "shadow"
 """What opened the sessions of shadow samples."""
+MAX_REWARD = 1e6
+"""Largest absolute value of one reward line, so that sums of lines and their squares stay finite in float32."""
+TOOL_GRAMMAR = "tool_grammar"
+"""Sampling parameter that is stored where the engine sampled under a grammar of tools that the call does not name."""
 TRAINED_ROLES = frozenset({Role.MAIN, Role.SUB_AGENT})
 """Roles that are trained by default."""
 
@@ -253,7 +250,7 @@ class Turn:
     reason: str | None = None
     """Why the outcome is not `exact`, or why an exact root did not continue an existing chain."""
     role: Role | None = None
-    """The role of its chain; None on turns of older releases counts as `main`."""
+    """The role of its chain; None counts as `main`."""
     role_reason: str | None = None
     """How the role was determined, or `corrected`."""
     policy_version_first: int = 0
@@ -280,7 +277,7 @@ class Turn:
     """Experts by layer to which the engine routed this turn's tokens, as an .npy array: from the token before
     `prompt_delta` to the last but one of `token_ids`. None where the engine did not return them."""
     digest: bytes | None = None
-    """Digest of the stored turn; set by the store. None on turns of older releases."""
+    """Digest of the stored turn; set by the store. None before."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the values, because each turn is sent to the process that stores it."""
@@ -334,7 +331,7 @@ class Reward:
     """Order of arrival; set by the store."""
     created_at: datetime.datetime = dataclasses.field(default_factory=utc_now)
     digest: bytes | None = None
-    """Digest of the stored line; set by the store. None on lines of older releases."""
+    """Digest of the stored line; set by the store. None before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ import torch
 from openai.types.chat import ChatCompletion
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from proxy.continuation.chat_template import ChatTemplate, Reply
+from proxy.continuation.template import ChatTemplate, Reply
 from turnwise.store import ledger, policies
 from turnwise.store.database import Database
 from turnwise.types import Json, Session, Turn

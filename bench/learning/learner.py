@@ -20,10 +20,10 @@ from recipes import DEMO_SETTINGS, ROOT, Recipe
 from teacher import serving_policy
 from transformers import AutoTokenizer
 
-from proxy.continuation.chat_template import load_chat_template
-from trainer.loop.off_policy import OffPolicyWorkflow
-from trainer.loop.workflows import OnPolicyWorkflow
+from proxy.continuation.template_checks import load_chat_template
+from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
+from trainer.train import OnPolicyWorkflow
 from turnwise.demo import trail
 from turnwise.demo.rollouts import load_agent
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
@@ -102,7 +102,10 @@ class Run:
         """Play the next training tasks, each with a whole group."""
         tokens = self.proxy.num_sampled_tokens
         count = self._recipe.groups_per_update
-        self._play_tasks(Split.TRAIN, count, GROUP_SIZE)
+        if self._recipe.is_single:
+            self._play_tasks(Split.TRAIN, count * GROUP_SIZE, 1)
+        else:
+            self._play_tasks(Split.TRAIN, count, GROUP_SIZE)
         self.num_sessions += count * GROUP_SIZE
         self.num_tokens += self.proxy.num_sampled_tokens - tokens
 
@@ -153,7 +156,9 @@ class Run:
                 ledger.end_session(conn, session.tenant, session.session_id, "env_done")
 
     def _session(self, task: trail.TrailTask, run: int, split: Split, runs: int) -> Session:
-        group = {"group_id": task.task_id, "group_size": runs, "credit": self._recipe.credit}
+        group = {"credit": self._recipe.credit}
+        if not self._recipe.is_single:
+            group |= {"group_id": task.task_id, "group_size": runs}
         return Session(
             session_id=f"{task.task_id}-{run}",
             task_id=task.task_id,

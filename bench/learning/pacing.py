@@ -73,7 +73,7 @@ class MixedRun(TinyRun):
     """A run whose sessions of one class take long."""
 
     def __init__(self, settings: dict[str, Any], seed: int, directory: Path) -> None:
-        super().__init__(settings | {"in_flight_seconds": 3600.0}, seed, directory)
+        super().__init__(settings, seed, directory)
         self._open: list[Open] = []
         self._now = 0
         self.num_idle = self.num_dropped = 0
@@ -147,7 +147,7 @@ class MixedRun(TinyRun):
 
     def _num_ready(self) -> int:
         with self.db.read() as conn:
-            return claims.num_claimable(conn)
+            return claims.num_claimable(conn)[0]
 
     def _is_held(self) -> bool:
         """Return whether the trainer would wait: the rule that its source applies before each claim."""

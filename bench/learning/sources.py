@@ -1,9 +1,8 @@
 """The tiny task with rewards from each source of `turnwise reward`: `python bench/learning/sources.py [--source NAME]`.
 
 Sessions are shown to the sources as conversations. The sources are those of `turnwise reward`; only the requests to the
-proxy are left out. The judge is scripted: a server that reads its prompt and gives whole scores. The user thanks for a
-first reply with two right numbers or more, and corrects another one, which is what `next_state` judges. The agreement
-with the true rewards is measured on the sessions of the untrained model.
+proxy are left out. The judge is scripted: a server that reads its prompt and gives whole scores. The agreement with the
+true rewards is measured on the sessions of the untrained model.
 """
 
 from __future__ import annotations
@@ -41,10 +40,9 @@ SOURCES: dict[str, dict[str, Any]] = {
     "python": {"source": "python", "function": "grade:share_right"},
     "judge": {"source": "judge", "votes": 1},
     "judge_relative": {"source": "judge", "relative": True, "votes": 2},
-    "next_state": {"source": "next_state"},
 }
 TARGET_AGREEMENT = 0.55
-"""Chance is 0.5. `next_state` sees the first reply alone, and whether most of it is right."""
+"""Chance is 0.5."""
 
 
 class RatedRun(TinyRun):
@@ -55,7 +53,7 @@ class RatedRun(TinyRun):
         self._rule = rule
         self._source = make_source(rule)
         self._loop = asyncio.new_event_loop()
-        self.credit = Credit.STEP_WISE if rule.source == "next_state" else Credit.PROPAGATE
+        self.credit = Credit.PROPAGATE
         self.agreement: float | None = None
         """Of the source with the true rewards of the first sessions."""
 

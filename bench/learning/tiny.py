@@ -21,9 +21,9 @@ from recipes import NUM_CLASSES, VOCABULARY, Recipe
 from teacher import serving_teacher
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.loop.off_policy import OffPolicyWorkflow
-from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
+from trainer.train import OnPolicyWorkflow
 from turnwise.chains import IMPORTED
 from turnwise.store import ledger, policies
 from turnwise.store.database import Database
@@ -50,7 +50,6 @@ SETTINGS: dict[str, Any] = {
     "groups_per_batch": GROUPS,
     "num_minibatches": 4,
     "wait_seconds": 0.0,
-    "poll_seconds": 0.05,
     "row_tokens": 1024,
     "progress": False,
 }

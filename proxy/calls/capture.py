@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
-import pickle
 from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from proxy.continuation.conversation import call_has_media, tool_call_ids
+from proxy.continuation.digests import has_media
 from proxy.continuation.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
-from proxy.continuation.forest import KnownTurn
+from proxy.continuation.forest import NO_ROOT, KnownTurn, Root
 from proxy.continuation.plan import NO_IDS, Plan, has_more_text
-from proxy.continuation.roles import Found, Root, read_root
-from proxy.dialects.base import Call, Captured, Choice
-from proxy.dialects.decoding_process import split
-from proxy.dialects.engine_reply import LONG_ECHO_BYTES
-from proxy.dialects.repeated_messages import message_list
+from proxy.continuation.roles import Found, read_root
+from proxy.dialects.base import Call
+from proxy.dialects.engine_reply import Captured, Choice
+from proxy.writer.frames import split
 from proxy.writer.process import Sampled
-from turnwise.types import Json, Outcome, Role, Session, TokenIds, Turn
+from turnwise.types import TOOL_GRAMMAR, Json, Outcome, Role, Session, TokenIds, Turn
 
 SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
@@ -30,9 +28,9 @@ CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 PICKLED_HERE = 256 * 2**10
 """Characters of messages that are pickled in one step of the event loop."""
 SLICE_MESSAGES = 100
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this."""
 NO_LOGPROBS = np.empty(0, np.float32)
-NO_ROOT = Root(None, b"")
-"""Of a turn that extends another."""
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
 
@@ -48,6 +46,8 @@ class Timing:
     policy_version_last: int
     sampling_defaults: Json = dataclasses.field(default_factory=dict)
     """The engine's sampling parameters where the request sets none."""
+    has_tool_grammar: bool = False
+    """Whether the engine samples strict tool calls, and single ones, under a grammar."""
 
 
 def failed_turn(
@@ -59,7 +59,7 @@ def failed_turn(
         turn_id=turn_id,
         chain_id=turn_id,
         model=call.model,
-        messages=message_list(call.messages),
+        messages=call.messages,
         tools=call.tools,
         outcome=Outcome.ERROR,
         reason=reason,
@@ -78,7 +78,6 @@ def build_turns(
     inferred_by: str | None = None,
     found: Found | None = None,
     aborted: str | None = None,
-    echoes_prompt: bool = False,
 ) -> list[Sampled]:
     """Return one turn per choice; the ids of later choices end in `#1`, `#2`.
 
@@ -93,18 +92,17 @@ def build_turns(
         inferred_by: the API key that identified the session; None if the call names its session.
         found: its role.
         aborted: what cut the reply off; None for a complete reply.
-        echoes_prompt: whether the engine echoed the prompt's ids as they were sent; then `captured` has none.
     """
-    sent = _sent_prompt(plan) if echoes_prompt else None
-    echo = sent or _echoed_prompt(captured.prompt_ids, plan, captured.num_prompt_ids)
-    unsampled = unsampled_reason(call, session)
+    echo = _echoed_prompt(captured.prompt_ids, plan)
+    unsampled = unsampled_reason(call)
     common = _common(call, timing, session, inferred_by)
     turns = []
     for index in sorted(captured.choices) or [0]:
         choice = captured.choices.get(index) or Choice()
         prompt = _echoed_prompt(choice.prompt_ids, plan) if choice.prompt_ids else echo
         parent = prompt.parent
-        outcome, reason = _outcome(prompt, choice, plan, unsampled, aborted=aborted)
+        unplanned = None if index < call.num_choices else "unplanned_choice"
+        outcome, reason = _outcome(prompt, choice, plan, unplanned or unsampled, aborted=aborted)
         digests = plan.history.extended(choice.message)
         own_id = turn_id if index == 0 else f"{turn_id}#{index}"
         key = call.idempotency_key if aborted is None else None  # a retry of a reply that was cut off samples again
@@ -114,7 +112,7 @@ def build_turns(
             parent_turn_id=None if parent is None else parent.turn_id,
             chain_id=own_id,  # the store sets the chain of a turn that extends another
             model=captured.model or call.model,
-            messages=message_list(call.messages) if parent is None else plan.new_messages(call.messages),
+            messages=call.messages if parent is None else plan.new_messages(call.messages),
             tools=call.tools if parent is None else None,
             response={field: value for field in MESSAGE_FIELDS if (value := choice.message.get(field)) is not None},
             prompt_delta=prompt.between,
@@ -148,7 +146,7 @@ def _common(call: Call, timing: Timing, session: Session, inferred_by: str | Non
         "tenant": session.tenant,
         "step": call.step,
         "dialect": call.dialect.name,
-        "sampling": effective_sampling(call, timing.sampling_defaults),
+        "sampling": effective_sampling(call, timing),
         "logprobs": NO_LOGPROBS,
         "policy_version_first": timing.policy_version_first,
         "policy_version_last": timing.policy_version_last,
@@ -159,12 +157,30 @@ def _common(call: Call, timing: Timing, session: Session, inferred_by: str | Non
     }
 
 
-def effective_sampling(call: Call, defaults: Json) -> Json:
-    """Return the sampling parameters of a call: the request's, and the engine's defaults where it sets none."""
-    given = call.sampling
-    if not defaults:
-        return given
-    return {**given, **{name: value for name, value in defaults.items() if given.get(name) is None}}
+def effective_sampling(call: Call, timing: Timing) -> Json:
+    """Return how a call was sampled: its parameters, the engine's defaults, and what the engine made of both."""
+    sampling = call.sampling
+    unset = {name: value for name, value in timing.sampling_defaults.items() if sampling.get(name) is None}
+    temperature = sampling.get("temperature", unset.get("temperature"))
+    if isinstance(temperature, int | float) and 0 < temperature < LOWEST_TEMPERATURE:
+        unset["temperature"] = LOWEST_TEMPERATURE
+    if timing.has_tool_grammar and wants_tool_grammar(call):
+        unset[TOOL_GRAMMAR] = True
+    return {**sampling, **unset} if unset else sampling
+
+
+def wants_tool_grammar(call: Call) -> bool:
+    """Return whether an engine that enforces strict tools samples the call under a grammar that it does not name.
+
+    With `tool_choice` "auto", vLLM attaches a structural tag if a tool is strict or only one call is allowed.
+    """
+    tools = call.tools
+    if not tools or call.body.get("tool_choice") not in (None, "auto"):
+        return False
+    if call.body.get("parallel_tool_calls") is False:
+        return True
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    return any(isinstance(function, dict) and bool(function.get("strict")) for function in functions)
 
 
 class _Prompt(NamedTuple):
@@ -180,16 +196,12 @@ class _Prompt(NamedTuple):
     parent: KnownTurn | None
 
 
-def _sent_prompt(plan: Plan) -> _Prompt | None:
-    return None if plan.prompt is None else _Prompt(plan.prompt.num_ids, plan.between, b"", True, plan.parent)
-
-
-def _echoed_prompt(echo: bytes, plan: Plan, num_ids: int | None = None) -> _Prompt:
-    """Return the prompt that the engine says it sampled after; `num_ids` is its length, if it is known."""
-    sent = _sent_prompt(plan)
-    if sent is not None and plan.prompt is not None and echo == plan.prompt.json()[1:-1]:
-        return sent
-    return _Prompt(count_ids(echo) if num_ids is None else num_ids, NO_IDS, echo, sent is None, None)
+def _echoed_prompt(echo: bytes, plan: Plan) -> _Prompt:
+    """Return the prompt that the engine says it sampled after."""
+    sent = plan.prompt
+    if sent is not None and echo == sent.json()[1:-1]:
+        return _Prompt(sent.num_ids, plan.between, b"", True, plan.parent)
+    return _Prompt(count_ids(echo), NO_IDS, echo, sent is None, None)
 
 
 def _routing(choice: Choice, prompt: _Prompt) -> tuple[str, int, int] | None:
@@ -215,11 +227,11 @@ def request_key(idempotency_key: str, index: int) -> str:
     return f"{idempotency_key}#{index}"
 
 
-def unsampled_reason(call: Call, session: Session) -> str | None:
+def unsampled_reason(call: Call) -> str | None:
     """Return why no reply to the call can be trained; None if one can."""
-    if call.body.get("use_beam_search") or session.sampling.get("use_beam_search"):
+    if call.body.get("use_beam_search"):
         return "beam_search"
-    return "media" if call_has_media(call) else None
+    return "media" if has_media(call.messages) else None
 
 
 def _outcome(
@@ -244,7 +256,7 @@ def _outcome(
 
 def root_of(call: Call, timing: Timing) -> Root:
     """Return what a call without a parent shows about its chain: what is read from its stored turn after a restart."""
-    return read_root(call.messages, call.tools, effective_sampling(call, timing.sampling_defaults))
+    return read_root(call.messages, call.tools, effective_sampling(call, timing))
 
 
 def known_turn(sampled: Sampled, plan: Plan, chain_id: str, root: Root | None = None) -> KnownTurn:
@@ -261,25 +273,14 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str, root: Root | None = 
         root = NO_ROOT
     elif root is None:
         root = read_root(turn.messages, turn.tools, turn.sampling)
-    started_at = turn.created_at.timestamp()
-    return KnownTurn(
-        turn_id=turn.turn_id,
-        parent_turn_id=turn.parent_turn_id,
+    return KnownTurn.of(
+        turn,
+        root,
         chain_id=chain_id,
         num_messages=len(plan.history.full) + 1,
-        history_digest=turn.history_digest,
-        messages_digest=turn.messages_digest,
-        dialogue_digest=turn.dialogue_digest,
         prompt_digest=plan.history.messages[-1] if plan.history.messages else b"",
         messages_state=sampled.messages_state,
-        reasoning=turn.response.get("reasoning") or "",
-        call_ids=tuple(tool_call_ids(turn.response)),
-        is_aborted=turn.outcome is Outcome.ABORTED,
         role=_chain_role(turn, plan),
-        side_task=root.side_task,
-        system_digest=root.system_digest,
-        started_at=started_at,
-        ended_at=started_at + turn.duration_seconds,
         tokens=_all_ids(sampled, plan),
     )
 
@@ -288,31 +289,22 @@ def _all_ids(sampled: Sampled, plan: Plan) -> EncodedIds:
     """Return a turn's prompt and sampled ids, with those of its parent."""
     turn, sampled_ids = sampled.turn, ids_as_text(sampled.turn.token_ids)
     num_ids = turn.prompt_length + len(turn.token_ids)
-    if len(sampled.prompt_ids) >= LONG_ECHO_BYTES:  # a piece of its own, because it would be copied
+    if sampled.prompt_ids:  # a piece of its own, because a long one would be copied
         return encoded(sampled_ids, num_ids, encoded(sampled.prompt_ids, turn.prompt_length))
-    own = [sampled.prompt_ids or ids_as_text(turn.prompt_delta), sampled_ids]
+    own = [ids_as_text(turn.prompt_delta), sampled_ids]
     before = plan.parent_tokens if turn.parent_turn_id is not None else None
     return encoded(b",".join(filter(None, own)), num_ids, before)
 
 
-async def with_message_pieces(sampled: list[Sampled], call: Call) -> list[Sampled]:
-    """Return turns whose long messages are pickled already, as the decoding process sent them or slice by slice."""
+async def with_message_pieces(sampled: list[Sampled]) -> list[Sampled]:
+    """Return turns whose long messages are pickled already, piece by piece."""
     messages = sampled[0].turn.messages
     if len(messages) < SLICE_MESSAGES and not has_more_text(messages, PICKLED_HERE):
         return sampled
-    skipped = len(call.messages) - len(messages)
-    known = () if call.known_messages is None else call.pieces
     pieces: list[bytes] = []
-    for num_messages, piece in known:
-        if skipped <= 0:
-            pieces.append(piece)
-        elif skipped < num_messages:
-            pieces.append(pickle.dumps(pickle.loads(piece)[skipped:], pickle.HIGHEST_PROTOCOL))  # noqa: S301  from our own process
-        skipped -= num_messages
-    if not known:
-        for _, piece in split(messages):
-            pieces.append(piece)
-            await asyncio.sleep(0)
+    for piece in split(messages):
+        pieces.append(piece)
+        await asyncio.sleep(0)
     return [
         each._replace(turn=dataclasses.replace(each.turn, messages=[]), messages=pieces)
         if each.turn.messages == messages
@@ -323,6 +315,6 @@ async def with_message_pieces(sampled: list[Sampled], call: Call) -> list[Sample
 
 def _chain_role(turn: Turn, plan: Plan) -> Role:
     """Return the role that the turns after this one have: a side call does not change the role of its chain."""
-    if plan.parent is not None and turn.parent_turn_id is not None:
+    if plan.parent is not None and turn.parent_turn_id is not None and plan.parent.role is not Role.RETRY:
         return plan.parent.role
     return turn.role or Role.MAIN

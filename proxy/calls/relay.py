@@ -7,24 +7,23 @@ events that tell the client that it is complete, from the finishing chunk on, ar
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import orjson
+
 from proxy.auth import Principal
-from proxy.calls import capture, chunks
+from proxy.calls import capture, reading
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
-from proxy.calls.engine_request import post_call
-from proxy.calls.failures import broken_stream, not_a_completion, stored_reason, too_long
+from proxy.calls.failures import broken_stream, stored_reason, too_long
 from proxy.calls.replays import RequestIdentity, check_same_request, rebuilt_answer
-from proxy.calls.running import Running, WrongPrompt
+from proxy.calls.running import Running
 from proxy.continuation.forest import Forest
 from proxy.continuation.roles import Correction, corrections, find_role
 from proxy.continuation.sessions import Sessions
 from proxy.dialects import sse
 from proxy.dialects.base import Call
-from proxy.dialects.engine_reply import LONG_ECHO_BYTES
 from proxy.engines.answers import Answer, AnswerTooLong, Disconnected
 from proxy.engines.engine import Lane
 from proxy.engines.pool import EnginePool
@@ -42,6 +41,10 @@ from turnwise.types import Outcome, Role, Turn
 T = TypeVar("T")
 Send = Callable[[bytes], Coroutine[Any, Any, None]]
 STOPPING = "the proxy is stopping and cut this call off; retry: what was sampled until then is stored"
+
+
+async def _send_nothing(_: bytes) -> None:
+    """Stand for the client of a whole reply, which gets no part of it early."""
 
 
 class Relay:
@@ -80,6 +83,7 @@ class Relay:
         has_waited = must_wait and not await self._pool.wait_for_first()
         conversation = await self._sessions.read_conversation(call, principal)
         placement = await self._sessions.find(call, conversation, principal)
+        call.pin(placement.live.session.sampling)
         try:
             plan = await self._sessions.plan(placement, call, conversation)
         except BaseException:
@@ -116,121 +120,107 @@ class Relay:
             check_same_request(running.identity, turn.request_digest)
         return turns if len(turns) == call.num_choices else []
 
-    async def whole(self, running: Running, left: asyncio.Future[None]) -> bytes:
-        """Return the reply's body, without the fields that the client did not ask for, once its turns are stored.
+    async def reply(self, running: Running, left: asyncio.Future[None], send: Send = _send_nothing) -> bytes:
+        """Return the whole reply, or the finishing events of a stream, once its turns are stored.
 
-        Raises:
-            ClientLeft: the client closed its connection.
-            EngineError, StoreError, Overloaded, ProxyUnavailable: no reply, or a reply that could not be stored.
-        """
-        call = running.call
-        reply = await self._recorded(running, functools.partial(self._sample_whole, running, left))
-        if reply is None:
-            stored = await self.stored_turns(running)
-            running.version_first = stored[0].policy_version_first
-            return rebuilt_answer(call, stored)
-        return call.dialect.encode_reply(reply, call)
-
-    async def _sample_whole(self, running: Running, left: asyncio.Future[None]) -> bytes | None:
-        """Return the reply once its turns are stored; None if another process has stored its reply under the key."""
-        with cancelled_when_client_leaves(left):
-            lane = running.lane or await self._admit(running)
-            running.version_first = lane.version
-            raw = await self._read_whole(running, lane)
-        running.version_last = lane.version
-        try:
-            if len(raw) >= LONG_ECHO_BYTES:
-                (raw,) = await running.cut_long_echo([raw])
-            (raw,) = chunks.as_requested([raw], running, lane)
-            running.captured, reply = running.call.dialect.capture_reply(raw, running.call)
-            running.restore_long_echo()
-            running.check_prompt()
-            lane.engine.returns_routing |= running.captured.has_routing
-        except chunks.NOT_A_COMPLETION as error:
-            raise not_a_completion(lane, error) from error
-        return reply if await self._commit(running) else None
-
-    async def _read_whole(self, running: Running, lane: Lane) -> bytes:
-        self._faults.point("before_engine")
-        with await post_call(running, lane) as answer:
-            try:
-                return await answer.read(self._max_reply_bytes)
-            except AnswerTooLong as error:
-                raise too_long(lane, error) from error
-            except Disconnected as error:
-                raise EngineUnavailable(
-                    f"the engine at {lane.engine.url} closed the connection before its reply was complete; retry"
-                ) from error
-
-    async def stream(self, running: Running, send: Send, left: asyncio.Future[None]) -> bytes:
-        """Send the reply's events as they arrive; return the finishing events once the turns are stored.
+        Args:
+            running: the call.
+            left: done when the client has closed its connection.
+            send: gets the earlier events of a stream as they arrive.
 
         Raises:
             ClientLeft: the client closed its connection; what was sampled until then is stored.
-            Conflict: another process has stored its reply under the same `Idempotency-Key`.
-            EngineError, StoreError, Overloaded, ProxyUnavailable: as `whole`; events may have been sent by then.
+            Conflict: another process has stored its reply under the same `Idempotency-Key` while events were sent.
+            EngineError, StoreError, Overloaded, ProxyUnavailable: no reply, a reply that broke off, or one that could
+                not be stored; events may have been sent by then.
         """
-        sample = functools.partial(self._sample_stream, running, send, left)
-        held, is_stored, has_sent = await self._recorded(running, sample)
-        if not is_stored:
-            return await self._stored_stream(running, has_sent=has_sent)
-        return held
+        call = running.call
+        held = await self._recorded(running, self._sample(running, send, left))
+        if held is None:
+            return await self._stored_reply(running)
+        return held if call.stream else call.dialect.encode_reply(held, call)
 
-    async def _sample_stream(
-        self, running: Running, send: Send, left: asyncio.Future[None]
-    ) -> tuple[bytes, bool, bool]:
-        """Send the reply's events up to the finishing ones; then store its turns.
+    async def _sample(self, running: Running, send: Send, left: asyncio.Future[None]) -> bytes | None:
+        """Read the reply, then store its turns.
 
         Returns:
-            The finishing events, whether the turns are stored, and whether any event was sent.
+            The whole reply in the engine's format, or a stream's finishing events; None if another process has stored
+            a reply under the same key.
         """
-        held, has_sent, num_bytes, buffer = b"", False, 0, sse.EventBuffer()
         with cancelled_when_client_leaves(left):
-            lane = running.lane or await self._admit(running)
+            lane = running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
             running.version_first = lane.version
             self._faults.point("before_engine")
-            with await post_call(running, lane) as answer:
-                while data := await self._next_part(answer, lane):
-                    running.version_last = lane.version
-                    num_bytes += len(data)
-                    if num_bytes > self._max_reply_bytes:
-                        raise too_long(lane, AnswerTooLong(self._max_reply_bytes))
-                    events = buffer.feed(data)
-                    if len(events) >= LONG_ECHO_BYTES:
-                        each = await running.cut_long_echo(sse.data_of(events))
-                        encoded = chunks.take_each(each, running, lane)
-                    else:
-                        encoded = chunks.take(events, running, lane)
-                    running.check_prompt()
-                    held += encoded
-                    if held and running.is_prompt_right and not running.captured.is_finished(running.call.num_choices):
-                        has_sent, encoded, held = True, held, b""
-                        await send(encoded)
-                        self._faults.point("mid_stream")
-        if buffer.pending or not running.captured.is_finished(running.call.num_choices):
-            raise broken_stream(lane)
-        return held, await self._commit(running), has_sent
+            with await self._post(running, lane) as answer:
+                if running.call.stream:
+                    held = await self._relay_events(answer, running, lane, send)
+                else:
+                    held = await self._read_whole(answer, running, lane)
+        return held if await self._commit(running) else None
 
-    async def _stored_stream(self, running: Running, *, has_sent: bool) -> bytes:
+    @staticmethod
+    async def _post(running: Running, lane: Lane) -> Answer:
+        """Send a call to its engine.
+
+        Raises:
+            EngineUnavailable: no connection, or one that broke before the answer's head.
+            EngineRefused: an error status, with the engine's own body.
+            InvalidRequest: the request would crash the engine.
+        """
+        call, prompt = running.call, running.plan.prompt
+        body = call.dialect.engine_body(call, None if prompt is None else prompt.json())
+        body["model"] = lane.adapter or lane.engine.model
+        body |= capture.routing_request(running.plan) if lane.engine.returns_routing else {}
+        lane.engine.reject_prompt_logprobs(body)
+        headers = {"content-type": "application/json", "x-request-id": running.call_id}
+        return await lane.engine.post(call.dialect.engine_route, orjson.dumps(body), headers)
+
+    async def _read_whole(self, answer: Answer, running: Running, lane: Lane) -> bytes:
+        try:
+            raw = await answer.read(self._max_reply_bytes)
+        except AnswerTooLong as error:
+            raise too_long(lane, error) from error
+        except Disconnected as error:
+            raise EngineUnavailable(
+                f"the engine at {lane.engine.url} closed the connection before its reply was complete; retry"
+            ) from error
+        running.version_last = lane.version
+        return reading.take_whole(raw, running, lane)
+
+    async def _relay_events(self, answer: Answer, running: Running, lane: Lane, send: Send) -> bytes:
+        """Send the events of a stream up to the finishing ones; return these."""
+        held, num_bytes, buffer = b"", 0, sse.EventBuffer()
+        try:
+            while data := await answer.next_part():
+                running.version_last = lane.version
+                num_bytes += len(data)
+                if num_bytes > self._max_reply_bytes:
+                    raise too_long(lane, AnswerTooLong(self._max_reply_bytes))
+                held += reading.take_events(sse.data_of(buffer.feed(data)), running, lane)
+                if held and not running.is_finished:
+                    running.has_sent, encoded, held = True, held, b""
+                    await send(encoded)
+                    self._faults.point("mid_stream")
+        except Disconnected as error:
+            raise broken_stream(lane) from error
+        if buffer.pending or not running.is_finished:
+            raise broken_stream(lane)
+        return held
+
+    async def _stored_reply(self, running: Running) -> bytes:
         """Return the stored reply of another process's call under the same key, if no other reply was begun."""
-        if has_sent:
+        if running.has_sent:
             raise Conflict(
                 f"another call with the Idempotency-Key {running.call.idempotency_key!r} was stored first; "
                 "discard this stream and retry to get the stored reply",
                 code="idempotency_key_in_use",
             )
+        stored = await self.stored_turns(running)
+        running.version_first = stored[0].policy_version_first
         running.call.restart_encoder()
-        return rebuilt_answer(running.call, await self.stored_turns(running))
+        return rebuilt_answer(running.call, stored)
 
-    @staticmethod
-    async def _next_part(answer: Answer, lane: Lane) -> bytes:
-        """Return what has arrived of the engine's stream; nothing at its end."""
-        try:
-            return await answer.next_part()
-        except Disconnected as error:
-            raise broken_stream(lane) from error
-
-    async def _recorded(self, running: Running, sample: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _recorded(self, running: Running, sampling: Coroutine[Any, Any, T]) -> T:
         """Sample a reply and return its result. Record a failed or aborted call exactly once.
 
         Raises:
@@ -239,11 +229,7 @@ class Relay:
         self._num_running += 1
         self._idle.clear()
         try:
-            try:
-                return await sample()
-            except WrongPrompt:
-                running.send_all_messages()
-                return await sample()
+            return await sampling
         except ClientLeft:
             await self._commit(running, aborted="client_left")
             raise
@@ -269,17 +255,9 @@ class Relay:
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
-            self._observe_duration(running)
-
-    def _observe_duration(self, running: Running) -> None:
-        if not running.is_shadow:
-            mode = "stream" if running.call.stream else "whole"
-            self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
-
-    async def _admit(self, running: Running) -> Lane:
-        """Take a lane of the pool; `_recorded` releases it."""
-        running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
-        return running.lane
+            if not running.is_shadow:
+                mode = "stream" if running.call.stream else "whole"
+                self._metrics.call_seconds_of(mode).observe(time.perf_counter() - running.started)
 
     async def wait_idle(self) -> None:
         """Wait until no call runs."""
@@ -307,7 +285,6 @@ class Relay:
             inferred_by=running.placement.inferred_by,
             found=found,
             aborted=aborted,
-            echoes_prompt=running.echoes_prompt,
         )
         running.num_prompt_tokens = sampled[0].turn.prompt_length
         self._faults.point("before_commit")
@@ -325,6 +302,7 @@ class Relay:
             running.placement.live,
             known,
             inferred_for=running.placement.inferred_by,
+            continued=running.placement.parent,
         )
         if running.is_shadow:
             self._metrics.shadow_tokens.inc(sum(len(each.turn.token_ids) for each in sampled))
@@ -342,7 +320,7 @@ class Relay:
         """Store turns. Forget a session that another proxy has ended or deleted: the next call reads it again."""
         key = running.placement.live.key
         try:
-            endings = await self._writer.append(await capture.with_message_pieces(sampled, running.call))
+            endings = await self._writer.append(await capture.with_message_pieces(sampled))
         except NotFound:
             self._sessions.forget(*key)
             raise

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from hashlib import blake2b
 from typing import NamedTuple
 
 import orjson
+from blake3 import blake3
 
 from proxy.auth import Principal
 from proxy.dialects.base import Call
-from proxy.dialects.repeated_messages import RepeatedMessages
 from turnwise.errors import Conflict
 from turnwise.types import Json, Turn
 
@@ -176,7 +175,7 @@ def check_same_request(identity: RequestIdentity, first_digest: bytes | None) ->
 def identify_request(call: Call, principal: Principal, raw: bytes, digest: bytes | None = None) -> RequestIdentity:
     """Return what a retry of the call must have in common with it; `digest` is the request's, if it is known."""
     if digest is None:
-        digest = blake2b(raw, digest_size=DIGEST_BYTES).digest() if call.idempotency_key is None else keyed_digest(call)
+        digest = blake3(raw).digest(DIGEST_BYTES) if call.idempotency_key is None else keyed_digest(call)
     return RequestIdentity(
         principal.tenant,
         principal.key_id,
@@ -190,10 +189,8 @@ def identify_request(call: Call, principal: Principal, raw: bytes, digest: bytes
 def keyed_digest(call: Call) -> bytes:
     """Return the digest of a request under an `Idempotency-Key`: without the fields that decide the answer's form."""
     fields = {field: value for field, value in call.body.items() if field not in FORM_FIELDS}
-    if isinstance(fields.get("messages"), RepeatedMessages):
-        fields["messages"] = fields["messages"].decoded()
     request = orjson.dumps([call.dialect.name, call.num_choices, fields], option=orjson.OPT_SORT_KEYS)
-    return blake2b(request, digest_size=DIGEST_BYTES).digest()
+    return blake3(request).digest(DIGEST_BYTES)
 
 
 def rebuilt_answer(call: Call, turns: list[Turn]) -> bytes:

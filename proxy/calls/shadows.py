@@ -21,7 +21,7 @@ from proxy.calls.client_left import ClientLeft
 from proxy.calls.relay import Relay
 from proxy.calls.replays import RequestIdentity
 from proxy.calls.running import Running
-from proxy.continuation.live import Placement
+from proxy.continuation.memory import Placement
 from proxy.continuation.sessions import Sessions
 from proxy.dialects.base import Call
 from proxy.engines.pool import EnginePool
@@ -165,7 +165,7 @@ class Shadows:
             return False
         left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         arriving = asyncio.create_task(self._pool.call_arrived.wait())
-        sampling = asyncio.create_task(self._relay.whole(running, left))
+        sampling = asyncio.create_task(self._relay.reply(running, left))
         try:
             await asyncio.wait({arriving, sampling}, return_when=asyncio.FIRST_COMPLETED)
             left.set_result(None)  # has no effect on a complete reply

@@ -1,18 +1,130 @@
-"""The conversation that a call sends, with its digests: computed once, then passed to every step of the call."""
+"""The conversation that a call sends, with its digests, and what earlier calls with the same first messages left of it.
+
+An agent repeats its whole conversation with every call. The messages of every dialect have one canonical text: the JSON
+array that the engine gets. An earlier call is recognised by the length of its text and a hash of that many bytes, so no
+message is kept, and a call digests and outlines only the messages that are new to it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
+import time
 from collections.abc import Sequence
 
-from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history, has_media
+import orjson
+from blake3 import blake3
+
+from proxy.continuation.digests import NO_FIELDS, History, context_digest, digest_history, tool_call_ids
+from proxy.continuation.outline import Outlines
 from proxy.dialects.base import Call
-from proxy.dialects.known_requests import KnownRequest
+from proxy.dialects.chat import with_readable_arguments
 from turnwise.types import Json
 
-SLICE_MESSAGES = 2_000
-"""Known messages whose digests are added in one step of the event loop; each takes 1 µs."""
+DIGEST_BYTES = 16
+PREFIX_BYTES = 2_500
+"""Memory of a prefix without messages, roughly: most of it is for the running hashes of its history."""
+MESSAGE_BYTES = 170
+"""Memory of the digests and the kind of one message, roughly."""
+TAIL_BYTES = 48
+"""Bytes at the end of a prefix that are compared before the text is hashed."""
+MAX_COMPARED = 256
+"""Prefixes of one owner, the newest ones, that a text is compared with."""
+MAX_HASHED = 4
+"""Prefixes with an equal tail that a text is hashed for."""
+
+Owner = tuple[str, str, str]
+"""A tenant, `session` or `key`, and the id of the session or, for calls that name none, of the API key."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Prefix:
+    """The messages of one call, and what was derived from them."""
+
+    num_bytes: int
+    """Length of their JSON array without the bracket that closes it."""
+    digest: bytes
+    """Of these bytes."""
+    tail: bytes
+    history: History
+    outlines: Outlines = dataclasses.field(default_factory=Outlines)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory, roughly."""
+        return PREFIX_BYTES + len(self.history.full) * MESSAGE_BYTES + self.outlines.num_bytes
+
+
+def prefix_of(text: bytes, history: History) -> Prefix:
+    """Return the prefix that a JSON array of messages is for later ones."""
+    num_bytes = len(text) - 1
+    return Prefix(num_bytes, _digest(text, num_bytes), text[max(0, num_bytes - TAIL_BYTES) : num_bytes], history)
+
+
+def _digest(text: bytes, num_bytes: int) -> bytes:
+    return blake3(memoryview(text)[:num_bytes]).digest(DIGEST_BYTES)
+
+
+class Prefixes:
+    """The last prefix of each conversation, up to an amount of memory; the least recently used ones are dropped."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        """Memory of all prefixes, roughly."""
+        self._by_owner: dict[Owner, dict[Prefix, None]] = {}
+        self._order: collections.OrderedDict[Prefix, tuple[Owner, int]] = collections.OrderedDict()
+        """The owner and the counted memory of each prefix, the least recently used one first."""
+
+    def find(self, owner: Owner, text: bytes) -> Prefix | None:
+        """Return the owner's longest prefix that a JSON array of messages begins with."""
+        known = self._by_owner.get(owner)
+        if known is None:
+            return None
+        alike = [
+            prefix
+            for prefix in list(known)[-MAX_COMPARED:]
+            if text.endswith(prefix.tail, 0, prefix.num_bytes) and text.startswith((b",", b"]"), prefix.num_bytes)
+        ]
+        alike.sort(key=lambda prefix: prefix.num_bytes, reverse=True)
+        return next((each for each in alike[:MAX_HASHED] if each.digest == _digest(text, each.num_bytes)), None)
+
+    def keep(self, owner: Owner, prefix: Prefix, replaced: Prefix | None) -> None:
+        """Add a prefix, in the place of the one that it extends; drop others above the limit."""
+        if replaced is not None:
+            self._drop(replaced)
+        self._drop(prefix)
+        num_bytes = prefix.memory_bytes
+        if num_bytes > self._max_bytes:
+            return
+        self._by_owner.setdefault(owner, {})[prefix] = None
+        self._order[prefix] = owner, num_bytes
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
+            self._drop(next(iter(self._order)))
+
+    def clear(self) -> None:
+        """Drop all of them."""
+        self._by_owner.clear()
+        self._order.clear()
+        self.num_bytes = 0
+
+    def _drop(self, prefix: Prefix) -> None:
+        owner, num_bytes = self._order.pop(prefix, (None, 0))
+        if owner is None:
+            return
+        self.num_bytes -= num_bytes
+        known = self._by_owner[owner]
+        del known[prefix]
+        if not known:
+            del self._by_owner[owner]
+
+
+HELD_SECONDS = 0.002
+"""How long messages are encoded or digested before other calls run."""
+SLICE_MESSAGES = 64
+"""Messages that are encoded or digested between two looks at the clock."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,10 +132,17 @@ class Conversation:
     """The messages of one call."""
 
     messages: Sequence[Json]
-    history: History
-    """Digests of every prefix of the messages."""
-    known: KnownRequest | None = None
-    """What was derived from the messages that an earlier request had too."""
+    prefix: Prefix
+    """All messages, for a later call that begins with them."""
+    owner: Owner | None = None
+    """Whose later calls may begin with them; None if they are not kept."""
+    earlier: Prefix | None = None
+    """The messages of an earlier call that they begin with."""
+
+    @property
+    def history(self) -> History:
+        """Digests of every prefix of the messages."""
+        return self.prefix.history
 
     @property
     def num_replied(self) -> int:
@@ -33,11 +152,7 @@ class Conversation:
 
     def call_ids(self) -> frozenset[str]:
         """Return the ids of all tool calls in the conversation: unique to a run, if the client sends them unchanged."""
-        num_read, earlier = (0, frozenset[str]()) if self.known is None else self.known.call_ids
-        found = earlier.union(*map(tool_call_ids, self.messages[num_read:]))
-        if self.known is not None:
-            self.known.call_ids = len(self.messages), found
-        return found
+        return frozenset().union(*(tool_call_ids(message) for message in self.messages if "tool_calls" in message))
 
     def replied_digests(self) -> list[bytes]:
         """Return the full digest after each assistant message, the longest prefix first."""
@@ -51,51 +166,52 @@ class Conversation:
         return [digests[end] for end in reversed(self.history.replies)]
 
 
-def tool_call_ids(message: Json) -> frozenset[str]:
-    """Return the ids of a message's tool calls."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return frozenset()
-    return frozenset(call_id for call in calls if isinstance(call, dict) and isinstance(call_id := call.get("id"), str))
+class _Pauses:
+    """Lets the event loop run between the steps of a long calculation."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    async def pause(self) -> None:
+        """Let other calls run, if this one has run for long."""
+        if time.perf_counter() - self._since > HELD_SECONDS:
+            await asyncio.sleep(0)
+            self._since = time.perf_counter()
 
 
-def read_conversation(call: Call, fields: frozenset[str] = NO_FIELDS, earlier: History | None = None) -> Conversation:
-    """Compute the digests of a call's conversation.
+async def read_conversation(
+    call: Call, fields: frozenset[str] = NO_FIELDS, prefixes: Prefixes | None = None, owner: Owner | None = None
+) -> Conversation:
+    """Encode the messages of a call for the engine, and digest those that no earlier call of the owner had.
 
     Args:
-        call: the call.
+        call: the call; its `messages_json` is set.
         fields: what the template prints beside the text.
-        earlier: the digests of the first messages, for a call without known messages.
+        prefixes: the messages of earlier calls.
+        owner: whose calls these are; None if nothing is used again.
     """
+    pauses = _Pauses()
+    await pauses.pause()
+    call.messages_json = await _encode(call.messages, pauses)
+    earlier = None if prefixes is None or owner is None else prefixes.find(owner, call.messages_json)
     context = context_digest(call.tools, call.template_arguments)
-    known = call.known_messages
-    digests: list[bytes] = []
-    if known is not None:
-        earlier = known.history
-        digests = known.digests if known.digest_fields == fields else []
-    history = digest_history(call.messages, context, fields, earlier, digests)
-    if known is not None:
-        known.history, known.digests = history, []
-    return Conversation(call.messages, history, known)
+    is_usable = earlier is not None and (earlier.history.context, earlier.history.fields) == (context, fields)
+    history = earlier.history if earlier is not None and is_usable else None
+    num_digested = 0 if history is None else len(history.full)
+    for end in range(num_digested + SLICE_MESSAGES, len(call.messages), SLICE_MESSAGES):
+        history = digest_history(call.messages[:end], context, fields, history)
+        await pauses.pause()
+    history = digest_history(call.messages, context, fields, history)
+    prefix = prefix_of(call.messages_json, history)
+    if earlier is not None:
+        prefix.outlines = earlier.outlines
+    return Conversation(call.messages, prefix, owner, earlier)
 
 
-async def read_in_slices(call: Call, fields: frozenset[str] = NO_FIELDS) -> Conversation:
-    """Do what `read_conversation` does; let the event loop run between slices of many known messages."""
-    known = call.known_messages
-    if known is not None and known.digest_fields == fields:
-        context = context_digest(call.tools, call.template_arguments)
-        for end in range(SLICE_MESSAGES, len(known.digests), SLICE_MESSAGES):
-            known.history = digest_history(call.messages[:end], context, fields, known.history, known.digests)
-            await asyncio.sleep(0)
-    return read_conversation(call, fields)
-
-
-def call_has_media(call: Call) -> bool:
-    """Return whether any message of a call has content that is not text."""
-    known = call.known_messages
-    if known is None:
-        return has_media(call.messages)
-    found = has_media(call.messages[known.num_text :])
-    if not found:
-        known.num_text = len(call.messages)
-    return found
+async def _encode(messages: Sequence[Json], pauses: _Pauses) -> bytes:
+    """Return the JSON array of messages as an engine accepts them."""
+    pieces = []
+    for start in range(0, len(messages), SLICE_MESSAGES):
+        pieces.append(orjson.dumps(with_readable_arguments(list(messages[start : start + SLICE_MESSAGES])))[1:-1])
+        await pauses.pause()
+    return b"[%b]" % b",".join(pieces)

@@ -22,12 +22,16 @@ DIGEST_BYTES = 8
 """Digests are compared within one session, or one API key's sessions, so 64 bits are plenty."""
 MESSAGE_BYTES = 16
 """Length of the digest of one message, which is hashed into the digests of all conversations that contain it."""
+MIN_TASK = 8
+"""Characters of an argument that may be the task of a sub-agent."""
 SYSTEM_ROLES = ("system", "developer")
 """A tuple, not a set, because a client may send an unhashable value as a role or a type."""
 TEXT_PARTS = ("text", "refusal", None)
 """Types of content parts that are text."""
 NAME, CALL_IDS = "name", "call_ids"
 """What a template may print besides role, content and tool calls: the sender's name, the ids of tool calls."""
+CALL_TEXT = "call_text"
+"""Not printed by templates: text beside tool calls is left out where the calls' ids are those that were sampled."""
 NO_FIELDS: frozenset[str] = frozenset()
 
 
@@ -132,8 +136,8 @@ def message_digest(message: Json, fields: frozenset[str] = NO_FIELDS) -> bytes:
     canonical: Json = {"r": message.get("role"), "c": content}
     if calls := message.get("tool_calls"):
         canonical["t"] = [_canonical_call(call, fields) for call in calls] if isinstance(calls, list) else calls
-        if isinstance(content, str) and not content.strip():
-            canonical["c"] = ""  # whitespace beside a tool call, which clients drop
+    if message.get("role") == "assistant" and isinstance(content, str):
+        canonical["c"] = "" if CALL_TEXT in fields and calls and _have_ids(calls) else content.strip()
     if NAME in fields and message.get("name"):
         canonical["n"] = message["name"]
     if CALL_IDS in fields and message.get("tool_call_id"):
@@ -157,7 +161,11 @@ def _canonical_call(call: Any, fields: frozenset[str]) -> Any:
     if not isinstance(function, dict):
         return call
     canonical = [function.get("name"), canonical_arguments(function.get("arguments"))]
-    return [*canonical, call.get("id")] if CALL_IDS in fields else canonical
+    return canonical if fields.isdisjoint((CALL_IDS, CALL_TEXT)) else [*canonical, call.get("id")]
+
+
+def _have_ids(calls: Any) -> bool:
+    return isinstance(calls, list) and all(isinstance(call, dict) and call.get("id") for call in calls)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,6 +186,28 @@ def canonical_arguments(arguments: Any) -> Any:
     if isinstance(arguments, str):
         return _parsed_arguments(arguments) if arguments.strip() else {}
     return {} if arguments is None else arguments
+
+
+def tool_call_ids(message: Json) -> frozenset[str]:
+    """Return the ids of a message's tool calls."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return frozenset()
+    return frozenset(call_id for call in calls if isinstance(call, dict) and isinstance(call_id := call.get("id"), str))
+
+
+def text_digest(text: str) -> bytes:
+    """Return the digest of a text without the white space around it."""
+    return blake2b(text.strip().encode(errors="replace"), digest_size=DIGEST_BYTES).digest()
+
+
+def argument_digests(message: Json) -> frozenset[bytes]:
+    """Return the digests of the texts among the arguments of a message's tool calls."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    given = [canonical_arguments(each.get("arguments")) for each in functions if isinstance(each, dict)]
+    texts = (value for each in given if isinstance(each, dict) for value in each.values() if isinstance(value, str))
+    return frozenset(text_digest(text) for text in texts if len(text) >= MIN_TASK)
 
 
 def has_media(messages: Sequence[Json]) -> bool:

@@ -35,19 +35,15 @@ class EncodedIds:
         """Return the list with more ids after it."""
         return encode_ids(ids, self) if len(ids) else self
 
-    def json_pieces(self) -> list[bytes]:
-        """Return the JSON array of all ids, in pieces that are to be joined."""
+    def json(self) -> bytes:
+        """Return the JSON array of all ids."""
         pieces, ids = [b"]"], self
         while ids.before is not None:
             pieces += (ids.piece, b",")
             ids = ids.before
         pieces += (ids.piece, b"[")
         pieces.reverse()
-        return pieces
-
-    def json(self) -> bytes:
-        """Return the JSON array of all ids."""
-        return b"".join(self.json_pieces())
+        return b"".join(pieces)
 
     def decoded(self) -> TokenIds:
         """Return the ids as numbers."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxy.continuation.conversation import Conversation
+from proxy.continuation.digests import argument_digests, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds
-from turnwise.types import Role
+from turnwise.types import Outcome, Role, Turn
 
 TURN_BYTES = 480
 """Memory of a turn without its id, texts and running hash: the object, its digests and times, and its index entries."""
@@ -21,6 +22,19 @@ STATE_BYTES = 450
 """Memory of a running hash."""
 FOREST_BYTES = 1_000
 """Memory of a forest without turns."""
+
+
+class Root(NamedTuple):
+    """What the first turn of a chain shows about the chain."""
+
+    side_task: str | None
+    """`roles.side_task` of its call."""
+    system_digest: bytes
+    """`roles.system_digest` of its messages."""
+
+
+NO_ROOT = Root(None, b"")
+"""Of a turn that extends another."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -43,6 +57,8 @@ class KnownTurn:
     """The thinking that was sampled."""
     call_ids: tuple[str, ...] = ()
     """Ids of the tool calls in its reply."""
+    arguments: frozenset[bytes] = frozenset()
+    """`argument_digests` of its reply."""
     is_aborted: bool = False
     """Whether its reply was cut off."""
     role: Role = Role.MAIN
@@ -54,14 +70,52 @@ class KnownTurn:
     ended_at: float = 0.0
     """When its call started and ended; seconds since 1970."""
     has_child: bool = False
-    """Whether a turn whose reply was not cut off extends it."""
+    """Whether a turn whose reply was not cut off extends it, or a call without its tokens went on from it."""
     tokens: EncodedIds | None = None
     """Prompt and sampled ids; None when they must be read from the store."""
+
+    @classmethod
+    def of(
+        cls,
+        turn: Turn,
+        root: Root,
+        *,
+        num_messages: int,
+        prompt_digest: bytes,
+        messages_state: Any,
+        chain_id: str | None = None,
+        role: Role | None = None,
+        tokens: EncodedIds | None = None,
+    ) -> KnownTurn:
+        """Return the part of a turn; the values that depend on its whole conversation and its chain are given."""
+        started_at = turn.created_at.timestamp()
+        return cls(
+            turn_id=turn.turn_id,
+            parent_turn_id=turn.parent_turn_id,
+            chain_id=chain_id or turn.chain_id,
+            num_messages=num_messages,
+            history_digest=turn.history_digest,
+            messages_digest=turn.messages_digest,
+            dialogue_digest=turn.dialogue_digest,
+            prompt_digest=prompt_digest,
+            messages_state=messages_state,
+            reasoning=turn.response.get("reasoning") or "",
+            call_ids=tuple(tool_call_ids(turn.response)),
+            arguments=argument_digests(turn.response),
+            is_aborted=turn.outcome is Outcome.ABORTED,
+            role=role or turn.role or Role.MAIN,
+            side_task=root.side_task,
+            system_digest=root.system_digest,
+            started_at=started_at,
+            ended_at=started_at + turn.duration_seconds,
+            tokens=tokens,
+        )
 
     def num_bytes(self) -> int:
         """Return its memory, roughly, without its tokens."""
         texts = (self.turn_id, self.reasoning, self.side_task or "", *self.call_ids)
-        return TURN_BYTES + sum(map(sys.getsizeof, texts)) + (0 if self.messages_state is None else STATE_BYTES)
+        num_bytes = TURN_BYTES + sum(map(sys.getsizeof, texts)) + (0 if self.messages_state is None else STATE_BYTES)
+        return num_bytes + (sum(map(sys.getsizeof, (self.arguments, *self.arguments))) if self.arguments else 0)
 
 
 class TurnIndex:
@@ -193,7 +247,7 @@ class Forest:
 
 
 def _share_values(turn: KnownTurn, parent: KnownTurn | None) -> None:
-    """Replace values of a turn that are equal to others of the turn or its parent by the same objects."""
+    """Save memory: let equal digests and ids of a turn and its parent be one object."""
     if turn.dialogue_digest == turn.messages_digest:
         turn.dialogue_digest = turn.messages_digest
     if turn.chain_id == turn.turn_id:

@@ -19,9 +19,7 @@ import jinja2.ext
 import orjson
 from jinja2 import nodes, sandbox
 
-from proxy.continuation.conversation import tool_call_ids
-from proxy.continuation.digests import canonical_content
-from proxy.dialects.object_sizes import all_json_bytes
+from proxy.continuation.digests import canonical_content, tool_call_ids
 from turnwise.types import Json
 
 KEPT_HEAD, KEPT_TAIL = 4, 8
@@ -34,6 +32,8 @@ FORGET_AFTER = 16
 """New messages after which outlines that are no longer needed are forgotten."""
 NEAR = 8
 """Messages before a needed one whose outlines are remembered: the next rendering may need them."""
+OUTLINE_BYTES = 70
+"""Memory of an outline beside its JSON, roughly."""
 KEPT_TEXT = 96
 """Characters of a longer text that are kept at each end."""
 MIN_MARK = 3
@@ -83,8 +83,8 @@ class Outlines:
 
     def __init__(self) -> None:
         self.kinds: list[int] = []
-        self.messages: dict[int, Json] = {}
-        """Outlined messages, by position."""
+        self.messages: dict[int, bytes] = {}
+        """Outlined messages as JSON, by position."""
         self.num_bytes = 0
         """Memory of `messages`."""
         self._num_at_last_forgetting = 0
@@ -102,10 +102,11 @@ class Outlines:
 
     def extend(self, outlines: Sequence[Outline]) -> None:
         """Add the outlines of the next messages."""
-        messages = [outline.message for outline in outlines]
-        self.messages.update(enumerate(messages, len(self.kinds)))
+        # Copies: the encoder's buffer is many times as long as its content.
+        encoded = [memoryview(orjson.dumps(outline.message)).tobytes() for outline in outlines]
+        self.messages.update(enumerate(encoded, len(self.kinds)))
         self.kinds += [outline.kind for outline in outlines]
-        self.num_bytes += all_json_bytes(messages)
+        self.num_bytes += sum(map(len, encoded)) + OUTLINE_BYTES * len(encoded)
 
     def forget(self, needed: Iterable[int], others: Collection[int], replied: int) -> None:
         """Forget outlines now and then, except those at or near the needed positions, at others, and after a reply."""
@@ -114,7 +115,8 @@ class Outlines:
         self._num_at_last_forgetting = len(self.kinds)
         kept = {*others, *(at for position in needed for at in range(position - NEAR, position + 1))}
         forgotten = [position for position in self.messages if position < replied and position not in kept]
-        self.num_bytes -= all_json_bytes([self.messages.pop(position) for position in forgotten])
+        freed = [self.messages.pop(position) for position in forgotten]
+        self.num_bytes -= sum(map(len, freed)) + OUTLINE_BYTES * len(freed)
 
 
 class Shortened(NamedTuple):
@@ -146,7 +148,8 @@ class Outliner:
 
     def __init__(self, marks: Sequence[str], *, shortens_tools: bool = False) -> None:
         self._marks = marks
-        self._shortens_tools = shortens_tools
+        self.shortens_tools = shortens_tools
+        """Whether long lists of tools are shortened too."""
         self._numbers: dict[Kind, int] = {}
         self._next_number = itertools.count()
         """Gives each number once, also where several threads number kinds."""
@@ -186,8 +189,9 @@ class Outliner:
 
     def _message(self, position: int, messages: Sequence[Json], known: Outlines) -> Json:
         """Return an outlined message; one that was forgotten is outlined again."""
-        message = known.messages.get(position)
-        return self.outline(messages[position]) if message is None else message
+        known_json = known.messages.get(position)
+        outlined: Json = self.outline(messages[position]) if known_json is None else orjson.loads(known_json)
+        return outlined
 
     def _outlined(self, message: Json) -> Outline:
         short = self.outline(message)
@@ -206,7 +210,7 @@ class Outliner:
 
     def outline_tools(self, tools: Any) -> Any:
         """Return the first and the last tool, without their parameters; tools with a mark are kept as they are."""
-        if not self._shortens_tools or not isinstance(tools, list):
+        if not self.shortens_tools or not isinstance(tools, list):
             return tools
         kept = tools if len(tools) <= 2 else [tools[0], tools[-1]]
         return [self._outline_tool(tool) for tool in kept]

@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from proxy.continuation.chat_template import ChatTemplate, Unsafe
-from proxy.continuation.conversation import Conversation, call_has_media
-from proxy.continuation.digests import History
+from proxy.continuation.conversation import Conversation
+from proxy.continuation.digests import History, has_media
 from proxy.continuation.encoded_ids import EncodedIds
 from proxy.continuation.forest import Forest, KnownTurn
-from proxy.continuation.outline import Outlines
 from proxy.continuation.reply import Reply
+from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.base import Call
-from proxy.dialects.repeated_messages import RepeatedMessages
 from turnwise.types import Json, TokenIds
 
 RENDERED_HERE = 4 * 2**10
@@ -75,7 +73,7 @@ async def plan_call(
         return new_chain(conversation, reason)
     try:
         between, prompt = await _extended_prompt(
-            call, forest, template, parent, parent_tokens, keep_thinking=keep_thinking
+            call, conversation, forest, template, parent, parent_tokens, keep_thinking=keep_thinking
         )
     except Unsafe as unsafe:
         return new_chain(conversation, unsafe.reason)
@@ -91,6 +89,7 @@ async def plan_call(
 
 async def _extended_prompt(
     call: Call,
+    conversation: Conversation,
     forest: Forest,
     template: ChatTemplate,
     parent: KnownTurn,
@@ -103,10 +102,10 @@ async def _extended_prompt(
     Raises:
         Unsafe: the template cannot continue the parent.
     """
-    messages, replied, known = call.messages, parent.num_messages - 1, call.known_messages
+    messages, replied = call.messages, parent.num_messages - 1
     thinking = sampled_thinking(forest, parent)
     # A copy: another call that begins with the same messages may complete the list at the same time.
-    outlines = Outlines() if known is None or known.outlines is None else known.outlines.copy()
+    outlines = conversation.prefix.outlines.copy()
     last_token = parent_tokens.last_id
     reply = Reply(last_token=last_token, ended=last_token in template.end_tokens, reasoning=parent.reasoning)
 
@@ -123,17 +122,12 @@ async def _extended_prompt(
         )
         return between, parent_tokens.extended(between)
 
-    num_outlined = min(len(outlines), replied) if template.shortens else 0
-    if isinstance(messages, RepeatedMessages):
-        await messages.load(num_outlined)
+    num_outlined = min(len(outlines), replied)
     if num_outlined and not template.renders_in_short(messages, replied):
         num_outlined = 0
-        if isinstance(messages, RepeatedMessages):
-            await messages.load()
     is_long = has_more_text(messages[num_outlined:], RENDERED_HERE)
     extended = await asyncio.get_running_loop().run_in_executor(RENDERING, extend) if is_long else extend()
-    if known is not None:
-        known.outlines = outlines
+    conversation.prefix.outlines = outlines
     return extended
 
 
@@ -169,7 +163,7 @@ def _reason_not_to_extend(call: Call, template: ChatTemplate | None) -> str | No
     """Return why this call cannot extend any turn, whatever its messages are; None if it can."""
     if template is None:
         return "template_unknown"
-    if call_has_media(call):
+    if has_media(call.messages):
         return "media"
     if call.continues_final_message:
         return "prefill"

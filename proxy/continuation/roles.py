@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from proxy.continuation.digests import SYSTEM_ROLES, canonical_content
-from proxy.continuation.forest import Forest, KnownTurn
+from proxy.continuation.digests import SYSTEM_ROLES, canonical_content, text_digest
+from proxy.continuation.forest import Forest, KnownTurn, Root
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
 from turnwise.types import Json, Role
@@ -38,10 +38,15 @@ class TextPattern(NamedTuple):
 
 
 COMPACTION = TextPattern(
-    ("compact", "compress", "summari"),
+    ("compact", "compress", "summar", "context extraction", "hand off", "next agent"),
     re.compile(
         r"context checkpoint compaction|\b(?:compact|compress|summari[sz])\w*\b[^.\n]{0,80}\b(?:conversation|"
-        r"chat history|dialogue|context|session)\b",
+        r"chat history|dialog(?:ue)?|context|session)\b"
+        r"|\bsummary of (?:the|this|our) (?:entire |whole |previous )?(?:conversation|dialog(?:ue)?)\b"
+        r"|<role>\s*context extraction assistant\b"  # LangChain
+        r"|\bcontext-aware state summary\b"  # OpenHands
+        r"|\bcontinuation summary\b[^.]{0,120}\bresume work\b"  # Inspect AI
+        r"|\bhand off your work to another AI agent\b|\bnext agent has a few questions for you\b",  # Terminus 2
         re.IGNORECASE,
     ),
 )
@@ -67,15 +72,6 @@ class Found(NamedTuple):
     reason: str
 
 
-class Root(NamedTuple):
-    """What the first turn of a chain shows about the chain."""
-
-    side_task: str | None
-    """`side_task` of its call."""
-    system_digest: bytes
-    """`system_digest` of its messages."""
-
-
 class Correction(NamedTuple):
     """Stored turns whose role a later turn has shown to be another one."""
 
@@ -92,9 +88,9 @@ def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None) -> Foun
     """Return the role of a call's turn; `root` is `read_root` of a call without a parent."""
     parent = plan.parent
     if parent is not None:
-        if COMPACTION.is_in(_last_user_text(call.messages)):
+        if COMPACTION.is_in(_last_text(call.messages)):
             return Found(Role.SIDE, "compaction_prompt")
-        return Found(parent.role, "extends")
+        return Found(continued_role(parent, forest), "extends")
     if call.agent_id is not None:
         return Found(Role.SUB_AGENT, "agent_id")
     others = forest.agent_roots
@@ -106,6 +102,8 @@ def find_role(call: Call, plan: Plan, forest: Forest, root: Root | None) -> Foun
     if plan.reason is not None and plan.reason != "edited_history":
         return Found(Role.MAIN, "continues_conversation")
     same = others.get(root.system_digest)
+    if same is not None and not plan.history.replies and _is_asked_by_call(call.messages, forest):
+        return Found(Role.SUB_AGENT, "asked_by_tool_call")
     return Found(Role.SUB_AGENT, "other_system") if same is None else Found(same.role, "same_system")
 
 
@@ -119,6 +117,9 @@ def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
                 found.append(Correction(chain, Found(Role.SIDE, root.side_task)))
     siblings = forest.siblings(turn, aborted=True)
     parent = forest.by_id.get(turn.parent_turn_id or "")
+    if parent is not None and parent.role is Role.RETRY:
+        marked = [each.turn_id for each in forest.ancestors(parent) if each.role is Role.RETRY]
+        found.append(Correction(marked, Found(continued_role(parent, forest), "continued")))
     if parent is not None:
         others = forest.siblings(parent, aborted=True) + forest.siblings(parent, aborted=False)
         siblings += [other for other in others if not other.has_child and other.ended_at <= parent.started_at]
@@ -128,14 +129,36 @@ def corrections(turn: KnownTurn, forest: Forest) -> list[Correction]:
     return found
 
 
+def continued_role(turn: KnownTurn, forest: Forest) -> Role:
+    """Return the role of a turn that another one extends: a turn that was sampled again has that of the other attempt.
+
+    Of two attempts with the same prompt, as parallel sub-agents with one task make them, the client may continue both.
+    """
+    for each in forest.ancestors(turn):
+        if each.role is not Role.RETRY:
+            return each.role
+        others = forest.siblings(each, aborted=False) + forest.siblings(each, aborted=True)
+        if found := next((other.role for other in others if other.role is not Role.RETRY), None):
+            return found
+    return Role.MAIN
+
+
+def _is_asked_by_call(messages: Sequence[Json], forest: Forest) -> bool:
+    """Return whether the last user message is an argument of a tool call that has no result yet: a sub-agent's task."""
+    asked = text_digest(_last_text(messages))
+    return any(asked in turn.arguments and not turn.has_child for turn in forest.by_id.values())
+
+
 def side_task(messages: Sequence[Json], tools: Any, parameters: Json) -> str | None:
     """Return the task of a call that the harness makes for itself; None for a call of the agent."""
     limit = parameters.get("max_completion_tokens") or parameters.get("max_tokens")
     if isinstance(limit, int) and limit <= PROBE_TOKENS:
         return "probe"
-    if tools or any(message.get("role") == "assistant" for message in messages):
+    if any(message.get("role") == "assistant" for message in messages):
+        return "asks_for_summary" if COMPACTION.is_in(_last_text(messages)) else None
+    if tools:
         return None
-    text = f"{_system_text(messages)}\n{_last_user_text(messages)}"
+    text = f"{_system_text(messages)}\n{_last_text(messages)}"
     return next((name for name, pattern in TASKS.items() if pattern.is_in(text)), None)
 
 
@@ -153,7 +176,8 @@ def _system_text(messages: Sequence[Json], limit: int | None = SCANNED_CHARACTER
     return "\n".join(texts)[:limit]
 
 
-def _last_user_text(messages: Sequence[Json]) -> str:
-    if not messages or messages[-1].get("role") != "user":
+def _last_text(messages: Sequence[Json]) -> str:
+    """Return the last message's text, if the user or the harness wrote it."""
+    if not messages or messages[-1].get("role") not in ("user", *SYSTEM_ROLES):
         return ""
     return str(canonical_content(messages[-1].get("content")))[:SCANNED_CHARACTERS]

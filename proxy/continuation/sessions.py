@@ -15,26 +15,17 @@ import logging
 import uuid
 from hashlib import blake2b
 
-import orjson
-
 from proxy.auth import Principal
-from proxy.continuation.candidates import Candidate, choose_candidate
-from proxy.continuation.chat_template import ChatTemplate
-from proxy.continuation.conversation import Conversation, read_conversation, read_in_slices
-from proxy.continuation.digests import NO_FIELDS
+from proxy.continuation.conversation import Conversation, Prefixes, read_conversation
+from proxy.continuation.digests import CALL_TEXT, NO_FIELDS, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.identities import check_id
-from proxy.continuation.inferred_sessions import Caller, InferredSessions
-from proxy.continuation.lasting_ids import next_id
-from proxy.continuation.live import LiveSession, Placement
-from proxy.continuation.live_sessions import LiveSessions
+from proxy.continuation.memory import LiveSession, LiveSessions, Placement, TokenCache
 from proxy.continuation.plan import Plan, break_reason, new_chain, plan_call
-from proxy.continuation.recent_histories import RecentHistories, recent_bytes
 from proxy.continuation.stored_turns import digest_stored, known_turns
-from proxy.continuation.token_cache import TokenCache
+from proxy.continuation.template import ChatTemplate
+from proxy.continuation.which_session import Caller, Candidate, InferredSessions, check_id, choose_candidate, next_id
 from proxy.dialects.base import Call
-from proxy.dialects.repeated_messages import RepeatedMessages, message_list
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
@@ -45,6 +36,8 @@ from turnwise.store.database import Database
 from turnwise.types import Session, SessionKey, SessionStatus
 
 log = logging.getLogger(__name__)
+LONG_BYTES = 64 * 2**10
+"""Messages of a call that leaves much freed memory."""
 MAX_CANDIDATES = 16
 """Sessions with the same conversation that are compared, the newest ones."""
 
@@ -77,7 +70,9 @@ class Sessions:
         self._live = LiveSessions(
             settings.cache_sessions, settings.session_cache_bytes, TokenCache(settings.token_cache_bytes)
         )
-        self._recent = RecentHistories(recent_bytes(settings))
+        self._prefixes = Prefixes(settings.request_cache_bytes)
+        self.num_bytes_read = 0
+        """Bytes of the messages of long calls so far."""
         self._opening: dict[tuple[str, str], asyncio.Task[LiveSession]] = {}
 
     async def find(self, call: Call, conversation: Conversation, principal: Principal) -> Placement:
@@ -150,6 +145,7 @@ class Sessions:
         self.template = template
         self._inferred.clear()
         self._live.clear()
+        self._prefixes.clear()
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Remove a session from memory because its row in the store has changed."""
@@ -179,29 +175,31 @@ class Sessions:
     @property
     def fields_read(self) -> frozenset[str]:
         """What the served template prints beside roles, text and tool calls."""
-        return NO_FIELDS if self.template is None else self.template.fields_read
+        fields = NO_FIELDS if self.template is None else self.template.fields_read
+        return fields | {CALL_TEXT} if self._settings.call_text == "ignore" else fields
 
     async def read_conversation(self, call: Call, principal: Principal | None = None) -> Conversation:
         """Compute the digests of a call's conversation, over what the served template reads.
 
         Args:
             call: the call.
-            principal: its caller; None if the digests of the session's last call are not used.
+            principal: its caller; None if nothing is used again.
         """
-        session_id = None if principal is None else principal.session_id or call.session_id
-        if principal is None or session_id is None or call.known_messages is not None:
-            return await read_in_slices(call, self.fields_read)
-        session = principal.tenant, session_id
-        messages_json = orjson.dumps(message_list(call.messages))
-        conversation = read_conversation(call, self.fields_read, self._recent.find(session, messages_json))
-        self._recent.keep(session, messages_json, conversation.history)
+        owner = None
+        if principal is not None:
+            session_id = principal.session_id or call.session_id
+            kind, name = ("key", principal.key_id) if session_id is None else ("session", session_id)
+            owner = principal.tenant, kind, name
+        conversation = await read_conversation(call, self.fields_read, self._prefixes, owner)
+        if len(call.messages_json) >= LONG_BYTES:
+            self.num_bytes_read += len(call.messages_json)
         return conversation
 
     async def plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
         """Decide which turn the call extends and with which prompt; reserve that turn until `release`."""
         plan = await self._plan(placement, call, conversation)
-        if plan.parent is None and isinstance(call.messages, RepeatedMessages):
-            await call.messages.load()  # a new chain stores all of them
+        if conversation.owner is not None:
+            self._prefixes.keep(conversation.owner, conversation.prefix, conversation.earlier)
         return plan
 
     async def _plan(self, placement: Placement, call: Call, conversation: Conversation) -> Plan:
@@ -231,7 +229,7 @@ class Sessions:
 
         It stores nothing: a session that does not exist is not created.
         """
-        conversation = await self.read_conversation(call)
+        conversation = await self.read_conversation(call, principal)
         session_id = principal.session_id or call.session_id
         if session_id is None:
             found = await self._find_by_conversation(conversation, Caller(principal.tenant, principal.key_id))
@@ -292,6 +290,8 @@ class Sessions:
             if found.turn.history_digest in conversation.history.full:
                 self._reserve(placement, found.turn)
             return placement
+        if live := await self._find_by_calls(conversation, caller):
+            return Placement(live, caller.key_id)
         self._metrics.sessions.labels("inferred").inc()
         if call.idempotency_key is not None:
             # A retry derives the same id, so it finds the session and its turn even after a restart.
@@ -300,6 +300,18 @@ class Sessions:
                 return Placement(live, caller.key_id)
         session = _opened_by_call(f"auto-{uuid.uuid4().hex}", caller.tenant)
         return Placement(await self.open(session), caller.key_id)
+
+    async def _find_by_calls(self, conversation: Conversation, caller: Caller) -> LiveSession | None:
+        """Return the newest open session that sampled one of the repeated tool calls: the client has cut its history.
+
+        An id that several sessions sampled says nothing: some models number their calls.
+        """
+        for message in reversed(conversation.messages):
+            for call_id in tool_call_ids(message):
+                sessions = self._inferred.find(caller, call_id.encode())
+                if len(sessions) == 1 and (live := await self._if_open(sessions[0], caller)):
+                    return live
+        return None
 
     async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""
@@ -355,19 +367,26 @@ class Sessions:
                 return False, digest, session_ids
             return True, *find(dialogues, by="dialogue_digest")
 
-    def remember(self, live: LiveSession, turns: list[KnownTurn], *, inferred_for: str | None) -> None:
+    def remember(
+        self, live: LiveSession, turns: list[KnownTurn], *, inferred_for: str | None, continued: KnownTurn | None = None
+    ) -> None:
         """Add committed turns, so that the next call can extend them.
 
         Args:
             live: their session.
             turns: the committed turns.
             inferred_for: the API key whose calls find these turns by their conversation; None for a named session.
+            continued: the turn that their call went on from, also where it starts a new chain.
         """
         self._live.add_turns(live, turns)
+        if continued is not None and any(not turn.is_aborted for turn in turns):
+            continued.has_child = True
         if inferred_for is not None:
             caller = Caller(live.session.tenant, inferred_for)
             for turn in turns:
                 self._inferred.add(caller, turn.history_digest, live.session.session_id)
+                for call_id in turn.call_ids:
+                    self._inferred.add(caller, call_id.encode(), live.session.session_id)
 
 
 def _opened_by_call(session_id: str, tenant: str, *, continues: str | None = None) -> Session:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from proxy.continuation.conversation import tool_call_ids
 from proxy.continuation.digests import prompt_digests
-from proxy.continuation.forest import KnownTurn
-from proxy.continuation.roles import side_task, system_digest
-from turnwise.types import Outcome, Role, Turn
+from proxy.continuation.forest import NO_ROOT, KnownTurn
+from proxy.continuation.roles import read_root
+from turnwise.types import Turn
 
 
 class Digested(NamedTuple):
@@ -47,24 +46,10 @@ def known_turns(turns: Sequence[Turn], digested: Digested, by_id: Mapping[str, K
 
 
 def _known_turn(turn: Turn, digested: Digested, num_before: int) -> KnownTurn:
-    started_at = turn.created_at.timestamp()
-    is_root = turn.parent_turn_id is None
-    return KnownTurn(
-        turn_id=turn.turn_id,
-        parent_turn_id=turn.parent_turn_id,
-        chain_id=turn.chain_id,
+    return KnownTurn.of(
+        turn,
+        read_root(turn.messages, turn.tools, turn.sampling) if turn.parent_turn_id is None else NO_ROOT,
         num_messages=num_before + len(turn.messages) + 1,
-        history_digest=turn.history_digest,
-        messages_digest=turn.messages_digest,
-        dialogue_digest=turn.dialogue_digest,
         prompt_digest=digested.prompts[turn.turn_id],
         messages_state=digested.states[turn.turn_id],
-        reasoning=turn.response.get("reasoning") or "",
-        call_ids=tuple(tool_call_ids(turn.response)),
-        is_aborted=turn.outcome is Outcome.ABORTED,
-        role=turn.role or Role.MAIN,
-        side_task=side_task(turn.messages, turn.tools, turn.sampling) if is_root else None,
-        system_digest=system_digest(turn.messages) if is_root else b"",
-        started_at=started_at,
-        ended_at=started_at + turn.duration_seconds,
     )

@@ -6,15 +6,12 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol
-
-import orjson
+from typing import ClassVar, Protocol
 
 from proxy.dialects import sse
-from proxy.dialects.known_requests import KnownRequest
-from proxy.dialects.text_chunks import TextChunks
+from proxy.dialects.engine_reply import Captured, read_parts, without_thinking
 from turnwise.store.lineage import TurnView
-from turnwise.types import Json, JsonText
+from turnwise.types import Json
 
 OPENAI_ERROR_SCHEMA: Json = {"$ref": "#/components/schemas/ErrorAnswer"}
 """The error body of the control plane, which has OpenAI's shape."""
@@ -43,9 +40,6 @@ class Encoder(Protocol):
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Return the events for some stripped chunks of the engine; there may be none."""
 
-    def similar_chunks(self, head: bytes, parts: list[bytes], tail: bytes) -> bytes:
-        """Return the events for the engine's events `head + part + tail`, without the fields that stay hidden."""
-
     def done(self) -> bytes:
         """Return the events that end the stream."""
 
@@ -60,12 +54,14 @@ class Call:
     dialect: Dialect
     body: Json
     """The request to the engine's route, before capture's options are added."""
-    messages: Sequence[Json]
+    messages: list[Json]
     """The conversation; empty for a bare text prompt."""
     stream: bool
     num_choices: int
     wants_logprobs: bool
     wants_token_ids: bool
+    hides_thinking: bool = False
+    """Whether the client asked for no reasoning; vLLM then returns no token ids and logprobs either."""
     session_id: str | None = None
     session_source: str | None = None
     """Where `session_id` was found: `path`, `x-session-id`, `metadata`, or the name of a native id."""
@@ -89,14 +85,15 @@ class Call:
     """The stored turn that the call continues without repeating its messages."""
     conversation_id: str | None = None
     """The conversation of the Responses API that the call continues without repeating its messages."""
-    known: KnownRequest | None = None
-    """The call's own messages, with what was derived from those that an earlier request had too."""
-    messages_json: memoryview | None = None
-    """The JSON of the messages for the engine, without the closing bracket."""
-    pieces: tuple[tuple[int, bytes], ...] = ()
-    """Pickles of the messages as they were decoded in another process: `decoding_process.Result.pieces`."""
+    messages_json: bytes = b""
+    """The JSON array of the messages for the engine; empty until the messages have been read."""
     notes: Json = dataclasses.field(default_factory=dict)
     """Facts that are stored with the sampling parameters, because the dialect needs them to resume from the turn."""
+
+    def pin(self, sampling: Json) -> None:
+        """Let a session's sampling parameters override the call's, before the call is planned, sent and stored."""
+        if sampling:
+            self.body = {**self.body, **sampling}
 
     def encode_with(self, make_encoder: Callable[[], Encoder]) -> None:
         """Encode a streamed reply by another encoder."""
@@ -105,12 +102,6 @@ class Call:
     def restart_encoder(self) -> None:
         """Encode another reply from its beginning: nothing of the first one was sent."""
         self.encoder = self.make_encoder()
-
-    @property
-    def known_messages(self) -> KnownRequest | None:
-        """What is known of the messages; None where it is not of the messages as they are now."""
-        is_of_all = self.known is not None and self.known.num_messages == len(self.messages)
-        return self.known if is_of_all else None
 
     @property
     def model(self) -> str:
@@ -135,12 +126,10 @@ class Call:
     @property
     def continues_final_message(self) -> bool:
         """Whether the prompt ends inside the last message, which the client wrote (a prefill)."""
-        return continues_final_message(self.body)
-
-
-def continues_final_message(body: Json) -> bool:
-    """Return whether a prompt under these request fields ends inside the last message."""
-    return bool(body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False)
+        body = self.body
+        return bool(
+            body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False
+        )
 
 
 def template_arguments(body: Json) -> Json:
@@ -154,93 +143,12 @@ def template_arguments(body: Json) -> Json:
     return arguments
 
 
-class RawJson(NamedTuple):
-    """A value of a request that is JSON already, in pieces; a long one is not copied."""
-
-    pieces: Sequence[bytes | memoryview]
-
-
-JSON_ALREADY = frozenset({RawJson, JsonText})
-"""Types of values that are JSON already."""
-
-
-def encode_request(body: Json) -> list[bytes | memoryview]:
-    """Return the JSON of a request in pieces; at least one field is neither `RawJson` nor `JsonText`."""
-    if JSON_ALREADY.isdisjoint(map(type, body.values())):
-        return [orjson.dumps(body)]
-    encoded: list[bytes | memoryview] = []
-    others = {}
-    for field, value in body.items():
-        pieces = [value.text] if isinstance(value, JsonText) else value.pieces if isinstance(value, RawJson) else None
-        if pieces is not None:
-            encoded += (b"," if encoded else b"{", orjson.dumps(field), b":", *pieces)
-        else:
-            others[field] = value
-    rest = orjson.dumps(others)
-    return [*encoded, b",", memoryview(rest)[1:]]
-
-
 def remove_engine_fields(body: Json) -> tuple[Json, list[str]]:
     """Return a request without the fields that steer the engine itself, and the names of these fields."""
     if ENGINE_FIELDS.isdisjoint(body):
         return body, []
     removed = sorted(ENGINE_FIELDS.intersection(body))
     return {field: value for field, value in body.items() if field not in removed}, removed
-
-
-@dataclasses.dataclass(slots=True)
-class Choice:
-    """One sampled choice, complete or so far."""
-
-    message: Json = dataclasses.field(default_factory=lambda: {"role": "assistant", "content": None})
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[bytes] = dataclasses.field(default_factory=list)
-    """The sampled tokens' logprobs as JSON, one or several values in each piece, separated by commas; decoded by the
-    writer."""
-    finish_reason: str | None = None
-    prompt_ids: bytes = b""
-    """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
-    routed_experts: str | None = None
-    """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
-
-
-@dataclasses.dataclass(slots=True)
-class Captured:
-    """Everything that the engine returned for one call."""
-
-    prompt_ids: bytes = b""
-    """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them."""
-    choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
-    model: str = ""
-    num_prompt_ids: int | None = None
-    """The number of `prompt_ids`, if it is known."""
-    head: bytes = b""
-    """`text_chunks.stream_head` of a stream; empty until its first chunk."""
-
-    def choice(self, index: int) -> Choice:
-        """Return the choice with this index; create it if it is new."""
-        found = self.choices.get(index)
-        if found is None:
-            found = self.choices[index] = Choice()
-        return found
-
-    def extend(self, chunks: TextChunks) -> None:
-        """Add the text, the ids and the logprobs of some chunks to the only choice."""
-        choice = self.choice(0)
-        choice.message[chunks.field] = (choice.message.get(chunks.field) or "") + chunks.decoded
-        choice.token_ids += chunks.token_ids
-        choice.logprobs.append(b"{%b}" % chunks.all_logprobs)
-
-    @property
-    def has_routing(self) -> bool:
-        """Whether the engine has returned the experts of the tokens."""
-        return any(choice.routed_experts is not None for choice in self.choices.values())
-
-    def is_finished(self, num_choices: int) -> bool:
-        """Return whether every choice has a finish reason."""
-        return len(self.choices) >= num_choices and all(
-            choice.finish_reason is not None for choice in self.choices.values()
-        )
 
 
 class Action(enum.StrEnum):
@@ -276,8 +184,6 @@ class Dialect(abc.ABC):
 
     name: ClassVar[str]
     """Stored with each turn."""
-    repeats_messages: ClassVar[bool] = False
-    """Whether the messages of a request are used as they are, so that those of an earlier request can be used again."""
     routes: ClassVar[Sequence[WireRoute]]
     error_prefixes: ClassVar[tuple[str, ...]] = ()
     """Path prefixes under which unknown routes are answered in this dialect's error shape."""
@@ -322,40 +228,28 @@ class Dialect(abc.ABC):
         call.body["messages"] = call.messages
 
     @abc.abstractmethod
-    def engine_body(
-        self, call: Call, prompt_token_ids: list[bytes] | None, pinned: Json, *, num_omitted: int = 0
-    ) -> Json:
-        """Return the engine request, with the options that capture needs. The values of some fields are `RawJson`.
+    def engine_body(self, call: Call, prompt_token_ids: bytes | None) -> Json:
+        """Return the engine request, with the options that capture needs, for `orjson.dumps`.
 
         Args:
             call: the call.
-            prompt_token_ids: the pieces of a JSON array; None where the engine renders the messages.
-            pinned: the session's sampling parameters.
-            num_omitted: how many of the first messages are left out, because the prompt's ids are sent.
+            prompt_token_ids: a JSON array; None where the engine renders the messages.
         """
 
-    @abc.abstractmethod
-    def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
-        """Capture a whole reply; return it without the fields that the client did not ask for.
+    def capture(self, parts: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+        """Capture a whole reply, or chunks of a stream; return them without the fields the client did not ask for.
 
         Raises:
-            msgspec.DecodeError: it is not what the engine's route answers.
+            msgspec.DecodeError: a part is not what the engine's route answers.
         """
-
-    @abc.abstractmethod
-    def capture_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
-        """Capture chunks of a stream; return those that the client gets, without the fields it did not ask for.
-
-        Raises:
-            msgspec.DecodeError: one is not what the engine's route streams.
-        """
-
-    def find_text_chunks(self, events: bytes, captured: Captured, call: Call) -> TextChunks | None:  # noqa: ARG002
-        """Return those of some events that extend one text, if they need not be decoded one by one.
-
-        The events before them must be captured before `captured.extend`.
-        """
-        return None
+        shown = read_parts(
+            parts,
+            captured,
+            shows_logprobs=call.wants_logprobs,
+            shows_token_ids=call.wants_token_ids,
+            shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
+        )
+        return list(map(without_thinking, shown)) if call.hides_thinking else shown
 
     @abc.abstractmethod
     def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:

@@ -74,10 +74,6 @@ class BlockEncoder(abc.ABC):
         """Return the events for some stripped chunks of the engine; there may be none."""
         return b"".join([self._encode(engine_reply.decoded(chunk)) for chunk in chunks])
 
-    def similar_chunks(self, head: bytes, parts: list[bytes], tail: bytes) -> bytes:
-        """Return the events for the engine's events `head + part + tail`."""
-        return self.chunks(sse.unframed(head, parts, tail))
-
     def _encode(self, chunk: Json) -> bytes:
         self.usage = chunk.get("usage") or self.usage
         events = []

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import orjson
-
-from proxy.dialects import engine_reply
-from proxy.dialects.base import Call, Captured, Choice, Dialect, WireRoute, remove_engine_fields
+from proxy.dialects.base import Call, Dialect, WireRoute, remove_engine_fields
 from proxy.dialects.chat import check_kinds, number_of_choices
 from proxy.dialects.schemas import STREAM
 from turnwise.errors import InvalidRequest
@@ -65,70 +62,15 @@ class TextCompletions(Dialect):
     def engine_body(
         self,
         call: Call,
-        prompt_token_ids: list[bytes] | None,  # noqa: ARG002  never extended
-        pinned: Json,
-        *,
-        num_omitted: int = 0,  # noqa: ARG002  without messages
+        prompt_token_ids: bytes | None,  # noqa: ARG002  never extended
     ) -> Json:
         """Return the engine request, with the options that capture needs."""
         logprobs = call.body.get("logprobs")
-        body, _ = remove_engine_fields({**call.body, **pinned})
-        return {**body, "return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
-
-    def capture_reply(self, raw: bytes, call: Call) -> tuple[Captured, bytes]:
-        """Capture a whole reply; return it without the fields that the client did not ask for.
-
-        Raises:
-            msgspec.DecodeError: it is not a completion.
-        """
-        captured = Captured()
-        return captured, self._capture(raw, captured, call)
-
-    def capture_chunks(self, events: list[bytes], captured: Captured, call: Call) -> list[bytes]:
-        """Capture chunks of a stream; return those that the client gets, without the fields it did not ask for.
-
-        Raises:
-            msgspec.DecodeError: one is not a chunk of a completion.
-        """
-        return [kept for raw in events if (kept := self._capture(raw, captured, call))]
+        return {**call.body, "return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
 
     def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:  # noqa: ARG002
         """Return a stored choice as vLLM's completions route formats it, whole or streamed alike."""
         return {"index": index, "text": message.get("content") or "", "logprobs": None, "finish_reason": finish_reason}
-
-    def _capture(self, raw: bytes, captured: Captured, call: Call) -> bytes:
-        reply = engine_reply.decoded(raw)
-        captured.model = reply.get("model") or captured.model
-        has_content = not reply["choices"]
-        for part in reply["choices"]:
-            has_content = has_content or bool(part.get("text") or part.get("token_ids") or part.get("finish_reason"))
-            self._capture_choice(part, captured, call)
-        return orjson.dumps(reply) if has_content else b""
-
-    def _capture_choice(self, raw: Json, captured: Captured, call: Call) -> None:
-        choice = captured.choice(raw["index"])
-        append_text(raw, choice)
-        choice.routed_experts = raw.get("routed_experts") or choice.routed_experts
-        if not captured.prompt_ids:
-            captured.prompt_ids = choice.prompt_ids
-        for field, wanted in (
-            ("token_ids", call.wants_token_ids),
-            ("prompt_token_ids", call.wants_token_ids),
-            ("logprobs", call.wants_logprobs),
-            ("routed_experts", False),
-        ):
-            if not wanted and field in raw:
-                raw[field] = None
-
-
-def append_text(raw: Json, choice: Choice) -> None:
-    """Append one choice of a reply or chunk to what was captured of it so far."""
-    choice.message["content"] = (choice.message["content"] or "") + (raw.get("text") or "")
-    if prompt_token_ids := raw.get("prompt_token_ids"):
-        choice.prompt_ids = orjson.dumps(prompt_token_ids)[1:-1]
-    choice.token_ids += raw.get("token_ids") or []
-    choice.logprobs.append(orjson.dumps(raw.get("logprobs")))
-    choice.finish_reason = raw.get("finish_reason") or choice.finish_reason
 
 
 def number_of_prompts(prompt: Any) -> int:

@@ -1,19 +1,20 @@
-"""Cut the logprobs and token ids out of an engine reply before the rest of it is decoded.
+"""Read the reply of an engine, whole or streamed: what is captured of it, and the bytes of it that the client gets.
 
-Logprobs are ten times as long as the rest of a reply, so the call's path never decodes them: they are located by the
-text around them, cut out as bytes, and decoded by the writer. Fields that the client did not ask for become `null` in
-its reply; every other byte stays as the engine wrote it.
+A whole reply is read as a stream of one part. Each part is decoded once. Logprobs and the prompt's ids, most of a
+reply's bytes, stay JSON, which the writer decodes. Fields that the client did not ask for become `null` in its reply;
+every other byte stays as the engine wrote it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import operator
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
-import numpy as np
 import orjson
 
 from turnwise.types import Json
@@ -23,82 +24,80 @@ IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
 ROUTING = re.compile(rb'"routed_experts":\s*"[^"]*"')
 """The experts of each token; no JSON string can contain this text, because it escapes quotes."""
 PROMPT_IDS = b'"prompt_token_ids":'
-LONG_ECHO_BYTES = 128 * 2**10
-"""Length of a reply from which the echoed prompt ids may take milliseconds to check."""
-CHECKED_BYTES = 2**20
-"""Bytes of ids that are checked at once, so that the check takes little memory."""
 NULL = b"null"
-NO_IDS = msgspec.Raw(NULL)
-LOGPROBS, LOGPROBS_END, NO_LOGPROBS = b'"logprobs":{', b'},"finish_reason":', b'"logprobs":null'
-"""The text around logprobs as vLLM writes it, and what replaces them."""
-BETWEEN_LOGPROBS = b'}]},{"content":[{'
-"""The text between the logprobs of two chunks of a stream; it cannot be part of a JSON string."""
-_CONTENT = b'{"content"'
-"""How logprobs begin; a whole reply has this text once."""
+LOGPROBS, NO_LOGPROBS = b'"logprobs":{', b'"logprobs":null'
+SEPARATOR = b",\n"
+"""Between the parts: no JSON string has a line feed, and no chunk has one elsewhere."""
+ABSENT = msgspec.Raw(NULL)
+"""The value of a field that a reply does not have."""
 DIGITS = b"0123456789"
-COMMA, FIRST_DIGIT = np.uint8(ord(",")), np.uint8(ord("0"))
 SPACES = b" \t\r\n"
 """The spaces that JSON allows."""
 
 
-class EngineChoice(msgspec.Struct):
+@dataclasses.dataclass(slots=True)
+class Choice:
+    """One sampled choice, complete or so far."""
+
+    message: Json = dataclasses.field(default_factory=lambda: {"role": "assistant", "content": None})
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[bytes] = dataclasses.field(default_factory=list)
+    """The sampled tokens' logprobs as JSON, one value for each part of the reply; decoded by the writer."""
+    finish_reason: str | None = None
+    prompt_ids: bytes = b""
+    """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
+    routed_experts: str | None = None
+    """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
+
+
+@dataclasses.dataclass(slots=True)
+class Captured:
+    """Everything that the engine has returned for one call."""
+
+    prompt_ids: bytes = b""
+    """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them."""
+    choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
+    model: str = ""
+
+    def choice(self, index: int) -> Choice:
+        """Return the choice with this index; create it if it is new."""
+        found = self.choices.get(index)
+        if found is None:
+            found = self.choices[index] = Choice()
+        return found
+
+    @property
+    def has_routing(self) -> bool:
+        """Whether the engine has returned the experts of the tokens."""
+        return any(choice.routed_experts is not None for choice in self.choices.values())
+
+
+class EngineChoice(msgspec.Struct, gc=False):
     """One choice of a whole reply or of a stream's chunk."""
 
     index: int
     message: Json | None = None
-    """Set in a whole reply."""
+    """Set in a whole reply of the chat route."""
     delta: Json | None = None
-    """Set in a chunk."""
+    """Set in a chunk of the chat route."""
+    text: str | None = None
+    """Set on the completions route."""
     finish_reason: str | None = None
-    logprobs: None = None
-    """Always null: they have been cut out."""
+    logprobs: msgspec.Raw = ABSENT
     token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = ABSENT
+    """Set on the completions route, whose choices may have different prompts."""
     routed_experts: str | None = None
     """An .npy array in base64, in whole replies of an engine that returns them."""
 
 
-class EngineReply(msgspec.Struct):
-    """The fields of a chat completion, or of a chunk, that the relay needs."""
+class EngineReply(msgspec.Struct, gc=False):
+    """The fields of a whole reply, or of a stream's chunk, that the proxy needs."""
 
     choices: list[EngineChoice]
     model: str | None = None
-    prompt_token_ids: msgspec.Raw = NO_IDS
-    """A JSON array, which is not decoded; see `read_ids`."""
-
-
-class Extracted(NamedTuple):
-    """A reply or chunk, split into its parts."""
-
-    raw: bytes
-    rest: bytes
-    """`raw` without logprobs."""
-    short: bytes
-    """`rest`, where possible without the prompt's ids, which are most of its bytes."""
-    reply: EngineReply
-    """`rest`, decoded."""
-    logprobs: list[bytes]
-    """JSON of each choice's logprobs, in the reply's order; empty without logprobs."""
-
-
-class ExtractedChunks(NamedTuple):
-    """Chunks of a stream of one choice, split into their parts."""
-
-    rest: bytes
-    """The chunks without logprobs, separated by line feeds."""
-    replies: list[EngineReply]
-    """`rest`, decoded."""
-    logprobs: list[bytes]
-    """JSON of the logprobs of those chunks that have them."""
-
-
-class LongEcho(NamedTuple):
-    """A reply or chunk, and the prompt ids that were cut out of it."""
-
-    rest: bytes
-    """With `null` for the ids."""
-    ids: bytes
-    """Decimal numbers, separated by commas."""
-    num_ids: int
+    prompt_token_ids: msgspec.Raw = ABSENT
+    """A JSON array; see `read_ids`."""
 
 
 class _Sampled(msgspec.Struct, gc=False):
@@ -112,128 +111,68 @@ class _Logprobs(msgspec.Struct, gc=False):
     """On the completions route."""
 
 
-_reply = msgspec.json.Decoder(EngineReply)
 _replies = msgspec.json.Decoder(list[EngineReply])
 _logprobs = msgspec.json.Decoder(list[_Logprobs | None])
 _logprob_of = operator.attrgetter("logprob")
 
 
-def read_reply(raw: bytes, *, has_one_choice: bool) -> Extracted:
-    """Split a chat completion, or a chunk of one.
+def read_parts(
+    parts: list[bytes], captured: Captured, *, shows_logprobs: bool, shows_token_ids: bool, shows_empty: bool
+) -> list[bytes]:
+    """Capture a whole reply, or chunks of a stream; return what the client gets of them.
 
     Args:
-        raw: the engine's bytes.
-        has_one_choice: whether it has at most one choice; several choices are decoded completely, to assign logprobs.
+        parts: the whole reply, or chunks that arrived together.
+        captured: what the call has captured so far.
+        shows_logprobs: whether the client gets the logprobs.
+        shows_token_ids: whether the client gets the token ids.
+        shows_empty: whether the client gets parts without text and finish reason.
 
     Raises:
-        msgspec.DecodeError: it is not a chat completion.
+        msgspec.DecodeError: a part is not what the engine's route answers.
     """
-    if has_one_choice:
-        try:
-            rest, logprobs = _cut_logprobs(raw)
-            return Extracted(raw, rest, *_decode_reply(rest), logprobs)
-        except msgspec.ValidationError:
-            pass  # the logprobs are formatted in another way and were not cut out
-    rest, logprobs = _decode_logprobs(raw)
-    return Extracted(raw, rest, rest, _reply.decode(rest), logprobs)
+    text = SEPARATOR.join(parts)
+    replies = _replies.decode(b"[%b]" % text)
+    if len(replies) != len(parts):
+        raise msgspec.ValidationError("a part of a reply must be one JSON object")
+    has_content = _capture(replies, captured)
+    if not shows_token_ids:  # first, because the ids of a long prompt are most of the text
+        text = _without_ids(text, captured)
+    if not shows_logprobs:
+        text = _without_logprobs(text, replies)
+    if captured.has_routing:
+        text = ROUTING.sub(b'"routed_experts":null', text)
+    shown = text.split(SEPARATOR) if len(parts) > 1 else [text]
+    return shown if shows_empty or all(has_content) else list(itertools.compress(shown, has_content))
 
 
-def read_chunks(chunks: list[bytes]) -> ExtractedChunks | None:
-    """Split chunks of a stream of one choice, all at once; None if they must be split by `read_reply` one by one.
-
-    Logprobs are located as in `_cut_logprobs`. A line feed separates the chunks, because vLLM writes none inside.
-    """
-    first, *others = b"\n".join(chunks).split(LOGPROBS)
-    stops = [other.find(LOGPROBS_END) + 1 for other in others]
-    if 0 in stops:
-        return None
-    logprobs = [b"{" + other[:stop] for other, stop in zip(others, stops, strict=True)]
-    rest = NO_LOGPROBS.join([first, *[other[stop:] for other, stop in zip(others, stops, strict=True)]])
-    try:
-        replies = _replies.decode(b"[%b]" % rest.replace(b"\n", b","))
-    except msgspec.DecodeError:
-        return None
-    return ExtractedChunks(rest, replies, logprobs) if len(replies) == len(chunks) == rest.count(b"\n") + 1 else None
-
-
-def cut_echo(reply: bytes, sent: Sequence[bytes]) -> tuple[bytes, bool]:
-    """Return a reply or chunk with `null` for the prompt ids, if they are those that were sent, and whether they are.
-
-    The bytes are compared; nothing is decoded. The key cannot be part of a JSON string, which escapes quotes.
-
-    Args:
-        reply: the engine's bytes.
-        sent: the JSON array of the prompt's ids, in pieces.
-    """
-    begin = end = reply.find(PROMPT_IDS) + len(PROMPT_IDS)
-    if begin < len(PROMPT_IDS):
-        return reply, False
-    for piece in sent:
-        if not reply.startswith(piece, end):
-            return reply, False
-        end += len(piece)
-    return b"".join((reply[:begin], NULL, memoryview(reply)[end:])), True
-
-
-def cut_long_echo(reply: bytes) -> LongEcho | None:
-    """Cut the only list of prompt ids out of a reply or chunk; None if there is none, or another form of it.
-
-    A prompt of a million ids has 6 MB of text. NumPy checks and counts it without the interpreter's lock, so this
-    function is for a thread.
-    """
-    begin = reply.find(PROMPT_IDS + b"[") + len(PROMPT_IDS)
-    end = reply.find(b"]", begin) + 1
-    if not len(PROMPT_IDS) <= begin < end - 2 or reply.find(PROMPT_IDS, end) >= 0:
-        return None
-    text, num_ids = np.frombuffer(reply, np.uint8, end - begin - 2, begin + 1), 1
-    for start in range(0, len(text), CHECKED_BYTES):
-        part = text[start : start + CHECKED_BYTES]
-        num_commas = int(np.count_nonzero(part == COMMA))
-        if num_commas + int(np.count_nonzero(part - FIRST_DIGIT < 10)) < len(part):
-            return None
-        num_ids += num_commas
-    rest = b"".join((reply[:begin], NULL, memoryview(reply)[end:]))
-    return LongEcho(rest, reply[begin + 1 : end - 1], num_ids)
-
-
-def read_ids(array: msgspec.Raw) -> tuple[bytes, int]:
-    """Return the ids of a JSON array as decimal numbers, separated by commas, and their number; none for `null`.
+def read_ids(array: msgspec.Raw) -> bytes:
+    """Return the ids of a JSON array as decimal numbers, separated by commas; none for `null`.
 
     Raises:
         msgspec.ValidationError: it is not an array of token ids.
     """
     text = bytes(array)
     if text == NULL:
-        return b"", 0
-    separators = text.translate(None, DIGITS)
-    num_commas = len(separators) - 2
-    if separators != b"[%b]" % (b"," * num_commas):
+        return b""
+    if not _is_list_of_ids(text):
         text = text.translate(None, SPACES)
-        separators = separators.translate(None, SPACES)
-        num_commas = len(separators) - 2
-        if separators != b"[%b]" % (b"," * num_commas):
-            raise msgspec.ValidationError(f"`prompt_token_ids` must be a list of token ids, not {bytes(array)[:80]!r}")
-    return text[1:-1], num_commas + 1 if len(text) > len(b"[]") else 0
+        if not _is_list_of_ids(text):
+            raise msgspec.ValidationError(f"`prompt_token_ids` must be a list of token ids, not {text[:80]!r}")
+    return text[1:-1]
 
 
-def without_ids(replies: bytes) -> bytes:
-    """Return one or several replies or chunks with `null` for every list of token ids."""
-    return IDS.sub(b'token_ids":null', replies)
-
-
-def without_routing(reply: bytes) -> bytes:
-    """Return a reply with `null` for the experts of its tokens, which no client asks for."""
-    return ROUTING.sub(b'"routed_experts":null', reply) if b'"routed_experts":"' in reply else reply
+def _is_list_of_ids(array: bytes) -> bool:
+    """Return whether some JSON is an array of non-negative integers without spaces."""
+    separators = array.translate(None, DIGITS)
+    return separators == b"[%b]" % (b"," * (len(separators) - 2))
 
 
 def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
     """Return the logprobs of the sampled tokens; an empty list if the JSON has another shape."""
     found: list[float | None] = []
-    text = b",".join(pieces)
-    if text.rfind(_CONTENT) > 0:  # one object is decoded faster than one for each token of a stream
-        text = text.replace(BETWEEN_LOGPROBS, b"},{")
     try:
-        for piece in _logprobs.decode(b"[%b]" % text):
+        for piece in _logprobs.decode(b"[%b]" % b",".join(pieces)):
             if piece is not None:
                 found += map(_logprob_of, piece.content or ())
                 found += piece.token_logprobs or ()
@@ -251,44 +190,98 @@ def decoded(raw: bytes) -> Any:
     return msgspec.json.decode(raw)
 
 
-def _decode_reply(rest: bytes) -> tuple[bytes, EngineReply]:
-    """Decode a reply without logprobs; the prompt's ids, most of its bytes, are located by the text around them.
+def _capture(replies: list[EngineReply], captured: Captured) -> list[bool]:
+    """Capture parts; return which of them hold anything for a client that asked for text only."""
+    has_content = []
+    for reply in replies:
+        if reply.prompt_token_ids is not ABSENT:
+            captured.prompt_ids = read_ids(reply.prompt_token_ids) or captured.prompt_ids
+        is_filled = not reply.choices
+        for part in reply.choices:
+            choice = captured.choices.get(part.index) or captured.choice(part.index)
+            if part.prompt_token_ids is not ABSENT:
+                choice.prompt_ids = read_ids(part.prompt_token_ids) or choice.prompt_ids
+                captured.prompt_ids = captured.prompt_ids or choice.prompt_ids
+            is_filled = _extend(choice, part) or is_filled
+        has_content.append(is_filled)
+    captured.model = captured.model or replies[0].model or ""
+    return has_content
 
-    Returns:
-        The reply without these ids, if they were located, and what is decoded.
+
+def _extend(choice: Choice, part: EngineChoice) -> bool:
+    """Add a part to its choice; return whether it has text, another field of a message, or a finish reason."""
+    if part.token_ids:
+        choice.token_ids += part.token_ids
+    if len(part.logprobs) > len(NULL):
+        choice.logprobs.append(bytes(part.logprobs))
+    if part.finish_reason is not None:
+        choice.finish_reason = part.finish_reason
+    if part.delta is None:
+        return _extend_message(choice, part) or part.finish_reason is not None
+    message = choice.message
+    for field, value in part.delta.items():
+        if isinstance(value, str) and field != "role":
+            message[field] = (message.get(field) or "") + value
+        elif field == "tool_calls":
+            for call in value or ():
+                _join_call(message.setdefault("tool_calls", []), call)
+        elif value is not None:
+            message[field] = value
+    return bool(part.delta) or part.finish_reason is not None
+
+
+def _extend_message(choice: Choice, part: EngineChoice) -> bool:
+    """Add a part that is no delta: of a whole chat reply, or of the completions route; return whether it has text."""
+    choice.routed_experts = part.routed_experts or choice.routed_experts
+    if part.text is not None:
+        choice.message["content"] = (choice.message["content"] or "") + part.text
+        return bool(part.text or part.token_ids)
+    choice.message |= part.message or {}
+    return part.message is not None
+
+
+def _join_call(calls: list[Json], part: Json) -> None:
+    index = part.get("index", 0)
+    while len(calls) <= index:
+        calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
+    call, function = calls[index], part.get("function") or {}
+    call["id"] = part.get("id") or call["id"]
+    call["function"]["name"] += function.get("name") or ""
+    call["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _without_logprobs(text: bytes, replies: list[EngineReply]) -> bytes:
+    """Return parts with `null` for their logprobs.
+
+    No text of a reply can contain these keys and values, because JSON escapes its quotes.
     """
-    begin = rest.find(PROMPT_IDS + b"[") + len(PROMPT_IDS)
-    end = rest.find(b"]", begin) + 1
-    if len(PROMPT_IDS) <= begin < end and rest.find(b"[", begin + 1, end) < 0:
-        short = b"".join((rest[:begin], NULL, rest[end:]))
-        reply = _reply.decode(short)
-        if reply.prompt_token_ids is not NO_IDS:  # otherwise they are those of a choice
-            reply.prompt_token_ids = msgspec.Raw(rest[begin:end])
-            return short, reply
-    return rest, _reply.decode(rest)
+    values = [choice.logprobs for reply in replies for choice in reply.choices if len(choice.logprobs) > len(NULL)]
+    first, *others = text.split(LOGPROBS)
+    if len(others) == len(values):
+        rests = [other[len(value) - 1 :] for other, value in zip(others, values, strict=True)]
+        return NO_LOGPROBS.join([first, *rests])
+    for value in map(bytes, values):  # with spaces between keys and values, as vLLM does not write them
+        text = text.replace(value, NULL, 1) if b'"' in value else text
+    return text
 
 
-def _cut_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:
-    """Return a reply of one choice without its logprobs, and the logprobs.
-
-    They are located by the text before and after them, as vLLM writes it; no JSON string can contain these texts,
-    because it escapes quotes. Logprobs in any other format stay in place.
-    """
-    begin = raw.find(LOGPROBS) + len(LOGPROBS) - 1
-    stop = raw.rfind(LOGPROBS_END) + 1  # searched from the end, which is nearer
-    if not len(LOGPROBS) <= begin + 1 <= stop:
-        return raw, []
-    return b"".join((raw[:begin], NULL, raw[stop:])), [raw[begin:stop]]
+def _without_ids(text: bytes, captured: Captured) -> bytes:
+    """Return parts with `null` for every list of token ids; those of a prompt, which may be long, are known."""
+    begin = text.find(PROMPT_IDS) + len(PROMPT_IDS)
+    if begin >= len(PROMPT_IDS) and text.startswith(captured.prompt_ids, begin + 1):
+        end = begin + len(captured.prompt_ids) + len(b"[]")
+        text = b"".join((text[:begin], NULL, memoryview(text)[end:])) if text[end - 1 : end] == b"]" else text
+    return IDS.sub(b'token_ids":null', text)
 
 
-def _decode_logprobs(raw: bytes) -> tuple[bytes, list[bytes]]:
-    """Do the same for any number of choices in any JSON formatting."""
-    reply, found = decoded(raw), []
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise msgspec.ValidationError("a completion is an object with a list of choices")
-    for choice in choices:
-        found.append(orjson.dumps(choice.get("logprobs")))
-        if "logprobs" in choice:
-            choice["logprobs"] = None
-    return orjson.dumps(reply), found
+def without_thinking(raw: bytes) -> bytes:
+    """Remove the reasoning and the token ids, as vLLM does with `include_reasoning: false`."""
+    reply = decoded(raw)
+    for choice in reply["choices"]:
+        if "token_ids" in choice:
+            choice["token_ids"] = None
+        if "message" in choice:
+            choice["message"]["reasoning"] = None
+        elif choice["delta"] and "role" not in choice["delta"]:
+            choice["delta"]["reasoning"] = None
+    return orjson.dumps(reply)

@@ -179,10 +179,6 @@ class GeminiEncoder:
         """Return the events for some stripped chunks of the engine; there may be none."""
         return b"".join([self._encode(engine_reply.decoded(chunk)) for chunk in chunks])
 
-    def similar_chunks(self, head: bytes, parts: list[bytes], tail: bytes) -> bytes:
-        """Return the events for the engine's events `head + part + tail`."""
-        return self.chunks(sse.unframed(head, parts, tail))
-
     def done(self) -> bytes:
         """Return the end of the stream; events need none."""
         if self._as_events:

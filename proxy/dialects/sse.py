@@ -10,6 +10,7 @@ DONE = b"[DONE]"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 SEPARATOR = b"\n\n"
 PREFIX = b"data: "
+END = PREFIX + DONE + SEPARATOR
 
 
 class EventBuffer:
@@ -47,7 +48,8 @@ class EventBuffer:
 
 def data_of(events: bytes) -> list[bytes]:
     """Return the data of each of some complete events; other fields than `data` are dropped."""
-    return [event[len(PREFIX) :] for event in events.split(SEPARATOR) if event.startswith(PREFIX)]
+    start = len(PREFIX)
+    return [event[start:] for event in events.split(SEPARATOR) if event.startswith(PREFIX)]
 
 
 def event(data: bytes) -> bytes:
@@ -60,11 +62,6 @@ def named_event(name: str, data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **data}))
 
 
-def unframed(head: bytes, parts: list[bytes], tail: bytes) -> list[bytes]:
-    """Return the data of events that differ only in one part."""
-    return [event[len(PREFIX) : -len(SEPARATOR)] for event in [head + part + tail for part in parts]]
-
-
 class Verbatim:
     """Writes the engine's own events."""
 
@@ -75,13 +72,9 @@ class Verbatim:
         """Frame chunks."""
         return b"".join([PREFIX + chunk + SEPARATOR for chunk in chunks])
 
-    def similar_chunks(self, head: bytes, parts: list[bytes], tail: bytes) -> bytes:
-        """Frame chunks that differ only in one part; `head` and `tail` begin and end an event."""
-        return head + (tail + head).join(parts) + tail
-
     def done(self) -> bytes:
         """Frame the end."""
-        return event(DONE)
+        return END
 
     def error(self, body: bytes) -> bytes:
         """Frame an error."""

@@ -84,8 +84,6 @@ class Engine:
         """Calls of this process that it was given since the process began."""
         self.has_lora = False
         """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
-        self.needs_all_messages = True
-        """Whether it needs all messages of a conversation, also where it gets the prompt's ids."""
         self.returns_routing = False
         """Whether one of its replies had the experts of its tokens."""
         self.transfers = WeightTransfers(self.url, self.ask)
@@ -95,6 +93,10 @@ class Engine:
         """Called with the seconds from each call's request to the head of its answer."""
         self.sampling_defaults: Json = {}
         """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
+        self.has_tool_grammar = True
+        """Whether it samples strict tool calls, and single ones, under a grammar; True also where that is unknown."""
+        self.dtype: str | None = None
+        """Number format of its weights, such as `float32`; None if it does not say."""
         self._gone_seconds = gone_seconds
         self._failed_checks = 0
         self._num_labels = 0

@@ -203,7 +203,7 @@ class EnginePool:
         return lane
 
     def check_place(self) -> None:
-        """Check that a call whose body is not decoded yet would find a place, if those before it take theirs.
+        """Check the limit for a call whose body is not decoded yet; earlier calls of this kind count as running.
 
         Raises:
             Overloaded: all places are taken.

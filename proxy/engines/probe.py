@@ -12,10 +12,19 @@ from typing import Literal
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.continuation.chat_template import ChatTemplate, Unsafe, load_chat_template
+from proxy.continuation.template import ChatTemplate, Unsafe
+from proxy.continuation.template_checks import load_chat_template
 from proxy.engines.engine import Engine, Lane
 from turnwise import logprob_request
-from turnwise.engine_requirements import CHAT_ROUTE, CONTINUATION, check_sampling_defaults, read_sampling_defaults
+from turnwise.engine_requirements import (
+    CHAT_ROUTE,
+    SERVER_INFO_ROUTE,
+    STRICT_TOOLS_ADVICE,
+    check_sampling_defaults,
+    enforces_strict_tools,
+    read_sampling_defaults,
+    weights_dtype,
+)
 from turnwise.engine_requirements import check_capture as requirements_check
 from turnwise.errors import EngineRefused, EngineUnsuitable
 from turnwise.types import Json
@@ -56,11 +65,8 @@ CONVERSATIONS: list[tuple[list[Json], list[Json] | None]] = [
 """Conversations whose renderings are compared with the engine's."""
 
 
-async def check_capture(engine: Engine, *, send_all_messages: bool = False) -> None:
+async def check_capture(engine: Engine) -> None:
     """Check that the engine meets the requirements of exact capture.
-
-    An engine that samples after the ids which it gets, whatever the messages are, needs no messages beside them, unless
-    `send_all_messages` is set.
 
     Raises:
         EngineUnsuitable: naming what is missing and how to get it.
@@ -73,8 +79,6 @@ async def check_capture(engine: Engine, *, send_all_messages: bool = False) -> N
             body = check.send(await engine.ask("POST", CHAT_ROUTE, body, seconds=60.0))
     except StopIteration as done:
         missing = [found.text for found in done.value if not found.is_met]
-        takes_ids = any(found.name == CONTINUATION and found.is_met for found in done.value)
-        engine.needs_all_messages = send_all_messages or not takes_ids
     except EngineRefused as refused:
         raise EngineUnsuitable(f"the engine at {engine.url} refuses a plain chat call: {refused}") from refused
     if missing:
@@ -102,6 +106,22 @@ async def find_sampling_defaults(engine: Engine) -> Json:
     if defaults:
         log.info("the engine at %s has sampling defaults: %s", engine.url, defaults)
     return dict(defaults)
+
+
+async def read_server_info(engine: Engine) -> None:
+    """Note what an engine says of itself: its number format, and whether it enforces the schemas of strict tools.
+
+    Raises:
+        EngineUnavailable: no answer.
+    """
+    try:
+        info = await engine.ask("GET", SERVER_INFO_ROUTE, seconds=60.0, config_format="json")
+    except EngineRefused:
+        return  # not vLLM, or without its development routes
+    engine.dtype = weights_dtype(info)
+    engine.has_tool_grammar = enforces_strict_tools(info)
+    if engine.has_tool_grammar:
+        log.warning("the engine at %s: %s", engine.url, STRICT_TOOLS_ADVICE)
 
 
 async def has_lora(engine: Engine) -> bool:

@@ -1,4 +1,4 @@
-"""The headers that name a session: `proxy.continuation.identities` reads them, `proxy.workers.affinity` finds them."""
+"""The headers that name a session, which `proxy.continuation.which_session` and `proxy.workers.affinity` read."""
 
 from __future__ import annotations
 

@@ -267,7 +267,9 @@ class Loader:
             return
         positions = probe.positions(NUM_PROBED)
         logprobs = await token_logprobs(lane, probe.token_ids, positions)
-        problem = mismatch(probe, positions, logprobs, self._settings.probe_tolerance)
+        problem = mismatch(
+            probe, positions, logprobs, engine_dtype=lane.engine.dtype, tolerance=self._settings.probe_tolerance
+        )
         if problem is not None:
             raise ReloadFailed(problem)
 

@@ -29,6 +29,7 @@ from proxy.reload.sleep import Sleeper
 from proxy.reload.transfer import Transfers
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
+from turnwise.engine_requirements import ADDRESS_HINT
 from turnwise.errors import BadCheckpoint, EngineError, EngineRefused, EngineUnsuitable, FilesNotRead, TurnwiseError
 from turnwise.store import policies
 from turnwise.store.database import Database
@@ -50,7 +51,7 @@ class Reloader:
         settings: ProxySettings,
         metrics: Metrics,
         *,
-        probe: Callable[[Engine], Awaitable[None]],
+        check_engine: Callable[[Engine], Awaitable[None]],
         faults: FaultPoints | None = None,
         announce: Callable[[Engine], Awaitable[None]] | None = None,
         reserve: Callable[[Engine], Awaitable[None]] | None = None,
@@ -58,7 +59,7 @@ class Reloader:
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
-        self._probe = probe
+        self._check_engine = check_engine
         self.lease = DriverLease(database, writer)
         transfers = Transfers(database, metrics, seconds=settings.reload_timeout_seconds)
         self._sleeper = Sleeper(pool, transfers, self.lease, seconds=settings.reload_timeout_seconds)
@@ -69,7 +70,7 @@ class Reloader:
         self._canary = Canary(
             database, self.lease, pool, self._loader, self._served, self._attempts, settings, metrics, reserve=reserve
         )
-        self._probe_lock = asyncio.Lock()
+        self._check_lock = asyncio.Lock()
         self._last_error: str | None = None
 
     @property
@@ -119,7 +120,7 @@ class Reloader:
             await self._drive(wanted)
 
     async def _wanted(self) -> Wanted:
-        """Read what the store wants to be served; renew the answer whether engines were started with it."""
+        """Read which version the engines are to serve, and compare it with the models that they were started with."""
         wanted = await self._served.wanted()
         versions = [policy for policy in (wanted.target, wanted.active) if policy is not None]
         await self._loader.compare_with_own_models(versions, self._pool.engines, is_needed=False)
@@ -159,8 +160,7 @@ class Reloader:
         elif canary is not None and active is not None:
             if await self._canary.wait_for_engine(canary, active):
                 return
-            # The process that prepared the trial has not started it, or an older release did: it stores no share.
-            if canary.activated_at is None or canary.canary_share is None:
+            if canary.activated_at is None:  # the process that prepared the trial has not started it
                 await self._canary.begin(canary, active)
             elif await self._canary.advance(canary, active):
                 await self._promote(canary, active)
@@ -297,8 +297,8 @@ class Reloader:
                 if not is_driver:
                     return
                 await self._restore(engine, active or own_model(engine))
-        async with self._probe_lock:  # the chat template is found once, with the first engine
-            await self._probe(engine)
+        async with self._check_lock:  # the chat template is found once, with the first engine
+            await self._check_engine(engine)
         engine.status.change(EngineState.READY)
         self._metrics.policy_version.set(engine.version)
         log.info("the engine at %s serves %s, version %d", engine.url, engine.model, engine.version)
@@ -321,7 +321,7 @@ def _note_problem(engine: Engine, outcome: BaseException | None) -> None:
         return
     problem = str(outcome)
     if isinstance(outcome, EngineRefused) and outcome.status == HTTPStatus.NOT_FOUND:
-        problem += "; name the address of a vLLM server, without /v1"
+        problem += f"; {ADDRESS_HINT}"
     if problem != engine.problem and not isinstance(outcome, FilesNotRead):
         log.info("the engine at %s does not serve yet: %s", engine.url, problem)
     engine.problem = problem

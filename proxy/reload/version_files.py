@@ -82,7 +82,7 @@ class VersionFiles:
 
     def __init__(self) -> None:
         self._readings: dict[tuple[str, ...], _Reading] = {}
-        """Reads that go on or whose result nobody has asked for yet, by what they read."""
+        """Running reads, and finished ones whose result was not fetched yet; keyed by what they read."""
 
     @property
     def problem(self) -> str | None:

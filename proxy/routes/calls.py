@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -18,18 +18,13 @@ from proxy.auth import Principal
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
 from proxy.calls.replays import RequestIdentity, identify_request, keyed_digest, rebuilt_answer
 from proxy.calls.running import Running
-from proxy.continuation.identities import name_session
-from proxy.continuation.lasting_ids import newest_turn
-from proxy.continuation.message_facts import read_messages
+from proxy.continuation.which_session import name_session, newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
-from proxy.dialects.known_requests import MIN_BYTES, MessageReader, digest_of, is_decoded_elsewhere
-from proxy.dialects.long_calls import LongRequest, digest_call, read_call
-from proxy.http.asgi import Receive, Scope, Send, decode_object, parse_object, read_body
+from proxy.http.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.http.connections import LEFT
 from proxy.limits.calls import Admission
-from proxy.routes.reply import Reply
-from proxy.settings import ProxySettings
+from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
@@ -53,8 +48,8 @@ DROPPED_TOOLS = "x-turnwise-dropped-tools"
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
-class Sample:
-    """One route that samples, in one dialect."""
+class SampleEndpoint:
+    """An endpoint of one dialect that samples."""
 
     def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
         self._services = services
@@ -63,7 +58,7 @@ class Sample:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        reply = Reply(send, self._dialect)
+        reply = ReplySender(send, self._dialect)
         try:
             await self._serve(scope, receive, reply)
         except ClientLeft:
@@ -76,7 +71,7 @@ class Sample:
                 StoreError("the proxy failed to serve this call; its log has the traceback, retry"), self._services
             )
 
-    async def _serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, reply: ReplySender) -> None:
         services = self._services
         query = query_of(scope)
         headers = self._dialect.normalise_headers(dict(scope["headers"]), query)
@@ -118,7 +113,7 @@ class Sample:
         if not (is_retry(headers) and replays.has_undelivered(principal.tenant, principal.key_id)):
             self._services.pool.check_place()
 
-    def _report_dropped(self, call: Call, reply: Reply) -> None:
+    def _report_dropped(self, call: Call, reply: ReplySender) -> None:
         """Count what was removed from the request, and name the removed tools in a header of the reply."""
         metrics = self._services.metrics
         for field in call.dropped_fields:
@@ -130,7 +125,12 @@ class Sample:
             reply.headers[DROPPED_TOOLS] = ", ".join(names)
 
     async def _answer(
-        self, call: Call, principal: Principal, identity: RequestIdentity, reply: Reply, left: asyncio.Future[None]
+        self,
+        call: Call,
+        principal: Principal,
+        identity: RequestIdentity,
+        reply: ReplySender,
+        left: asyncio.Future[None],
     ) -> None:
         """Answer a retry with the first call's answer, and any other call from the engine."""
         services = self._services
@@ -155,7 +155,7 @@ class Sample:
         principal: Principal,
         identity: RequestIdentity,
         call_id: str,
-        reply: Reply,
+        reply: ReplySender,
         left: asyncio.Future[None],
     ) -> bytes:
         budgets = self._services.budgets
@@ -180,7 +180,7 @@ class Sample:
         with cancelled_when_client_leaves(left):
             return await self._services.limits.admit(principal)
 
-    async def _reply_to(self, running: Running, reply: Reply, left: asyncio.Future[None]) -> bytes:
+    async def _reply_to(self, running: Running, reply: ReplySender, left: asyncio.Future[None]) -> bytes:
         call, relay = running.call, self._services.relay
         stored = [] if call.idempotency_key is None else await relay.stored_turns(running)
         if stored:
@@ -190,10 +190,10 @@ class Sample:
             return answer
         if call.stream:
             with reply.kept_alive(self._services.settings.stream_keep_alive_seconds):
-                held = await relay.stream(running, reply.part, left)
+                held = await relay.reply(running, left, reply.part)
             await reply.end(held)
             return b"".join(reply.parts)
-        answer = await relay.whole(running, left)
+        answer = await relay.reply(running, left)
         reply.headers[POLICY_VERSION] = str(running.version_first)
         await reply.whole(answer)
         return answer
@@ -252,49 +252,17 @@ class Sample:
     async def _read_call(
         self, raw: bytes, scope: Scope, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
     ) -> tuple[Call, bytes | None]:
-        """Return the call, and the digest of a long request; what would hold the event loop is done elsewhere."""
-        services, settings = self._services, self._services.settings
-        limits, read, call, digest = settings.json_limits, None, None, None
-        if len(raw) < MIN_BYTES:
-            body = await parse_object(raw, **limits)
-        elif self._dialect.repeats_messages:
-            caller = principal.tenant, principal.key_id
-            read = await services.known_requests.read(caller, raw, reader=self._reader(), **limits)
-            body, digest = read.body, read.digest
-        elif await is_decoded_elsewhere(raw, limits):
-            request = self._long_request(scope, query, principal)
-            call, body = await read_call(services.decoder, raw, request, self._reader())
-            digest = await digest_of(raw)
-        else:
-            body = decode_object(raw)
-        if call is None:
-            call = await self._parse(body, scope, query, principal)
-        if read is not None:
-            call.known, call.messages_json, call.pieces = read.known, read.messages_json, read.pieces
-        call.dialect = self._dialect
-        identify(call, scope, headers, settings.ignored_ids)
-        if call.idempotency_key is not None:
-            is_whole = call.previous_turn_id is None and not self._dialect.referenced_turns(body)
-            request = self._long_request(scope, query, principal)
-            digest = await self._keyed_digest(call, raw, request) if is_whole else None
-        return call, digest
-
-    def _reader(self) -> MessageReader:
-        """Return what reads the messages of long requests."""
-        return MessageReader(read_messages, self._services.sessions.fields_read)
-
-    def _long_request(self, scope: Scope, query: dict[str, str], principal: Principal) -> LongRequest:
-        params = scope.get("path_params", {})
-        return long_request(principal.tenant, self._dialect, self._route, params, query, self._services.settings)
-
-    async def _keyed_digest(self, call: Call, raw: bytes, request: LongRequest) -> bytes:
-        """Return the digest of a request under an `Idempotency-Key`, before it is resumed.
+        """Return the call, and the digest of a request under an `Idempotency-Key`, before the call is resumed.
 
         What a `conversation` holds is no part of the request: its newest turn may be that of the first attempt.
         """
-        if len(raw) >= MIN_BYTES and await is_decoded_elsewhere(raw, request.limits):
-            return await digest_call(self._services.decoder, raw, request, keyed_digest)
-        return keyed_digest(call)
+        settings = self._services.settings
+        body = await parse_object(raw, **settings.json_limits)
+        call = await self._parse(body, scope, query, principal)
+        call.dialect = self._dialect
+        identify(call, scope, headers, settings.ignored_ids)
+        is_whole = call.previous_turn_id is None and not self._dialect.referenced_turns(body)
+        return call, keyed_digest(call) if call.idempotency_key is not None and is_whole else None
 
     async def _parse(self, body: Json, scope: Scope, query: dict[str, str], principal: Principal) -> Call:
         """Return the call that a decoded request asks for."""
@@ -305,28 +273,6 @@ class Sample:
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
         return self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
-
-
-def long_request(
-    tenant: str,
-    dialect: Dialect,
-    route: WireRoute,
-    parameters: Mapping[str, str],
-    query: Mapping[str, str],
-    settings: ProxySettings,
-) -> LongRequest:
-    """Return a request without its body, as the process that decodes long requests needs it."""
-    return LongRequest(
-        tenant,
-        dialect.name,
-        route.path,
-        parameters,
-        query,
-        settings.json_limits,
-        settings.max_choices,
-        settings.max_messages,
-        settings.max_json_part_strings,
-    )
 
 
 def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:

@@ -11,16 +11,13 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.routing import Route, compile_path
 
 from proxy.auth import Principal
-from proxy.continuation.message_facts import read_messages
 from proxy.dialects import registry
-from proxy.dialects.base import Action, Call, Dialect, WireRoute, encode_request
+from proxy.dialects.base import Action, Call, Dialect, WireRoute
 from proxy.dialects.chat import readable_messages
-from proxy.dialects.known_requests import MessageReader, is_decoded_elsewhere
-from proxy.dialects.long_calls import counted_call, read_counted_call
-from proxy.http.asgi import App, Receive, Scope, Send, decode_object, read_body
+from proxy.http.asgi import App, Receive, Scope, Send, parse_object, read_body
 from proxy.routes import upstream
-from proxy.routes.calls import Sample, identify, long_request, query_of
-from proxy.routes.reply import Reply
+from proxy.routes.calls import SampleEndpoint, identify, query_of
+from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import TurnwiseError
 from turnwise.types import Json
 
@@ -33,6 +30,10 @@ COUNTED_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
 """Fields of a chat request beside its messages that the engine renders a prompt from."""
 
 
+UNREPEATED_FIELDS = frozenset({"messages", "input", "contents", "prompt", "generateContentRequest"})
+"""Fields of a request to count tokens that hold its conversation, which the chat call has."""
+
+
 class ModelConvertor(StringConvertor):
     """`{name:model}` in a path: the name of a model, with slashes and colons, but without `:someMethod` at its end."""
 
@@ -42,8 +43,8 @@ class ModelConvertor(StringConvertor):
 Answer = Callable[[Scope, Receive, Principal, Dialect], Awaitable[Json]]
 
 
-class Query:
-    """One route that answers without sampling, in one dialect."""
+class QueryEndpoint:
+    """An endpoint of one dialect that answers without sampling."""
 
     def __init__(self, services: Services, dialect: Dialect, route: WireRoute) -> None:
         self._services = services
@@ -60,7 +61,7 @@ class Query:
         """Serve one request."""
         headers = dict(scope["headers"])
         dialect = registry.dialect_of_headers(headers, self._dialect)
-        reply = Reply(send, dialect)
+        reply = ReplySender(send, dialect)
         try:
             headers = dialect.normalise_headers(headers, query_of(scope))
             principal = await self._services.authenticator.authenticate(headers)
@@ -73,7 +74,7 @@ class Query:
         principal.require("call")
         services, settings = self._services, self._services.settings
         raw = await read_body(receive, max_bytes=settings.max_body_bytes)
-        call = await self._read_counted(raw, scope, principal.tenant)
+        call = await self._read_counted(raw, scope)
         services.model_names.check(call.model, services.pool.engines)
         identify(call, scope, dict(scope["headers"]), settings.ignored_ids)
         continued = await services.sessions.continued_length(call, principal)
@@ -84,18 +85,17 @@ class Query:
         rendered |= {"messages": readable_messages(call), "model": engine.model}
         if arguments := call.template_arguments:
             rendered["chat_template_kwargs"] = arguments
-        return self._dialect.encode_count(await engine.count_tokens(encode_request(rendered)))
+        return self._dialect.encode_count(await engine.count_tokens(orjson.dumps(rendered)))
 
-    async def _read_counted(self, raw: bytes, scope: Scope, tenant: str) -> Call:
-        """Return the chat call whose prompt is counted; a long request is decoded in another process."""
-        services = self._services
-        params, query = scope.get("path_params", {}), query_of(scope)
-        request = long_request(tenant, self._dialect, self._route, params, query, services.settings)
-        if await is_decoded_elsewhere(raw, request.limits):
-            reader = MessageReader(read_messages, services.sessions.fields_read)
-            return await read_counted_call(services.decoder, raw, request, reader)
-        body = self._dialect.merge_url(decode_object(raw), self._route, params, query)
-        return counted_call(self._dialect, body, request.max_messages)
+    async def _read_counted(self, raw: bytes, scope: Scope) -> Call:
+        """Return the chat call whose prompt is counted."""
+        settings = self._services.settings
+        body = await parse_object(raw, **settings.json_limits)
+        body = self._dialect.merge_url(body, self._route, scope.get("path_params", {}), query_of(scope))
+        chat = self._dialect.count_request(body)
+        call = registry.DIALECTS[0].parse(chat, max_choices=1, max_messages=settings.max_messages)
+        call.original = {field: value for field, value in body.items() if field not in UNREPEATED_FIELDS}
+        return call
 
     async def _list_models(self, scope: Scope, receive: Receive, principal: Principal, dialect: Dialect) -> Json:  # noqa: ARG002
         return dialect.encode_models(await self._models(principal))
@@ -124,7 +124,9 @@ class Endpoints:
         self._patterns: list[tuple[str, re.Pattern[str], App]] = []
         for dialect in registry.DIALECTS:
             for route in dialect.routes:
-                endpoint = (Sample if route.action is Action.SAMPLE else Query)(services, dialect, route)
+                endpoint = (SampleEndpoint if route.action is Action.SAMPLE else QueryEndpoint)(
+                    services, dialect, route
+                )
                 self._add(route, endpoint)
         for path in upstream.PATHS:
             self._add(WireRoute(path=path, summary="Passed to the upstream"), upstream.Upstream(services, path))

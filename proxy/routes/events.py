@@ -13,12 +13,12 @@ from fastapi.responses import StreamingResponse
 from proxy.auth import Principal
 from proxy.events import Event
 from proxy.http.connections import CLOSING
-from proxy.routes.limits import LimitedRoute
+from proxy.routes.checked_route import CheckedRoute
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from turnwise.errors import ClientError, StoreError
 
-router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["operations"])
+router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
 
 KEEP_ALIVE_SECONDS = 15.0
 """Longest time without a byte; then a comment is sent, and the key is checked again."""

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Request, Response
 
 from proxy.auth import Principal
-from proxy.continuation.identities import check_id
-from proxy.routes.limits import Id, LimitedRoute
+from proxy.continuation.which_session import check_id
+from proxy.routes.checked_route import CheckedRoute, Id
 from proxy.routes.models import NewSessionAnswer, answer, describe_answer
 from proxy.routes.serialise import caller
 from proxy.routes.sessions import NewSession, new_session_json
@@ -20,7 +20,7 @@ from turnwise.store import queries
 from turnwise.store.forks import fork_session
 from turnwise.types import Session
 
-router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
+router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
 
 class Fork(NewSession):

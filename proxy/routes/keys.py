@@ -11,14 +11,14 @@ from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.auth import Principal
-from proxy.routes.limits import Id, LimitedRoute, Text
+from proxy.routes.checked_route import CheckedRoute, Id, Text
 from proxy.routes.models import Answer, answer, answer_model, describe_answer
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
 from turnwise.store import keys, usage
 from turnwise.types import Json, utc_now
 
-router = APIRouter(prefix="/v1/keys", route_class=LimitedRoute, tags=["keys"])
+router = APIRouter(prefix="/v1/keys", route_class=CheckedRoute, tags=["keys"])
 
 Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
@@ -46,7 +46,7 @@ class NewKey(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    role: keys.Role = keys.Role.AGENT
+    role: keys.KeyRole = keys.KeyRole.AGENT
     name: Text = ""
     expires_in_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
     """Lifetime of the key; by default it is valid until it is revoked."""

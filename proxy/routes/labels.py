@@ -8,14 +8,14 @@ from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel, ConfigDict
 
 from proxy.auth import Principal
-from proxy.routes.limits import Id, LabelName, LimitedRoute, Text
+from proxy.routes.checked_route import CheckedRoute, Id, LabelName, Text
 from proxy.routes.models import SessionAnswer, answer, describe_answer
 from proxy.routes.serialise import caller, record_json
 from proxy.services import Services, services_of
 from turnwise.store import session_changes
 from turnwise.types import Label
 
-router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
+router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
 Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]

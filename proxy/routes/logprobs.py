@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Response
 
 from proxy.auth import Principal
 from proxy.engines.probe import token_logprobs
-from proxy.routes.limits import Id, LimitedRoute
+from proxy.routes.checked_route import CheckedRoute, Id
 from proxy.routes.models import Answer, answer, describe_answer
 from proxy.routes.serialise import caller
 from proxy.services import Services, services_of
@@ -20,7 +20,7 @@ from turnwise.logprob_request import NOT_REPEATABLE, POSITIONS_AT_ONCE
 from turnwise.store import queries
 from turnwise.store.lineage import TurnView
 
-router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
+router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
 MAX_TOKENS = 2048
 """Sampled tokens whose logprobs are recomputed; those behind them are left out."""

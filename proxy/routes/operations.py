@@ -12,13 +12,13 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from proxy.auth import Principal
-from proxy.routes.limits import LimitedRoute
+from proxy.routes.checked_route import CheckedRoute
 from proxy.routes.models import Answer, Page, UpdatePage, answer, describe_answer
 from proxy.routes.openapi import describe
 from proxy.routes.serialise import caller, page, update_json
 from proxy.services import Services, services_of
 from proxy.writer.client import ANSWER_SECONDS
-from turnwise.commands import doctor
+from turnwise import installation
 from turnwise.errors import ClientError, StoreError
 from turnwise.store import policies, queries, trained, update_summaries
 from turnwise.store.update_summaries import UpdateSummary
@@ -27,7 +27,7 @@ from turnwise.types import Json
 router = APIRouter(tags=["operations"])
 log = logging.getLogger(__name__)
 
-control = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["operations"])
+control = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
 HIDDEN_ERROR = "the last reload failed; present an API key to read the error"
 
 Caller = Annotated[Principal, Depends(caller)]
@@ -102,7 +102,7 @@ class UpdateSummaries(Page):
 class DoctorAnswer(Page):
     """The findings about this installation."""
 
-    data: list[doctor.Finding]
+    data: list[installation.Finding]
     has_more: bool
 
 
@@ -233,7 +233,7 @@ async def examine(services: Annotated[Services, Depends(services_of)], _: Caller
     """Examine engines and database as `turnwise doctor` does; each engine gets a few calls of one token."""
     settings = services.settings
     engines, database = [engine.url for engine in services.pool.engines], settings.database.get_secret_value()
-    found = await asyncio.to_thread(lambda: list(doctor.examine_running(engines, database)))
+    found = await asyncio.to_thread(lambda: list(installation.examine_running(engines, database)))
     return answer(page([dataclasses.asdict(each) for each in found], has_more=False))
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.auth import Principal
 from proxy.reload.checkpoint import check_policy
-from proxy.routes.limits import Count, LimitedRoute
+from proxy.routes.checked_route import CheckedRoute, Count
 from proxy.routes.models import ActivationAnswer, PolicyAnswer, PolicyPage, answer, describe_answer
 from proxy.routes.serialise import caller, page, policies_json
 from proxy.services import Services, services_of
@@ -26,7 +26,7 @@ CHECK_SECONDS = 30.0
 """How long a request waits for a check of a version's files; a retry waits for the same check."""
 
 
-class PolicyRoute(LimitedRoute):
+class PolicyRoute(CheckedRoute):
     """A route of policies: only the tenant that owns the model may change which version is served."""
 
     async def authorise(self, request: Request) -> None:

@@ -29,7 +29,7 @@ from pydantic import (
 
 from proxy.auth import Principal
 from proxy.http.asgi import Receive, Scope, Send
-from proxy.routes.limits import Count, Id, LabelName, LimitedRoute, Number, Text
+from proxy.routes.checked_route import CheckedRoute, Count, Id, LabelName, RewardValue, Text
 from proxy.routes.models import RewardsAnswer, describe_answer
 from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
@@ -55,7 +55,7 @@ class RewardLine(BaseModel):
     session_id: Id | None = None
     turn_id: Id | None = None
     step: Count | None = None
-    value: Number
+    value: RewardValue
     name: Id = "reward"
     source: Text | None = None
 
@@ -90,7 +90,7 @@ RewardLines = Annotated[
 _slice = TypeAdapter(list[RewardLine])
 
 
-class RewardsRoute(LimitedRoute):
+class RewardsRoute(CheckedRoute):
     """A route whose body may be long: it is decoded and checked in a thread, in slices."""
 
     def limits(self, settings: ProxySettings) -> tuple[int, dict[str, int]]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query
 
-from proxy.routes.limits import Id
+from proxy.routes.checked_route import Id
 from turnwise.store.search import Contents
 from turnwise.types import Outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,18 +66,19 @@ async def policies_json(found: Sequence[PolicyVersion], files: VersionFiles) -> 
 
 
 async def _on_disk(parent: Path, found: list[PolicyVersion], files: VersionFiles) -> dict[int, bool | None]:
-    """Return whether the files of versions in one directory exist; none of them if the file system does not answer.
+    """Return whether the files of versions in one directory exist; not all of them if the file system does not answer.
 
-    A read that goes on since an earlier request does not know the versions that were published meanwhile.
+    Requests share a read that goes on, which may be of other versions: the missing ones are read after it.
     """
 
     def read() -> dict[int, bool | None]:
         return {policy.version: policies.on_disk(policy) for policy in found}
 
-    try:
-        return await files.read(("on disk", str(parent)), str(parent), read, seconds=PATIENCE_SECONDS)
-    except FilesNotRead:
-        return {}
+    exist: dict[int, bool | None] = {}
+    with contextlib.suppress(FilesNotRead):
+        while any(policy.version not in exist for policy in found):
+            exist |= await files.read(("on disk", str(parent)), str(parent), read, seconds=PATIENCE_SECONDS)
+    return exist
 
 
 def update_json(view: UpdateView) -> Json:

@@ -8,11 +8,11 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from proxy.auth import Principal
-from proxy.continuation.identities import SESSION_ID, check_id
-from proxy.routes.limits import Count, Id, LabelName, LimitedRoute, Number, Text
+from proxy.continuation.which_session import SESSION_ID, check_id
+from proxy.routes.checked_route import CheckedRoute, Count, Id, LabelName, Number, RewardValue, Text
 from proxy.routes.models import (
     ChainRole,
     DeletedAnswer,
@@ -35,7 +35,7 @@ from turnwise.store.roles import set_chain_role
 from turnwise.store.search import Contents
 from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
 
-router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
+router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
 Here = Annotated[Services, Depends(services_of)]
 Caller = Annotated[Principal, Depends(caller)]
@@ -45,6 +45,18 @@ Prompt = Annotated[
         description="Whether `messages`, `tools` and `prompt_token_ids` are the turn's own part or the whole prompt."
     ),
 ]
+
+
+PINNABLE = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "min_tokens"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
+        *("allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("reasoning_effort", "chat_template_kwargs", "thinking_token_budget", "parallel_tool_calls"),
+        *("response_format", "structured_outputs"),
+    }
+)
+"""Request fields that a session can set for all of its calls."""
 
 
 class NewSession(BaseModel):
@@ -62,10 +74,21 @@ class NewSession(BaseModel):
     gamma: Annotated[Number, Field(ge=0.0, le=1.0)] = 0.0
     metadata: dict[str, Any] = Field(default_factory=dict)
     sampling: dict[str, Any] = Field(default_factory=dict)
+    """Sampling parameters that override those of the session's calls: one of `PINNABLE`."""
     key_may: Literal["call", "call_and_reward"] = "call"
     """Role of the session key in the answer: call the model, or also post rewards for its session and end it."""
     key_expires_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
     """Lifetime of the session key; by default it is valid while the session is open."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _can_be_pinned(cls, sampling: dict[str, Any]) -> dict[str, Any]:
+        if refused := sorted(sampling.keys() - PINNABLE):
+            raise ValueError(
+                f"{', '.join(refused)} cannot be set for a whole session, because it changes more than the sampling of "
+                f"a reply; set it in each call, or set one of {', '.join(sorted(PINNABLE))}"
+            )
+        return sampling
 
     @model_validator(mode="after")
     def _gamma_has_an_effect(self) -> NewSession:
@@ -85,13 +108,13 @@ class WantedRole(BaseModel):
     role: Role
 
 
-class Ending(BaseModel):
+class EndRequest(BaseModel):
     """How a session ended."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     termination_reason: Text | None = None
-    reward: Number | None = None
+    reward: RewardValue | None = None
     """A last reward for the whole session, written in the same transaction."""
 
 
@@ -235,9 +258,9 @@ async def set_role(turn_id: Id, wanted: WantedRole, services: Here, principal: C
 
 
 @router.post("/sessions/{session_id}/end", responses=describe_answer(EndedSessionAnswer))
-async def end_session(session_id: Id, services: Here, principal: Caller, ending: Ending | None = None) -> Response:
+async def end_session(session_id: Id, services: Here, principal: Caller, ending: EndRequest | None = None) -> Response:
     """End a session; `training_note` in the answer says what it waits for until it is trained, or why it is not."""
-    said = ending or Ending()
+    said = ending or EndRequest()
 
     reward = None
     if said.reward is not None:

@@ -11,8 +11,8 @@ import numpy as np
 from fastapi import APIRouter, Depends, Response
 
 from proxy.auth import Principal
-from proxy.continuation.chat_template import ChatTemplate
-from proxy.routes.limits import Id, LimitedRoute
+from proxy.continuation.template import ChatTemplate
+from proxy.routes.checked_route import CheckedRoute, Id
 from proxy.routes.models import Answer, answer, describe_answer
 from proxy.routes.scaffold import scaffold_flags
 from proxy.routes.serialise import caller
@@ -23,7 +23,7 @@ from turnwise.store import experiences, queries, trained
 from turnwise.store.session_records import turn_path
 from turnwise.types import TRAINED_ROLES, Json, Role, Turn
 
-router = APIRouter(prefix="/v1", route_class=LimitedRoute, tags=["sessions"])
+router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
 
 class Segment(Answer):

@@ -12,7 +12,7 @@ from proxy.engines.answers import Disconnected
 from proxy.engines.http_client import Access, HttpClient
 from proxy.http.asgi import Receive, Scope, Send, read_body
 from proxy.routes.calls import query_of
-from proxy.routes.reply import Reply
+from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import EngineUnavailable, NotFound, TurnwiseError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Upstream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        reply = Reply(send, ChatCompletions())
+        reply = ReplySender(send, ChatCompletions())
         try:
             await self._serve(scope, receive, send)
         except TurnwiseError as error:

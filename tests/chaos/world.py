@@ -17,8 +17,8 @@ from support.database_clock import DatabaseClock
 from support.ports import free_port
 from support.private_postgres import PrivatePostgres
 from support.tiny_checkpoints import write_weights
+from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
-from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -49,9 +49,9 @@ class World:
         self.clock = DatabaseClock(self.database, directory)
         with self.database.write() as connection:
             self.tenant_keys = {
-                tenant: keys.create_key(connection, tenant, keys.Role.AGENT, "chaos")[1] for tenant in TENANTS
+                tenant: keys.create_key(connection, tenant, keys.KeyRole.AGENT, "chaos")[1] for tenant in TENANTS
             }
-            self._admin = keys.create_key(connection, "default", keys.Role.ADMIN, "chaos")[1]
+            self._admin = keys.create_key(connection, "default", keys.KeyRole.ADMIN, "chaos")[1]
         self.proxies: list[ProxyPart] = []
         for number in range(2):
             place = directory / f"proxy-{number}"

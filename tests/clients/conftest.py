@@ -8,8 +8,7 @@ import httpx2
 import openai
 import pytest
 from support.proxies import ProxyAndEngine, RunningProxy, assert_served_is_stored
-
-from turnwise.fake_engine import RunningFakeEngine
+from turnwise_fake_engine import RunningFakeEngine
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 from support.proxies import RunningProxy
-
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 USER: Any = {"role": "user", "content": "Hello there"}
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.proxies import ProxyAndEngine, RunningProxy, running_proxy
-
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, Script, ToolCall, running_fake_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DOCUMENTED_URL = "http://127.0.0.1:8100"

@@ -12,8 +12,8 @@ import pytest
 from google import genai
 from google.genai import errors, types
 from support.proxies import RunningProxy
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 from turnwise.types import Outcome
 
 LOOK = types.FunctionDeclaration(

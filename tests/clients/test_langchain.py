@@ -11,8 +11,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from support.proxies import ProxyAndEngine
-
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
 # The suite and its plugins emit warnings of their own.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -10,8 +10,7 @@ import openai
 import pydantic
 import pytest
 from support.proxies import RunningProxy
-
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
 pytestmark = pytest.mark.filterwarnings("default")
 agents.set_tracing_disabled(disabled=True)

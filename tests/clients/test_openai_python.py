@@ -10,8 +10,7 @@ import openai
 import pydantic
 import pytest
 from support.proxies import RunningProxy
-
-from turnwise.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
 
 USER: Any = {"role": "user", "content": "Hello there"}
 TOOL: Any = openai.pydantic_function_tool

@@ -15,8 +15,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from support.proxies import RunningProxy
-
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -21,9 +21,9 @@ from support.ports import free_port
 from support.proxies import RunningProxy, running_proxy, wait_until_gone
 from support.retrying_agents import Agents, assert_nothing_is_lost_or_doubled, playing, wait_for
 from support.tiny_checkpoints import write_weights
+from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from proxy.fault import POINTS
-from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 DIES_SECONDS = 120.0
 WRITERS = 2

@@ -24,8 +24,7 @@ from harnesses.play import Verdict, examine
 from harnesses.registry import HARNESSES
 from harnesses.run import Stage
 from harnesses.verdicts import Verdicts, present_commit
-
-from turnwise.fake_engine import Script, running_fake_engine
+from turnwise_fake_engine import Script, running_fake_engine
 
 MODEL = "gpt-4.1-mini"
 """The name under which the fake engine serves its model."""

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from turnwise.fake_engine.ledger import SeenCall
+from turnwise_fake_engine.ledger import SeenCall
+
 from turnwise.types import Json
 
 BROKEN = frozenset({"faulted", "aborted"})

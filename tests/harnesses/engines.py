@@ -12,9 +12,8 @@ from typing import Protocol
 from harnesses.entry import ROOT
 from harnesses.recorder import Recorder, recording
 from support.engines import running_engine
-
-from turnwise.fake_engine import Fault, Rule, RunningFakeEngine, Script
-from turnwise.fake_engine.ledger import SeenCall
+from turnwise_fake_engine import Fault, Rule, RunningFakeEngine, Script
+from turnwise_fake_engine.ledger import SeenCall
 
 
 class ScriptedEngine(Protocol):

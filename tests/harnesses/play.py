@@ -21,8 +21,8 @@ from harnesses.checks import (
 )
 from harnesses.entry import ANSWER, OUTPUT, SUB_ANSWER, SUB_TASK
 from harnesses.run import Attempt, Place, Stage, reason, wait_until
+from turnwise_fake_engine import Fault, FaultKind, Reply, Rule
 
-from turnwise.fake_engine import Fault, FaultKind, Reply, Rule
 from turnwise.types import Json
 
 COLUMNS = {

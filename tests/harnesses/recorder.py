@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Iterator
 import aiohttp
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
+from turnwise_fake_engine import Fault
+from turnwise_fake_engine.ledger import SeenCall
 
-from turnwise.fake_engine import Fault
-from turnwise.fake_engine.ledger import SeenCall
 from turnwise.types import Json
 
 CHAT_ROUTE = "/v1/chat/completions"

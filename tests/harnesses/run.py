@@ -13,10 +13,10 @@ from pathlib import Path
 from harnesses.engines import ScriptedEngine
 from harnesses.entry import ANSWER, OUTPUT, PROMPT, Harness
 from harnesses.proxy_process import ProxyProcess
+from turnwise_fake_engine import Fault, Rule
+from turnwise_fake_engine.ledger import SeenCall
 
 from turnwise.client import Client
-from turnwise.fake_engine import Fault, Rule
-from turnwise.fake_engine.ledger import SeenCall
 from turnwise.processes.limited import Ended, run_limited
 from turnwise.rollouts import agents
 from turnwise.rollouts.agents import AGENTS, Address

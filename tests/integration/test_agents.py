@@ -16,8 +16,7 @@ from harnesses.proxy_process import ProxyProcess
 from harnesses.registry import HARNESSES
 from harnesses.run import Stage
 from harnesses.verdicts import Verdicts
-
-from turnwise.fake_engine import Script, running_fake_engine
+from turnwise_fake_engine import Script, running_fake_engine
 
 CONTEXT_TOKENS = 262_144
 SCRATCH = ROOT / ".harnesses"

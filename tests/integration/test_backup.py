@@ -14,8 +14,8 @@ from support.commands import run_turnwise
 from support.private_postgres import PrivatePostgres, binary
 from support.proxies import running_proxy
 from support.retrying_agents import playing, wait_for
+from turnwise_fake_engine import Script, running_fake_engine
 
-from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.types import Outcome
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()

@@ -13,8 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.proxies import ProxyAndEngine
-
-from turnwise.fake_engine import Fault, FaultKind
+from turnwise_fake_engine import Fault, FaultKind
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 Shared = tuple[ProxyAndEngine, httpx2.Client]
@@ -64,8 +63,9 @@ def test_a_broken_body_of_the_control_plane_is_refused(shared, body):
     assert "JSON" in refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json")
 
 
-@pytest.mark.parametrize("value", ["NaN", "inf", "-Infinity", 10**400, None, {}])
-def test_a_reward_that_is_not_a_finite_number_is_refused(shared, value):
+@pytest.mark.parametrize("value", ["NaN", "inf", "-Infinity", 10**400, None, {}, 1e308, -1e40])
+def test_a_reward_that_is_not_a_number_of_usual_size_is_refused(shared, value):
+    """Two lines of 1e308 would sum to infinity, and one of 1e40 is infinite in float32."""
     _, http = shared
     body = json.dumps({"session_id": "s", "value": value}).encode()
     assert refusal(post_raw(http, "/v1/rewards", body), 422, "invalid_json" if value == 10**400 else "invalid_request")

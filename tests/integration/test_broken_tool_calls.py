@@ -15,9 +15,9 @@ import pytest
 from google import genai
 from support.engines import RunningEngine
 from support.proxies import ProxyAndEngine, RunningProxy, StartProxy
+from turnwise_fake_engine import Reply, Rule, ToolCall
 
 from proxy.dialects.chat import is_json_object
-from turnwise.fake_engine import Reply, Rule, ToolCall
 from turnwise.types import Outcome
 
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}

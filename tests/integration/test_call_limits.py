@@ -7,8 +7,7 @@ import time
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
-
-from turnwise.fake_engine import Reply, Rule
+from turnwise_fake_engine import Reply, Rule
 
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 

@@ -14,9 +14,9 @@ from support.control_plane import metric
 from support.ports import free_port
 from support.proxies import RunningProxy, StartProxy, running_proxy
 from support.waiting import wait_until
+from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
+from turnwise_fake_engine.script import Reply, Rule
 
-from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
-from turnwise.fake_engine.script import Reply, Rule
 from turnwise.processes.supervisor import is_ready
 from turnwise.types import Outcome
 

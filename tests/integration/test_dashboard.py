@@ -13,8 +13,8 @@ import pytest
 from openai import OpenAI
 from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
+from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
-from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -33,7 +33,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     url = migrated(f"sqlite:///{directory}/turnwise.db")
     database = Database(url)
     with database.write() as connection:
-        keys.create_key(connection, "default", keys.Role.ADMIN, "me")
+        keys.create_key(connection, "default", keys.KeyRole.ADMIN, "me")
     database.close()
     with (
         running_fake_engine() as engine,

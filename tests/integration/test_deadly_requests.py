@@ -7,8 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.proxies import StartProxy
-
-from turnwise.fake_engine import Script, running_fake_engine
+from turnwise_fake_engine import Script, running_fake_engine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PLAIN: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}]}
@@ -18,7 +17,6 @@ DEADLY: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat, streamed": (CHAT, {**PLAIN, "prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     "chat, echo": (CHAT, {**PLAIN, "echo": True}, "echo"),
     "text": (TEXT, {"prompt": "Hello.", "prompt_logprobs": 1}, "prompt_logprobs"),
-    "a session that pins it": (f"/sessions/pinned{CHAT}", PLAIN, "prompt_logprobs"),
 }
 
 
@@ -28,7 +26,6 @@ def test_a_request_that_would_crash_an_engine_with_lora_is_refused(start_proxy: 
         proxy = start_proxy(engine.url)
         engine.calls.clear()
         with httpx2.Client(base_url=proxy.url) as http:
-            http.post("/v1/sessions", json={"session_id": "pinned", "sampling": {"prompt_logprobs": 1}})
             for name, (path, body, field) in DEADLY.items():
                 refused = http.post(path, json=body)
                 error = refused.json()["error"]

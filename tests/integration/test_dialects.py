@@ -12,8 +12,8 @@ import pytest
 from google import genai
 from support.engines import RunningEngine
 from support.proxies import ProxyAndEngine, RunningProxy, StartProxy, assert_served_is_stored
+from turnwise_fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
 
-from turnwise.fake_engine import Fault, FaultKind, Reply, Rule, RunningFakeEngine, ToolCall
 from turnwise.types import Outcome
 
 SCHEMA = {

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from support.documented_commands import ROOT, Block, blocks
 from support.proxies import running_proxy
+from turnwise_fake_engine import running_fake_engine
 
-from turnwise.fake_engine import running_fake_engine
 from turnwise.store import keys, policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind
@@ -58,7 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for version in range(4):
             (directory / f"v{version}").mkdir()
             policies.publish_next(conn, str(directory / f"v{version}"), PolicyKind.FULL, metrics={})
-        key_id, _ = keys.create_key(conn, "default", keys.Role.AGENT, "to be revoked")
+        key_id, _ = keys.create_key(conn, "default", keys.KeyRole.AGENT, "to be revoked")
     database.close()
     with (
         running_fake_engine() as engine,
@@ -69,7 +69,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             {
                 **os.environ,
                 "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]]),
                 "TURNWISE_PROXY_DATABASE": url,
                 "TURNWISE_PROXY_ENGINE": json.dumps([engine.url]),
                 "PROXY": proxy.url,

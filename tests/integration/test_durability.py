@@ -17,8 +17,8 @@ from support.private_postgres import PrivatePostgres, binary
 from support.proxies import RunningProxy, running_proxy
 from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, wait_for
 from support.waiting import wait_until
+from turnwise_fake_engine import Script, running_fake_engine
 
-from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import ledger
 from turnwise.store.database import Database
 from turnwise.types import Reward, Session, Turn

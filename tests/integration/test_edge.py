@@ -17,12 +17,12 @@ import pytest
 from support.ports import free_port
 from support.proxies import RunningProxy
 from support.waiting import wait_until
+from turnwise_fake_engine import RunningFakeEngine
 
 from proxy.engines.engine import Engine
 from proxy.services import engine_access
 from proxy.settings import ProxySettings
 from turnwise.errors import EngineUnavailable
-from turnwise.fake_engine import RunningFakeEngine
 from turnwise.store import keys
 from turnwise.store.database import Database
 

@@ -12,7 +12,7 @@ from support.proxies import RunningProxy, wait_until_gone
 from support.tiny_checkpoints import write_weights
 from support.waiting import WAIT_SECONDS, wait_until
 
-from trainer.loop.evaluator import LedgerEvaluator
+from trainer.evaluate import LedgerEvaluator
 from turnwise.store import keys, policies, queries
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion
@@ -147,7 +147,7 @@ def test_the_command_gets_the_proxys_address_a_temporary_key_and_the_version(pro
     version = publish(proxy, write_weights(tmp_path / "v1"))
     if with_keys:
         with database.write() as conn:
-            keys.create_key(conn, "default", keys.Role.ADMIN, "operator")
+            keys.create_key(conn, "default", keys.KeyRole.ADMIN, "operator")
     output = tmp_path / "environment.json"
     command = [sys.executable, "-c", PRINTS_ENVIRONMENT, str(output)]
     LedgerEvaluator(database, command, proxy_url=proxy.url).evaluate(version)

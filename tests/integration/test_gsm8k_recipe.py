@@ -13,11 +13,11 @@ import pytest
 from support.control_plane import ask
 from support.proxies import running_proxy
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from turnwise_fake_engine import Reply, Rule, Script, ToolCall, running_fake_engine
+from turnwise_fake_engine.tokens import VOCABULARY_SIZE
 
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.settings import TrainerSettings
-from turnwise.fake_engine import Reply, Rule, Script, ToolCall, running_fake_engine
-from turnwise.fake_engine.tokens import VOCABULARY_SIZE
+from trainer.train import OnPolicyWorkflow
 from turnwise.processes.engine_command import EngineSettings
 from turnwise.processes.stack import UpSettings
 from turnwise.rollouts.settings import RunSettings
@@ -106,7 +106,7 @@ def test_the_agent_plays_a_group_with_its_tool_and_the_recipe_trains_on_it(tmp_p
         "model": str(tmp_path / "model"),
         "policies_dir": str(tmp_path / "policies"),
         "total_batches": 1,
-        "first_wait_seconds": 0.0,
+        "wait_seconds": 0.0,
         "max_logprob_gap": 1e9,  # the stand-in's logprobs are not this model's
         "evaluate_every": None,
         "progress": False,

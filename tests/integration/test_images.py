@@ -10,8 +10,8 @@ import pytest
 from google.genai import types
 from support.engines import RunningEngine
 from support.proxies import ProxyAndEngine, RunningProxy, StartProxy
+from turnwise_fake_engine import RunningFakeEngine
 
-from turnwise.fake_engine import RunningFakeEngine
 from turnwise.types import Outcome
 
 DATA = "iVBORw0KGgo+/w=="

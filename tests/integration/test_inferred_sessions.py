@@ -11,9 +11,9 @@ import pytest
 from support.control_plane import metric
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
+from turnwise_fake_engine import RunningFakeEngine
+from turnwise_fake_engine.script import Reply, Rule, ToolCall
 
-from turnwise.fake_engine import RunningFakeEngine
-from turnwise.fake_engine.script import Reply, Rule, ToolCall
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -60,7 +60,7 @@ def restarted(start_proxy: StartProxy, proxy: RunningProxy, engine: RunningFakeE
 def two_keys(database_url: str) -> list[str]:
     database = Database(database_url)
     with database.write() as connection:
-        made = [keys.create_key(connection, "default", keys.Role.AGENT, name)[1] for name in ("a", "b")]
+        made = [keys.create_key(connection, "default", keys.KeyRole.AGENT, name)[1] for name in ("a", "b")]
     database.close()
     return made
 
@@ -278,3 +278,32 @@ def test_siblings_of_parallel_calls_are_on_separate_chains(fake_engine: RunningF
     assert {turn.parent_turn_id for turn in others} == {first.turn_id}
     assert len({turn.chain_id for turn in others}) == 8
     assert [turn.chain_id for turn in others].count(first.chain_id) == 1
+
+
+def test_equal_conversations_that_go_on_differently_stay_apart_where_no_turn_can_be_extended(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """As at a proxy that does not know the template: the calls start new chains, but their sessions have been taken."""
+    proxy = start_proxy(fake_engine.url, "--no-continuation")
+    runs = [played(proxy, [], "hi") for _ in range(2)]
+    assert runs[0] == runs[1]
+    for text in ("a", "b"):
+        played(proxy, runs[0], text)
+    assert sorted(sessions_of(proxy).values()) == [["hi", "a"], ["hi", "b"]]
+
+
+def test_an_agent_that_cuts_its_history_stays_in_its_session_by_the_ids_of_its_calls(
+    fake_engine: RunningFakeEngine, start_proxy: StartProxy
+):
+    """It drops its first messages. A call whose id two sessions sampled names none of them."""
+    fake_engine.answer(Rule(contains="look", reply=Reply(tool_calls=[ToolCall(name="look_up", arguments={})])))
+    proxy = start_proxy(fake_engine.url)
+    runs = [played(proxy, [], f"look at {name}", TOOLS) for name in ("the sky", "the sea")]
+    cut = [
+        [{"role": "user", "content": "Go on."}, run[-1], {"role": "tool", "tool_call_id": call_id, "content": "42"}]
+        for run in runs
+        for call_id in [run[-1]["tool_calls"][0]["id"]]
+    ]
+    for messages, text in zip(cut, ("up", "down"), strict=True):
+        played(proxy, messages, text, TOOLS)
+    assert sorted(sessions_of(proxy).values()) == [["look at the sea", "down"], ["look at the sky", "up"]]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from proxy.continuation.chat_template import load_chat_template
-from trainer.loop.off_policy import ReplayBuffer
+from proxy.continuation.template_checks import load_chat_template
+from trainer.off_policy import ReplayBuffer
 from turnwise.demo import trail
 from turnwise.demo.small_model import SmallModelSpec, build_small_model
 from turnwise.store import policies, queries

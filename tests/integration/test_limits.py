@@ -17,9 +17,8 @@ import pytest
 from support.control_plane import metric
 from support.proxies import ProxyAndEngine, RunningProxy, StartProxy, running_proxy
 from support.waiting import wait_until
-
-from turnwise.fake_engine import Rule, Script, running_fake_engine
-from turnwise.fake_engine.script import Reply
+from turnwise_fake_engine import Rule, Script, running_fake_engine
+from turnwise_fake_engine.script import Reply
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 WHOLE_SECONDS = 1.0

@@ -13,9 +13,9 @@ from harnesses.install import InstallFailed, install
 from harnesses.play import simple_rules, sub_agent_rules
 from harnesses.registry import HARNESSES
 from harnesses.run import Stage
+from turnwise_fake_engine import Script, running_fake_engine
 
-from proxy.continuation.identities import NATIVE_IDS, OWN_HEADER
-from turnwise.fake_engine import Script, running_fake_engine
+from proxy.continuation.which_session import NATIVE_IDS, OWN_HEADER
 
 CONTEXT_TOKENS = 262_144
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from support.migrated import migrated
 from support.proxies import RunningProxy, running_proxy
+from turnwise_fake_engine import running_fake_engine
 
-from turnwise.fake_engine import running_fake_engine
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -39,7 +39,7 @@ def keyed(tmp_path_factory) -> Iterator[tuple[RunningProxy, str]]:
     url = f"sqlite:///{directory}/turnwise.db"
     database = Database(migrated(url))
     with database.write() as connection:
-        _, key = keys.create_key(connection, "default", keys.Role.ADMIN, "me")
+        _, key = keys.create_key(connection, "default", keys.KeyRole.ADMIN, "me")
     database.close()
     with running_fake_engine() as engine, running_proxy(engine.url, url, directory) as proxy:
         yield proxy, key

@@ -19,7 +19,6 @@ import pytest
 from support.engines import RunningEngine
 from support.proxies import RunningProxy, running_proxy
 
-from proxy.dialects.chat import FORCED, messages_after
 from turnwise.demo import trail
 from turnwise.types import Outcome
 
@@ -342,32 +341,6 @@ def test_a_stream_through_the_proxy_is_vllms_own(
     for place in their_keys.keys() | our_keys.keys():
         if not place.startswith("middle") or (place in their_keys and place in our_keys):
             assert our_keys.get(place) == their_keys.get(place), place
-
-
-OLD = (USER, CALLED, {"role": "tool", "tool_call_id": "a", "content": "Oslo"})
-"""Messages that the proxy leaves out once they are part of the ids that it sends."""
-RENDERED = ("prefilled", "no generation prompt", "truncated")
-"""Shapes whose prompt the engine always renders."""
-GIVEN_IDS = [name for name in CHAT_SHAPES if name not in RENDERED]
-
-
-@pytest.mark.parametrize("name", in_every_run(GIVEN_IDS, GIVEN_IDS, one_of=5))
-def test_a_reply_after_given_ids_does_not_depend_on_the_messages_before_the_new_ones(
-    both: tuple[httpx2.Client, httpx2.Client], name: str
-) -> None:
-    """Both requests go to vLLM itself, with the options of capture; half of the replies are streamed."""
-    straight, _ = both
-    ids = straight.post("/tokenize", json={"messages": [USER]}).json()["tokens"]
-    shape = {"model": "small", "temperature": 0, "max_tokens": 6, "messages": [USER], **CHAT_SHAPES[name], **FORCED}
-    stream = list(CHAT_SHAPES).index(name) % 2 == 1
-    replies = []
-    for messages in ([*OLD, *shape["messages"]], messages_after([*OLD, *shape["messages"]], len(OLD))):
-        given = {"messages": messages, "kv_transfer_params": {"prompt_token_ids": ids}, "stream": stream}
-        reply = straight.post(CHAT, json=shape | given)
-        assert reply.status_code == 200, reply.text
-        replies.append(joined(chunks_of(reply)) if stream else without_ids(reply.json()))
-    assert_equal(*replies)
-    assert str(ids) in str(replies[0])
 
 
 @pytest.mark.parametrize("name", REFUSED)

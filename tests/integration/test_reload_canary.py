@@ -18,10 +18,9 @@ from pydantic import PrivateAttr
 from support.control_plane import ask, policy, publish, wait_for_status
 from support.proxies import RunningProxy, StartProxy
 from support.tiny_checkpoints import write_adapter, write_weights
-
-from turnwise.fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
-from turnwise.fake_engine.ledger import EngineState
-from turnwise.fake_engine.sampling import logprobs_of
+from turnwise_fake_engine import Reply, RunningFakeEngine, Script, running_fake_engine
+from turnwise_fake_engine.ledger import EngineState
+from turnwise_fake_engine.sampling import logprobs_of
 
 DONE_SECONDS = 60.0
 SHARE = 0.25

@@ -11,8 +11,7 @@ from support.control_plane import ask, policy, publish
 from support.proxies import RunningProxy, running_proxy
 from support.tiny_checkpoints import write_adapter, write_weights
 from support.waiting import assert_stays, wait_until
-
-from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
+from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 
 @pytest.fixture

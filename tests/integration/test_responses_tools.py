@@ -9,8 +9,8 @@ import httpx2
 import openai
 import pytest
 from support.proxies import ProxyAndEngine, RunningProxy
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 from turnwise.types import Outcome
 
 SPAWN = {

@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 from support.control_plane import metric
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
+from turnwise_fake_engine import RunningFakeEngine
+from turnwise_fake_engine.script import Fault, FaultKind, Reply, Rule
 
-from turnwise.fake_engine import RunningFakeEngine
-from turnwise.fake_engine.script import Fault, FaultKind, Reply, Rule
 from turnwise.store import keys
 from turnwise.store.database import Database
 from turnwise.types import Outcome
@@ -38,7 +38,7 @@ def test_a_retry_never_crosses_tenants(database_url: str, fake_engine: RunningFa
     """Equally named sessions: neither an idempotency key nor a retried body gets the other tenant's reply."""
     database = Database(database_url)
     with database.write() as connection:
-        made = [keys.create_key(connection, tenant, keys.Role.AGENT, tenant)[1] for tenant in ("a", "b")]
+        made = [keys.create_key(connection, tenant, keys.KeyRole.AGENT, tenant)[1] for tenant in ("a", "b")]
     database.close()
     proxy = start_proxy(fake_engine.url, database_url=database_url)
     ids = []
@@ -69,6 +69,16 @@ def test_parallel_rollouts_that_are_retried_each_get_their_own_sample(
     assert sorted(view.turn.turn_id for view in proxy.turns()) == sorted(ids)
 
 
+def call_and_leave_before_the_commit(proxy: RunningProxy, url: str) -> None:
+    """Give up while the turn waits for the locked database; it is stored after that."""
+    lock = sqlite3.connect(proxy.database_url.removeprefix("sqlite:///"), isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    with pytest.raises(httpx2.TimeoutException):
+        httpx2.post(f"{url}/chat/completions", json=CHAT, timeout=3.0)
+    lock.execute("ROLLBACK")
+    lock.close()
+
+
 def test_a_retry_gets_the_answer_that_could_not_be_delivered_once(
     fake_engine: RunningFakeEngine, start_proxy: StartProxy
 ):
@@ -76,12 +86,7 @@ def test_a_retry_gets_the_answer_that_could_not_be_delivered_once(
     proxy = start_proxy(fake_engine.url)
     post(proxy, url=proxy.session_v1("s")).raise_for_status()
     fake_engine.calls.clear()
-    lock = sqlite3.connect(proxy.database_url.removeprefix("sqlite:///"), isolation_level=None)
-    lock.execute("BEGIN IMMEDIATE")
-    with pytest.raises(httpx2.TimeoutException):
-        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=CHAT, timeout=3.0)
-    lock.execute("ROLLBACK")
-    lock.close()
+    call_and_leave_before_the_commit(proxy, proxy.session_v1("s"))
     ids = [post(proxy, url=proxy.session_v1("s"), x_stainless_retry_count="1").json()["id"] for _ in range(2)]
     assert len(set(ids)) == 2
     assert [call.reply_id for call in fake_engine.calls] == ids
@@ -94,12 +99,7 @@ def test_a_retry_gets_an_undelivered_answer_while_no_other_call_has_a_place(
     proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "1")
     url = proxy.session_v1("s")
     post(proxy, url=url).raise_for_status()
-    lock = sqlite3.connect(proxy.database_url.removeprefix("sqlite:///"), isolation_level=None)
-    lock.execute("BEGIN IMMEDIATE")
-    with pytest.raises(httpx2.TimeoutException):
-        httpx2.post(f"{url}/chat/completions", json=CHAT, timeout=3.0)
-    lock.execute("ROLLBACK")
-    lock.close()
+    call_and_leave_before_the_commit(proxy, url)
     wait_until(lambda: len(proxy.turns("s")) == 2, "the turn is stored")
     wait_until(lambda: metric(proxy, "turnwise_calls_in_flight") == 0, "its place is free")
     fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))

@@ -7,9 +7,9 @@ import io
 import httpx2
 import numpy as np
 from support.proxies import RunningProxy
+from turnwise_fake_engine import Script, running_fake_engine
 
 from turnwise.chains import merge_session
-from turnwise.fake_engine import Script, running_fake_engine
 
 LAYERS = 3
 
@@ -82,7 +82,7 @@ def test_the_experts_of_a_text_completion_are_stored_and_reach_no_client(start_p
 
 
 def test_experts_that_cannot_be_read_do_not_cost_the_turn_and_are_counted(start_proxy, monkeypatch):
-    monkeypatch.setattr("turnwise.fake_engine.chat_wire.routing", lambda *_: "!not base64!")
+    monkeypatch.setattr("turnwise_fake_engine.chat_wire.routing", lambda *_: "!not base64!")
     with running_fake_engine(Script(routed_layers=LAYERS)) as engine:
         proxy = start_proxy(engine.url)
         ask(proxy, {"messages": [{"role": "user", "content": "Hello."}]})

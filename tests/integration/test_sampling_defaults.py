@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
 import pytest
-from support.engines import running_engine
+from support.engines import RunningEngine, running_engine
+from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.engine import Engine
 from proxy.engines.probe import find_sampling_defaults
-from turnwise.commands.doctor import Verdict, engine_findings
+from turnwise import logprob_request
 from turnwise.engine_requirements import read_sampling_defaults
 from turnwise.errors import EngineUnsuitable
-from turnwise.fake_engine import Script, running_fake_engine
+from turnwise.installation import Verdict, engine_findings
+from turnwise.types import TOOL_GRAMMAR
 
 GENERATION_CONFIG = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 0}
 EFFECTIVE = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
@@ -61,6 +64,70 @@ def test_each_turn_is_stored_with_the_parameters_that_it_was_sampled_with(start_
             httpx2.post(f"{proxy.session_v1(name)}/chat/completions", json=body, timeout=60).raise_for_status()
         stored = {view.turn.session_id: view.turn.sampling["temperature"] for view in proxy.turns()}
         assert stored == {"none": 0.6, "null": 0.6, "own": 0.9}
+
+
+TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+GRAMMARS = {
+    "strict": ({"tools": [TOOL, STRICT]}, True),
+    "single": ({"tools": [TOOL], "parallel_tool_calls": False}, True),
+    "several": ({"tools": [TOOL], "parallel_tool_calls": True}, False),
+    "none": ({"tools": [STRICT], "tool_choice": "none"}, False),
+    "plain": ({}, False),
+}
+"""Fields of a request, and whether a vLLM with its default environment samples the reply under a grammar."""
+
+
+def play_grammars(url_of: Callable[[str], str]) -> None:
+    for name, (fields, _) in GRAMMARS.items():
+        body = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 24, **fields}
+        httpx2.post(f"{url_of(name)}/chat/completions", json=body, timeout=60).raise_for_status()
+
+
+def test_a_grammar_that_the_request_does_not_name_is_stored_with_the_turn(start_proxy):
+    """An engine that does not say whether it enforces strict tools may: the trainer cannot compute such logprobs."""
+    with running_fake_engine() as engine:
+        proxy = start_proxy(engine.url)
+        play_grammars(proxy.session_v1)
+        stored = {view.turn.session_id: TOOL_GRAMMAR in view.turn.sampling for view in proxy.turns()}
+        assert stored == {name: is_constrained for name, (_, is_constrained) in GRAMMARS.items()}
+
+
+def test_a_temperature_that_vllm_raises_is_stored_as_it_was_used(start_proxy):
+    with running_fake_engine() as engine:
+        proxy = start_proxy(engine.url)
+        body = {"messages": [{"role": "user", "content": "Hello."}], "temperature": 0.001}
+        httpx2.post(f"{proxy.session_v1('low')}/chat/completions", json=body, timeout=60).raise_for_status()
+        assert [view.turn.sampling["temperature"] for view in proxy.turns()] == [0.01]
+
+
+def test_a_session_pins_only_what_affects_the_sampling_of_a_reply(start_proxy):
+    """With another number of choices, or other tools, than the call names, captured replies would be mixed up."""
+    with running_fake_engine() as engine:
+        proxy = start_proxy(engine.url)
+        for refused in ({"n": 3}, {"stream": True}, {"tools": [TOOL]}, {"chat_template": "x"}, {"vllm_xargs": {}}):
+            answer = httpx2.post(f"{proxy.v1}/sessions", json={"sampling": refused})
+            assert answer.status_code == 422, refused
+            assert f"{next(iter(refused))} cannot be set for a whole session" in answer.json()["error"]["message"]
+        httpx2.post(f"{proxy.v1}/sessions", json={"session_id": "s", "sampling": {"top_k": 7}}).raise_for_status()
+        body = {"messages": [{"role": "user", "content": "Hello."}], "top_k": 3}
+        httpx2.post(f"{proxy.session_v1('s')}/chat/completions", json=body, timeout=60).raise_for_status()
+        assert engine.calls[-1].body["top_k"] == 7
+        assert [view.turn.sampling["top_k"] for view in proxy.turns("s")] == [7]
+
+
+@pytest.mark.engine
+def test_our_vllm_samples_strict_and_single_tool_calls_without_a_grammar(engine: RunningEngine, start_proxy):
+    """The stored logprobs are those of the model: the engine computes the same for the same tokens as a prompt."""
+    proxy = start_proxy(engine.url)
+    play_grammars(proxy.session_v1)
+    for view in proxy.turns():
+        assert TOOL_GRAMMAR not in view.turn.sampling
+        ids = [*view.prompt_token_ids.tolist(), *view.turn.token_ids.tolist()]
+        positions = list(range(len(view.prompt_token_ids), len(ids)))
+        asked = logprob_request.request(engine.model, ids, positions, {})
+        reply = httpx2.post(f"{engine.url}/v1/completions", json=asked, timeout=60).raise_for_status().json()
+        assert logprob_request.read(reply, ids, positions) == pytest.approx(view.turn.logprobs.tolist(), abs=1e-3)
 
 
 @pytest.mark.slow

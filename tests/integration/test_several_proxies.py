@@ -5,8 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 from support.proxies import RunningProxy, StartProxy
-
-from turnwise.fake_engine import RunningFakeEngine
+from turnwise_fake_engine import RunningFakeEngine
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 

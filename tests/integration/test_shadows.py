@@ -15,10 +15,10 @@ import pytest
 from support.control_plane import metric
 from support.proxies import STOP_SECONDS, RunningProxy, StartProxy, running_proxy
 from support.waiting import assert_stays, wait_until
+from turnwise_fake_engine import RunningFakeEngine
+from turnwise_fake_engine.script import Fault, FaultKind, Reply, Rule
 
 from turnwise.client import Client
-from turnwise.fake_engine import RunningFakeEngine
-from turnwise.fake_engine.script import Fault, FaultKind, Reply, Rule
 
 FLAGS = ("--shadow-replies", "2", "--shadow-turns", "1", "--shadow-tokens", "10")
 FIRST = {"role": "user", "content": "Where is Kim?"}

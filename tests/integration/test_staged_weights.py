@@ -11,11 +11,11 @@ import torch
 from support.migrated import migrated
 from support.reload_stage import Stage
 from support.vllm_weights import FakeNccl, replace_devices, vllm_engine
+from turnwise_fake_engine import Script, running_fake_engine
 
 from trainer.publish import staged_transfer
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.engine_plugin.layout import Layout
-from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import policies, weight_servers
 from turnwise.store.database import Database
 from turnwise.types import PolicyVersion

@@ -12,8 +12,8 @@ from support.commands import run_turnwise
 from support.ports import free_port
 from support.private_postgres import PrivatePostgres
 from support.proxies import StartProxy
+from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
-from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import Child, Supervisor
 

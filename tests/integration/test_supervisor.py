@@ -166,6 +166,24 @@ def test_a_child_that_keeps_dying_is_not_restarted_and_the_end_of_its_log_is_sho
     assert supervisor.num_starts("broken") == 3
 
 
+def test_a_child_that_dies_before_it_is_ready_is_not_restarted_for_ever_and_its_last_error_is_printed(tmp_path):
+    """However long a start takes, a death before the end of it counts."""
+    output: list[str] = []
+    code = "raise ValueError('max_model_len (2048) is greater than 1024')"
+    child = Child(name="broken", argv=_python(code), ready=lambda: False)
+    supervisor = Supervisor(
+        [child],
+        log_directory=tmp_path,
+        say=lambda _, text: output.append(text),
+        max_quick_deaths=2,
+        quick_seconds=0.0,
+        first_delay_seconds=0.02,
+    )
+    with pytest.raises(ChildFailed, match="died 2 times in a row"), supervisor:
+        supervisor.wait(threading.Event())
+    assert "its last error: ValueError: max_model_len (2048) is greater than 1024" in output
+
+
 def test_the_wait_before_a_restart_doubles_with_each_death(tmp_path):
     output: list[str] = []
     child = Child(name="broken", argv=_python("raise SystemExit(1)"), ready=lambda: False)

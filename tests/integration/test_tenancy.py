@@ -13,9 +13,9 @@ import pytest
 from support.commands import run_turnwise
 from support.proxies import RunningProxy, running_proxy
 from support.waiting import wait_until
+from turnwise_fake_engine import running_fake_engine
 
 from proxy.auth import CACHE_SECONDS
-from turnwise.fake_engine import running_fake_engine
 
 NOTHING = {"sessions": {}, "groups": {}, "num_turns": 0, "num_rewards": 0, "num_updates": 0, "trainers": []}
 HEALTH = {"/healthz", "/readyz"}

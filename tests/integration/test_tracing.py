@@ -16,8 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from support.control_plane import metric
 from support.proxies import STOP_SECONDS, StartProxy
 from support.waiting import wait_until
-
-from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine
+from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}

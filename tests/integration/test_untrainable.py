@@ -7,8 +7,8 @@ from typing import Any
 import httpx2
 import pytest
 from support.proxies import ProxyAndEngine, RunningProxy
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
 from turnwise.types import Outcome
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -51,9 +51,8 @@ def test_beam_search_and_media_are_untrainable(
 def test_fields_that_control_the_engine_are_removed_and_counted(
     proxy: RunningProxy, shared_engine: RunningFakeEngine, session_id: str
 ) -> None:
-    """This covers calls and the sampling parameters of a session."""
     steering = {"kv_transfer_params": {"prompt_token_ids": [1]}, "vllm_xargs": {"a": 1}, "priority": -5}
-    pinned = {"session_id": session_id, "sampling": {"vllm_xargs": {"b": 1}, "min_p": 0.5}}
+    pinned = {"session_id": session_id, "sampling": {"min_p": 0.5}}
     httpx2.post(f"{proxy.v1}/sessions", json=pinned).raise_for_status()
     ask(proxy, session_id, **steering, top_k=3)
     sent = shared_engine.calls[-1].body

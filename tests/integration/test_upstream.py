@@ -11,8 +11,7 @@ import httpx2
 import openai
 import pytest
 from support.proxies import StartProxy
-
-from turnwise.fake_engine import RunningFakeEngine
+from turnwise_fake_engine import RunningFakeEngine
 
 
 class Embeddings(http.server.BaseHTTPRequestHandler):

@@ -11,12 +11,14 @@ import pytest
 import sqlalchemy as sa
 from click.testing import CliRunner
 from openai import OpenAI
+from support.checkpoints import write_perturbed
+from support.control_plane import publish
 from support.engines import RunningEngine
 from support.proxies import running_proxy
 
 from turnwise.commands.cli import main
 from turnwise.store.database import Database
-from turnwise.store.tables import turns
+from turnwise.store.tables import policies, turns
 
 pytestmark = pytest.mark.engine
 SAMPLINGS = [
@@ -31,6 +33,7 @@ def captured(engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) ->
     """A database with a conversation of three turns for each way of sampling."""
     place = tmp_path_factory.mktemp("captured") / "turnwise.db"
     with running_proxy(engine.url, f"sqlite:///{place}", place.parent) as proxy:
+        publish(proxy, engine.model_dir)
         for number, sampling in enumerate(SAMPLINGS):
             client = OpenAI(base_url=f"{proxy.url}/sessions/s{number}/v1", api_key="none")
             messages: list = [{"role": "user", "content": "Follow each boss from Kim."}]
@@ -42,18 +45,40 @@ def captured(engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory) ->
     return place
 
 
-def verify(database: Path, engine: RunningEngine) -> tuple[int, dict]:
-    command = ["verify", "--database", f"sqlite:///{database}", "--engine", engine.url, "--json"]
+def verify(database: Path, *way: str) -> tuple[int, dict]:
+    command = ["verify", "--database", f"sqlite:///{database}", "--json", *way]
     result = CliRunner().invoke(main, command)
     assert result.exit_code in (0, 1), result.output
     return result.exit_code, json.loads(result.stdout)
 
 
 def test_captured_logprobs_are_reproduced(captured: Path, engine: RunningEngine) -> None:
-    status, report = verify(captured, engine)
+    status, report = verify(captured, "--engine", engine.url)
     assert status == 0, report
     assert report["checked"]["turns with logprobs recomputed"] == 9
     assert report["largest_logprob_gap"] < 1e-3
+
+
+def test_captured_logprobs_are_those_of_the_published_files(captured: Path) -> None:
+    """An engine that samples with other weights agrees with itself; the files do not agree with it."""
+    status, report = verify(captured, "--forward")
+    assert status == 0, report
+    assert report["checked"]["turns with logprobs recomputed"] == 3
+    assert report["not_checked"]["sampled from a part of the distribution"] == 6
+    assert report["largest_logprob_gap"] < 1e-3
+
+
+def test_files_that_the_engine_did_not_serve_are_named(captured: Path, engine: RunningEngine, tmp_path: Path) -> None:
+    changed = tmp_path / "turnwise.db"
+    shutil.copy(captured, changed)
+    other = write_perturbed(engine.model_dir, tmp_path / "other", 1)
+    database = Database(f"sqlite:///{changed}")
+    with database.write() as connection:
+        connection.execute(sa.update(policies).values(path=str(other)))
+    database.close()
+    status, report = verify(changed, "--forward")
+    assert status == 1
+    assert any("the files give" in mismatch["problem"] for mismatch in report["mismatches"])
 
 
 @pytest.mark.parametrize("fault", ["token", "logprob"])
@@ -75,7 +100,7 @@ def test_one_changed_value_is_named(fault: str, captured: Path, engine: RunningE
             .values(token_ids=token_ids.tobytes(), logprobs=logprobs.tobytes())
         )
     database.close()
-    status, report = verify(changed, engine)
+    status, report = verify(changed, "--engine", engine.url)
     assert status == 1
     assert any(
         row.turn_id in mismatch["place"] and "logprobs[0]" in mismatch["place"] for mismatch in report["mismatches"]

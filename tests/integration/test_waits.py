@@ -14,10 +14,10 @@ import orjson
 import pytest
 from support.proxies import RunningProxy
 from support.waiting import wait_until
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 from proxy.http.asgi import parse_object
 from turnwise.errors import TooLarge
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
 
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 PATIENCE_SECONDS = 60.0

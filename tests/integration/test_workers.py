@@ -26,9 +26,8 @@ from support.retrying_agents import assert_nothing_is_lost_or_doubled, playing, 
 from support.tiny_checkpoints import write_weights
 from support.waiting import wait_until
 from support.warm_start import WORKER_NAME
-
-from turnwise.fake_engine import Reply, Script, running_fake_engine
-from turnwise.fake_engine.ledger import EngineState
+from turnwise_fake_engine import Reply, Script, running_fake_engine
+from turnwise_fake_engine.ledger import EngineState
 
 WORKER = b"proxy.main"
 NUM_CONNECTIONS = 16

@@ -59,8 +59,8 @@ class BreakableEngine:
 
 def serve(port: int, faults: Mapping[str, str]) -> None:
     """Serve until killed."""
-    from turnwise.fake_engine import Script, control
-    from turnwise.fake_engine import serve as serve_fake
+    from turnwise_fake_engine import Script, control
+    from turnwise_fake_engine import serve as serve_fake
 
     def has_weights(directory: Path) -> bool:
         what = next((what for word, what in faults.items() if word in directory.name), "load")

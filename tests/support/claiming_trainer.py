@@ -57,6 +57,7 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     """Claim and ack until the test ends the process; the source gives no batch while no group is ready."""
     clock = WrongClock(float(skew_seconds), Path(jumps))
     types.utc_now = clock.now  # before the modules that import it from there
+    from trainer import source as trainer_source
     from trainer.pacing import Position, SourceRule
     from trainer.source import FinishedBatch, LedgerSource
     from turnwise.errors import LeaseLost
@@ -73,12 +74,12 @@ def main(url: str, name: str, number: str, skew_seconds: str, jumps: str, hold: 
     rule = SourceRule(
         trainer_id=name,
         groups_per_batch=GROUPS_PER_BATCH,
+        singles_per_group=1,
         wait_seconds=0.0,
-        lease_seconds=LEASE_SECONDS,
-        poll_seconds=0.05,
         stalled_seconds=STALLED_SECONDS,
         stalled_policy="drop",
     )
+    trainer_source.LEASE_SECONDS = LEASE_SECONDS
     source = LedgerSource(database, rule)
     source.open(types.PolicyVersion(version=0, path="base"))
     with database.read() as connection:

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from support.control_plane import ask
 from support.ports import free_port
+from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
-from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.processes.engine_command import EngineSettings, build_command, has_plugin
 from turnwise.processes.supervisor import is_ready, tail_of
 
@@ -46,10 +46,13 @@ class RunningEngine:
 
 @pytest.fixture(scope="session")
 def small_model_dir() -> Path:
-    """A small model with tokenizer and chat template, built once and kept between runs."""
+    """A small model with tokenizer and chat template, built once and kept between runs.
+
+    Its output head is tied to its embeddings, as in most small pretrained models: a load has to reach both.
+    """
     from turnwise.demo.small_model import SmallModelSpec, build_small_model
 
-    spec = SmallModelSpec(num_warm_up_steps=WARM_UP_STEPS)
+    spec = SmallModelSpec(num_warm_up_steps=WARM_UP_STEPS, tied=True)
     cache = Path(tempfile.gettempdir()) / f"turnwise-tests-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
     return build_small_model(cache / spec.digest()[:16], spec)

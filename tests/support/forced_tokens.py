@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
+from turnwise_fake_engine import Reply, Script
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-
-from turnwise.fake_engine import Reply, Script
 
 SCRIPT_VARIABLE = "FORCED_TOKENS_SCRIPT"
 """Environment variable with the path of the script."""

@@ -92,7 +92,8 @@ def steps(
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-6)
     losses, norms = [], []
     for _ in range(NUM_STEPS):
-        gauges, norm = agent.optimizer_step(optimizer, batch, range(len(found)), proximal=None, is_first=False)
+        gauges, _ = agent.gradient(optimizer, batch, range(len(found)))
+        norm = agent.step(optimizer)
         losses.append(gauges.read()["loss"])
         norms.append(norm)
     logprobs = agent.logprobs_of(batch, range(len(found)))

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
 from support.migrated import migrated
+from turnwise_fake_engine import running_fake_engine
 
 from proxy.app import create_app
+from proxy.http.asgi import App
 from proxy.http.connections import CLOSING, LEFT
 from proxy.routes.data_plane import DataPlane
 from proxy.settings import ProxySettings
-from turnwise.fake_engine import running_fake_engine
 from turnwise.store.database import Database
 
 
 @contextlib.contextmanager
-def in_process_proxy(directory: Path, **settings: Any) -> Iterator[tuple[TestClient, Database]]:
-    """Run a proxy over a new database until the block ends."""
+def in_process_proxy(
+    directory: Path, *, engine_check: str = "off", wrap: Callable[[App], App] = lambda app: app, **settings: Any
+) -> Iterator[tuple[TestClient, Database]]:
+    """Run a proxy over a new database until the block ends; requests go to what `wrap` makes of its app."""
     url = f"sqlite:///{directory}/turnwise.db"
     database = Database(migrated(url))
     with running_fake_engine() as engine:
-        app = DataPlane(create_app(ProxySettings(engine=[engine.url], database=url, engine_check="off", **settings)))
+        given = ProxySettings(engine=[engine.url], database=url, engine_check=engine_check, **settings)
+        app = wrap(DataPlane(create_app(given)))
 
         async def serve(scope: Any, receive: Any, send: Any) -> None:
             """Serve a request whose client stays connected; an endless reply ends as it does when the server stops."""

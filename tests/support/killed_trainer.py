@@ -29,8 +29,8 @@ IMPORTED = ("transformers.models.qwen3.modeling_qwen3", "trainer.main", "alembic
 """What every trainer needs."""
 
 FUNCTIONS = {
-    "select groups of a batch": "trainer.loop.workflows:select",
-    "compute the loss of a row": "trainer.policy.row_loss:loss_of",
+    "select groups of a batch": "trainer.claims:select",
+    "compute the loss of a row": "trainer.policy.agent:loss_of",
     "pack a minibatch": "trainer.policy.agent:pack",
     "compute the probe of a version": "trainer.publish.directory:probe_of",
     "digest a file of a version": "turnwise.version_directory:file_digest",

@@ -13,9 +13,9 @@ from typing import Any
 import httpx2
 import sqlalchemy as sa
 from support.proxies import RunningProxy
+from turnwise_fake_engine import RunningFakeEngine
+from turnwise_fake_engine.script import Reply, Rule
 
-from turnwise.fake_engine import RunningFakeEngine
-from turnwise.fake_engine.script import Reply, Rule
 from turnwise.store import claims, engine_activity, policies, queries, tables
 from turnwise.store.database import Database
 from turnwise.types import PolicyStatus, PolicyVersion, UpdateRecord, utc_now

@@ -23,8 +23,8 @@ from support.migrated import migrated
 from support.ports import free_port
 from support.warm_commands import WarmProcess
 from support.warm_start import WRITER_NAME
+from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
-from turnwise.fake_engine import RunningFakeEngine, running_fake_engine
 from turnwise.processes.stack import command
 from turnwise.processes.supervisor import is_ready, tail_of
 from turnwise.store import experiences, queries

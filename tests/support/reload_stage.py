@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from turnwise_fake_engine import RunningFakeEngine
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
@@ -17,7 +18,6 @@ from proxy.reload.reloader import Reloader
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import EngineUnsuitable
-from turnwise.fake_engine import RunningFakeEngine
 from turnwise.store import policies
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyVersion, Session
@@ -40,7 +40,7 @@ class Process:
             self.pool,
             given,
             metrics,
-            probe=self._probe,
+            check_engine=self._probe,
             announce=self._announce,
             reserve=self._reserve,
         )

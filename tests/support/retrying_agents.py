@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import aiohttp
 import orjson
 from support.proxies import RunningProxy
-
-from turnwise.fake_engine import RunningFakeEngine
+from turnwise_fake_engine import RunningFakeEngine
 
 PAUSE_SECONDS = 0.05
 """Between two attempts of one call."""

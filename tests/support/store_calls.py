@@ -126,7 +126,7 @@ def _versions(conn: sa.Connection) -> None:
 
 
 def _keys(conn: sa.Connection) -> None:
-    key_id, key = keys.create_key(conn, "t", keys.Role.AGENT, "another key")
+    key_id, key = keys.create_key(conn, "t", keys.KeyRole.AGENT, "another key")
     keys.verify_key(conn, key)
     keys.get_key(conn, key_id)
     keys.record_use(conn, key_id)
@@ -144,6 +144,7 @@ def _regroup(conn: sa.Connection) -> None:
     session_changes.change_session(conn, changed, {"group_id"})
     session_changes.change_session(conn, changed, {"group_size"})
     session_changes.change_session(conn, changed, {"group_size"})
+    groups.describe_training(conn, changed)
 
 
 def _session(session_id: str, **fields: Any) -> Session:
@@ -269,6 +270,7 @@ OF_ALL: dict[str, Ask] = {
     "idle sessions": lambda c: ledger.expire_idle_sessions(c, NOW + WEEK),
     "stalled groups": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "train"),
     "stalled groups to drop": lambda c: groups.close_stalled_groups(c, NOW + WEEK, "drop"),
+    "groups without rewards": lambda c: groups.close_unrewarded_groups(c, NOW + WEEK),
     "old answers": lambda c: idempotency.forget_answers(c, NOW - WEEK),
     "old sessions": lambda c: retention.prune(c, NOW + WEEK),
     "no more sessions to archive": lambda c: retention.over_since(c, LONG_AGO),

@@ -87,7 +87,7 @@ def fill(database: Database) -> None:
         ledger.append_turns(conn, [inferred_turn("t8")])
         ledger.end_session(conn, "t", "unrewarded")
         session_changes.set_label(conn, "t", "over", Label(label="golden"))
-        keys.create_key(conn, "t", keys.Role.AGENT, "a key")
+        keys.create_key(conn, "t", keys.KeyRole.AGENT, "a key")
 
 
 def inferred_turn(turn_id: str) -> Turn:

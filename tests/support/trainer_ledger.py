@@ -11,9 +11,9 @@ import torch
 from support.migrated import migrated
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.loop.off_policy import OffPolicyWorkflow
-from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.off_policy import OffPolicyWorkflow
 from trainer.settings import TrainerSettings
+from trainer.train import OnPolicyWorkflow
 from turnwise.chains import IMPORTED
 from turnwise.store import ledger
 from turnwise.store.database import Database
@@ -65,6 +65,8 @@ class Rollouts:
     credit: Credit = Credit.PROPAGATE
     split: Split = Split.TRAIN
     sampling: dict = dataclasses.field(default_factory=dict)
+    has_groups: bool = True
+    """False plays sessions without a group."""
     gap: float = 0.0
     """Error that is added to the engine's logprobs."""
 
@@ -82,8 +84,8 @@ class Rollouts:
             session_id=session_id,
             task_id=group_id,
             run=run,
-            group_id=group_id if self.split is Split.TRAIN else None,
-            group_size=group_size if self.split is Split.TRAIN else None,
+            group_id=group_id if self.split is Split.TRAIN and self.has_groups else None,
+            group_size=group_size if self.split is Split.TRAIN and self.has_groups else None,
             split=self.split,
             credit=self.credit,
         )
@@ -164,10 +166,10 @@ def settings_for(directory: Path, model: Path, **changes: Any) -> TrainerSetting
         "model": str(model),
         "policies_dir": directory / "policies",
         "groups_per_batch": 3,
+        "singles_per_group": 1,
         "num_minibatches": 1,
         "learning_rate": 3e-3,
         "wait_seconds": 0.0,
-        "poll_seconds": 0.05,
         "progress": False,
     }
     return TrainerSettings(**(values | changes))

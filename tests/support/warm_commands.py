@@ -30,7 +30,7 @@ IMPORTED = (
     "proxy.main",
     CLI,
     "turnwise.commands.preflight",
-    "turnwise.commands.operate",
+    "turnwise.commands.store",
     "turnwise.processes.ports",
     "alembic.command",
     "alembic.autogenerate",
@@ -42,7 +42,7 @@ IMPORTED = (
     "uvicorn.lifespan.on",
     "uvloop",
     "support.breakable_engine",
-    "turnwise.fake_engine.server",
+    "turnwise_fake_engine.server",
 )
 """What a proxy and a stand-in engine import until they are ready."""
 

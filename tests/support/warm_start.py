@@ -26,8 +26,9 @@ WORKER_NAME = "proxy-worker"
 
 def share_template() -> None:
     """Load the stand-in engine's chat template here, for each later fork whose engine has the same files."""
+    from turnwise_fake_engine.tokens import write_tokenizer
+
     from proxy.engines import probe
-    from turnwise.fake_engine.tokens import write_tokenizer
 
     load = probe.load_chat_template
     with tempfile.TemporaryDirectory() as directory:

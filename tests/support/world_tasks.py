@@ -18,14 +18,14 @@ from trainer.learning.batch import Batch, build
 from trainer.learning.losses import LossRule
 from trainer.learning.optimizer import OptimizerRule, make_scheduler
 from trainer.learning.ratios import TrainedTokens
-from trainer.loop.state import Progress, State
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World
 from trainer.policy import model
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
+from trainer.state import Progress, State
+from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BatchRefused
 
 FAILING_RANK = 1
@@ -57,7 +57,8 @@ def resume_and_train(
     read = whole_tensors(state)
     batch = batch_of(sessions())
     for _ in range(start, stop):
-        agent.optimizer_step(optimizer, batch, range(len(batch.experiences)), proximal=None, is_first=False)
+        agent.gradient(optimizer, batch, range(len(batch.experiences)))
+        agent.step(optimizer)
     checkpoints.write_state(stop, state.values(), state.tensors(), agent.world.background_group)
     return read, whole_tensors(state)
 

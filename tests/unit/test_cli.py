@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from turnwise_fake_engine import RunningFakeEngine, Script, running_fake_engine
 
 from turnwise.commands.cli import main
-from turnwise.fake_engine import RunningFakeEngine, Script, running_fake_engine
+from turnwise.commands.output import print_records
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,13 +113,12 @@ def test_a_new_sqlite_file_needs_no_second_command(tmp_path):
 
 
 @pytest.mark.parametrize("command", [["sessions"], ["keys", "list"], ["db", "upgrade"]])
-def test_tables_of_a_newer_release_give_one_sentence_and_status_two(tmp_path, database, command):
+def test_tables_of_an_unknown_revision_give_one_sentence_and_status_two(tmp_path, database, command):
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
-        connection.execute("ALTER TABLE policies DROP COLUMN error")
     result = _run(*command, "--database", database)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "newer release" in result.stderr
+    assert "schema revision '9999', which this release does not know" in result.stderr
 
 
 def test_the_database_of_the_environment_is_used_and_its_password_is_not_shown(tmp_path, monkeypatch):
@@ -221,3 +222,24 @@ def test_a_file_that_cannot_be_written_is_one_sentence(database: str, output: st
     assert result.exit_code == 1, result.output
     assert f"cannot read or write '{output}': " in result.output
     assert "name another place" in result.output
+
+
+def test_tables_print_rounded_numbers_and_times_that_people_read(capsys):
+    row = {"reward": 0.30000000000000004, "seconds": 12.345678, "created_at": "2026-11-23T02:41:55.476526+00:00"}
+    print_records([row], as_json=False)
+    shown = capsys.readouterr().out
+    assert "0.3  " in shown
+    assert "12.35" in shown
+    assert re.search(r"2026-11-2\d \d\d:\d\d:55$", shown, flags=re.MULTILINE)
+    print_records([row], as_json=True)
+    assert json.loads(capsys.readouterr().out) == [row]
+
+
+def test_up_in_a_bare_environment_names_all_extras_at_once(monkeypatch):
+    def lacks(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="sqlalchemy")
+
+    monkeypatch.setattr("turnwise.commands.cli.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("turnwise.commands.running_stack.check_none_runs", lambda: lacks("sqlalchemy"))
+    result = _run("up", "--model", "owner/name")
+    assert (result.exit_code, "pip install '.[store,proxy,trainer,engine-cpu]'" in result.stderr) == (2, True)

@@ -13,7 +13,8 @@ import yaml
 from support.documented_commands import PAGES, ROOT, Block, blocks
 
 from turnwise.commands.cli import main
-from turnwise.commands.settings_file import MODELS, settings_model
+from turnwise.commands.settings_models import DESCRIPTIONS, settings_model
+from turnwise.exchange.plugins import COMMANDS, PACKAGE_OF
 from turnwise.settings import load_settings
 
 SHELL = blocks("sh")
@@ -104,7 +105,7 @@ def test_every_setting_of_a_toml_block_exists(block: Block) -> None:
     path.write_text(block.text)
     for section in tomllib.loads(block.text):
         needed = {"model": "owner/name"} if section == "engine" else {}
-        assert section in MODELS
+        assert section in DESCRIPTIONS
         load_settings(settings_model(section), config=path, section=section, overrides=needed)
 
 
@@ -118,4 +119,4 @@ def test_every_inline_command_exists(page: Path) -> None:
         elif program == "make":
             assert first in MAKE_TARGETS | {"SEED=…"}, f"{page.name}: make {first}"
         elif program == "turnwise" and first.isalpha():
-            assert first in main.commands, f"{page.name}: turnwise {first}"
+            assert first in {*main.commands, *PACKAGE_OF[COMMANDS]}, f"{page.name}: turnwise {first}"

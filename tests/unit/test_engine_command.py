@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 import sys
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes import engine_command
@@ -36,6 +38,7 @@ def test_without_a_gpu_the_engine_runs_on_one_core_without_the_executor_that_spi
     assert command.environment == {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
@@ -43,12 +46,35 @@ def test_without_a_gpu_the_engine_runs_on_one_core_without_the_executor_that_spi
     }
 
 
+def test_the_cache_on_a_cpu_holds_32_long_calls_within_limits(tmp_path):
+    """SmolLM2: 30 layers x 2 x 3 heads x 64 values x 4 bytes = 46,080 bytes a token; 32 x 512 tokens take 755 MB."""
+    smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    for config, length, expected in (
+        (smollm2, 512, 46_080 * 32 * 512),
+        (smollm2, 2048, 2 * 2**30),
+        (
+            {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+            2048,
+            128 * 2**20,
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        settings = EngineSettings(model=str(tmp_path), max_model_len=length)
+        argv = build_command(settings, gpu=False).argv
+        assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(expected)
+        assert argv[argv.index("--block-size") + 1] == "32"
+
+
 def test_with_a_gpu_it_is_the_official_command_without_the_cpu_flags():
     command = build_command(EngineSettings(model="Qwen/Qwen3-0.6B"), gpu=True)
     assert Path(command.argv[0]).name == "vllm"
     assert command.argv[1:3] == ("serve", "Qwen/Qwen3-0.6B")
     assert not {"--enforce-eager", "--distributed-executor-backend", "--dtype"} & set(command.argv)
-    assert command.environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    assert command.environment == {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
+    }
 
 
 def test_the_flags_that_capture_needs_are_the_default_on_any_device():
@@ -152,7 +178,7 @@ def test_packages_of_the_same_build_are_accepted(monkeypatch):
 
 def test_a_missing_vllm_is_reported_with_the_command_that_installs_it(model_dir, monkeypatch):
     monkeypatch.setattr(engine_command.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(EngineError, match=r"turnwise\[engine-cpu\]"):
+    with pytest.raises(EngineError, match=r"\.\[engine-cpu\]"):
         check_startable(EngineSettings(model=str(model_dir)))
 
 
@@ -160,3 +186,33 @@ def test_a_missing_gpu_is_refused(model_dir, monkeypatch):
     monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
     with pytest.raises(EngineError, match="--device cpu"):
         check_startable(EngineSettings(model=str(model_dir), device="gpu"), gpu=False)
+
+
+def _write_config(directory: Path, **values: object) -> str:
+    (directory / "config.json").write_text(json.dumps(values))
+    return str(directory)
+
+
+def test_no_more_tokens_are_asked_for_than_the_model_has_positions(model_dir):
+    model = _write_config(model_dir, max_position_embeddings=1024)
+    assert _flag(build_command(EngineSettings(model=model), gpu=False).argv, "--max-model-len") == "1024"
+    with pytest.raises(SettingsError, match=r"max_model_len=2048 is more than the 1024 positions"):
+        check_startable(EngineSettings(model=model, max_model_len=2048), gpu=False)
+    longer = _write_config(model_dir, text_config={"max_position_embeddings": 40960})
+    assert _flag(build_command(EngineSettings(model=longer), gpu=False).argv, "--max-model-len") == "2048"
+
+
+def test_a_head_size_that_vllm_cannot_compute_on_a_cpu_is_refused_before_the_start(model_dir, monkeypatch):
+    monkeypatch.setattr(engine_command, "packages_problem", lambda: None)
+    model = _write_config(model_dir, hidden_size=64, num_attention_heads=4)  # 64 / 4 = 16
+    with pytest.raises(EngineError, match=r"attention heads of size 16, and on a CPU vLLM computes only the sizes 32"):
+        check_startable(EngineSettings(model=model, port=free_port()), gpu=False)
+    check_startable(EngineSettings(model=model, port=free_port()), gpu=True)
+
+
+def test_the_head_sizes_are_those_of_the_installed_vllm():
+    source = importlib.util.find_spec("vllm")
+    if source is None or source.origin is None:
+        pytest.skip("vLLM is not installed here")
+    backend = Path(source.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    assert str(list(engine_command.CPU_HEAD_SIZES)) in backend.read_text()

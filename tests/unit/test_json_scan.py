@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from turnwise import json_scan
 from turnwise.errors import TooLarge
-from turnwise.json_scan import check_parts, scan
+from turnwise.json_scan import scan
 
 TEXTS = st.text(alphabet='[]{}"\\\\aé,:', max_size=12)
 VALUES = st.recursive(
@@ -83,14 +83,3 @@ def test_more_values_than_the_limit_are_refused_without_being_decoded(window: in
     scan(b'[1,1,1,",,,,,,,,"]', 3, 3)
     with pytest.raises(TooLarge, match="more than 3 values"):
         scan(b'[1,1,1,",,,,,,,,",1]', 3, 3)
-
-
-@pytest.mark.parametrize("field", ["messages", "input", "contents"])
-def test_the_strings_of_each_message_and_of_the_other_fields_together_are_limited(field: str):
-    """A message of 3 strings: role, its value and one key more; the other fields have 2 keys and 1 value."""
-    body = {"model": "m", field: [{"role": "user", "content": 1}] * 9, "temperature": 1}
-    check_parts(body, 3)
-    with pytest.raises(TooLarge, match="more than 2 strings, keys included, in a message"):
-        check_parts(body, 2)
-    with pytest.raises(TooLarge, match="more than 3 strings, keys included, in the fields beside its messages"):
-        check_parts({**body, "metadata": {"a": []}}, 3)

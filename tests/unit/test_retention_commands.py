@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from support.in_process import in_process_proxy
 from support.migrated import migrated
 from support.waiting import wait_until
@@ -65,13 +65,36 @@ def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store: Database, tmp
     add_ended(store, "a", "b", tenant="acme")
     add_ended(store, "c", tenant="other")
     with store.write() as connection:
-        keys.create_key(connection, "acme", keys.Role.AGENT, "")
+        keys.create_key(connection, "acme", keys.KeyRole.AGENT, "")
     gone = {"num_sessions": 1, "num_turns": 0, "policy_versions": []}
-    assert run(tmp_path, "forget", "--tenant", "acme", "--session-id", "a") == gone
+    assert run(tmp_path, "forget", "--tenant", "acme", "--session-id", "a", "--yes") == gone
     assert session_ids(store) == {"b", "c"}
-    assert run(tmp_path, "forget", "--tenant", "acme") == gone
+    assert run(tmp_path, "forget", "--tenant", "acme", "--yes") == gone
     assert session_ids(store) == {"c"}
     assert run(tmp_path, "keys", "list") == []
+
+
+def test_forget_asks_and_deletes_nothing_without_an_answer_or_where_nothing_is_found(
+    store: Database, tmp_path: Path
+) -> None:
+    add_ended(store, "a", "b", tenant="acme")
+
+    def forget(*options: str, answer: str = "") -> Result:
+        command = ["forget", "--database", f"sqlite:///{tmp_path}/store.db", *options]
+        return CliRunner().invoke(main, command, input=answer)
+
+    for answer in ("", "n\n"):
+        refused = forget("--tenant", "acme", answer=answer)
+        assert (refused.exit_code, "all 2 sessions and 0 keys of tenant 'acme'" in refused.output) == (2, True), (
+            refused.output
+        )
+        assert "--yes" in refused.stderr
+    for options in (("--tenant", "acmee"), ("--tenant", "acme", "--session-id", "x")):
+        missing = forget(*options, "--yes")
+        assert (missing.exit_code, "has no session" in missing.stderr) == (2, True)
+    assert session_ids(store) == {"a", "b"}
+    assert forget("--tenant", "acme", answer="y\n").exit_code == 0
+    assert session_ids(store) == set()
 
 
 def test_a_backup_is_a_database_of_its_own(store: Database, tmp_path: Path) -> None:

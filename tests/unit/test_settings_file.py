@@ -10,10 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from turnwise.commands.cli import main
-from turnwise.commands.settings_file import HEAD, MODELS, settings_file, settings_model
+from turnwise.commands.init import HEAD, settings_file
+from turnwise.commands.settings_models import DESCRIPTIONS, settings_model
 from turnwise.settings import load_settings
 
-REQUIRED = {"engine": {"model": "owner/name"}, "reward": {"source": "next_state"}}
+REQUIRED = {"engine": {"model": "owner/name"}, "reward": {"source": "judge"}}
 """Settings without a default."""
 
 
@@ -34,10 +35,10 @@ def _with_all_defaults_set(text: str) -> str:
 
 
 def test_the_unedited_file_changes_no_setting(text):
-    assert tomllib.loads(text) == {section: {} for section in MODELS}
+    assert tomllib.loads(text) == {section: {} for section in DESCRIPTIONS}
 
 
-@pytest.mark.parametrize("section", MODELS)
+@pytest.mark.parametrize("section", DESCRIPTIONS)
 def test_with_every_setting_set_each_process_gets_its_defaults(text, section):
     path = Path("turnwise.toml")
     path.write_text(_with_all_defaults_set(text))
@@ -46,7 +47,7 @@ def test_with_every_setting_set_each_process_gets_its_defaults(text, section):
     assert load_settings(model, config=path, section=section, overrides=needed) == model(**needed)
 
 
-@pytest.mark.parametrize("section", MODELS)
+@pytest.mark.parametrize("section", DESCRIPTIONS)
 def test_every_setting_is_in_the_file_with_its_description(text, section):
     table = text[text.index(f"\n[{section}]") :]
     for name, field in settings_model(section).model_fields.items():
@@ -63,10 +64,25 @@ def test_the_lora_example_at_its_head_is_a_valid_settings_file():
     assert '"--max-lora-rank",\n      "16"' in result.output
 
 
+def test_the_short_file_has_twenty_lines_of_settings_that_exist():
+    short = CliRunner().invoke(main, ["init", "--output", "-"]).output
+    assert len(short.strip().splitlines()) <= 25
+    Path("turnwise.toml").write_text(_with_all_defaults_set(short))
+    for section in tomllib.loads(short):
+        load_settings(settings_model(section), config=None, section=section, overrides=REQUIRED.get(section, {}))
+
+
+@pytest.mark.parametrize("text", ["[proxyy]\nport = 1\n", "[up]\nport = 1\n\n[proxyy]\nport = 1\n"])
+def test_a_misspelt_section_is_an_error_with_the_right_name(text):
+    Path("turnwise.toml").write_text(text)
+    result = CliRunner().invoke(main, ["up", "--dry-run"])
+    assert (result.exit_code, "did you mean [proxy]?" in result.stderr) == (2, True)
+
+
 def test_init_writes_the_file_once_and_never_over_another():
-    assert CliRunner().invoke(main, ["init"]).exit_code == 0
+    assert CliRunner().invoke(main, ["init", "--all"]).exit_code == 0
     before = Path("turnwise.toml").read_text()
-    again = CliRunner().invoke(main, ["init"])
+    again = CliRunner().invoke(main, ["init", "--all"])
     assert (again.exit_code, "exists" in again.stderr) == (2, True)
     assert Path("turnwise.toml").read_text() == before
-    assert CliRunner().invoke(main, ["init", "--output", "-"]).output.strip() == before.strip()
+    assert CliRunner().invoke(main, ["init", "--all", "--output", "-"]).output.strip() == before.strip()

@@ -180,6 +180,18 @@ def test_run_and_reward_use_the_proxy_of_the_running_up_unless_they_name_one():
     assert at_running_proxy(RunSettings()).proxy == "http://127.0.0.1:8100"
 
 
+def test_run_and_reward_take_address_and_key_from_the_variables_of_all_commands(monkeypatch):
+    monkeypatch.setenv("TURNWISE_URL", "http://shared:1")
+    monkeypatch.setenv("TURNWISE_API_KEY", "tw-shared")
+    for settings in (RunSettings(), RewardSettings(source="judge", judge_model="m")):
+        found = at_running_proxy(settings)
+        assert found.api_key is not None
+        assert (found.proxy, found.api_key.get_secret_value()) == ("http://shared:1", "tw-shared")
+    named = at_running_proxy(RunSettings(proxy="http://there:1", api_key="tw-own"))
+    assert named.api_key is not None
+    assert (named.proxy, named.api_key.get_secret_value()) == ("http://there:1", "tw-own")
+
+
 def test_a_dry_run_plans_gpus_that_this_machine_does_not_have():
     Path("turnwise.toml").write_text("[up]\nengine_gpus = [0, 1]\ntensor_parallel = 2\ntrainer_gpus = [2, 3]\n")
     output = _run("up", "--dry-run", "--model", "owner/name")

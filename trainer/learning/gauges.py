@@ -16,10 +16,10 @@ from trainer.learning.ratios import TrainedTokens, ratio_of
 from trainer.parallel import World
 
 _SUMS = (
-    *("tokens", "loss", "entropy", "kl", "ratio", "ratio_squared", "clipped", "gap", "gap_tokens"),
+    *("tokens", "loss", "entropy", "kl", "ratio", "ratio_squared", "clipped"),
     *("imported_tokens", "imported_logprobs"),
 )
-_MAXIMA = ("ratio_max", "gap_max")
+_MAXIMA = ("ratio_max",)
 
 
 class Gauges:
@@ -35,14 +35,12 @@ class Gauges:
         self,
         tokens: TrainedTokens,
         loss: Tensor,
-        on_policy: Tensor,
         rule: LossRule,
         imported: TrainedTokens | None = None,
     ) -> None:
-        """Add the sampled and the imported tokens of a row; `on_policy` marks those sampled by the current weights."""
+        """Add the sampled and the imported tokens of a row."""
         logprobs = tokens.logprobs.detach()
         ratio = ratio_of(logprobs, tokens.behaviour)
-        gap = torch.where(on_policy, (logprobs - tokens.behaviour).abs(), 0.0)
         # KL(trainer ‖ behaviour) from the behaviour's samples, in the form whose every term is at least 0.
         kl = ratio * (logprobs - tokens.behaviour) - (ratio - 1)
         added = {
@@ -53,12 +51,9 @@ class Gauges:
             "ratio": ratio.sum(),
             "ratio_squared": ratio.square().sum(),
             "clipped": clipped(tokens, rule).sum(),
-            "gap": gap.sum(),
-            "gap_tokens": on_policy.sum(),
             "imported_tokens": loss.new_zeros(()),
             "imported_logprobs": loss.new_zeros(()),
             "ratio_max": _largest(ratio),
-            "gap_max": _largest(gap),
         }
         if imported is not None:
             added["imported_tokens"] = torch.ones_like(imported.logprobs).sum()
@@ -83,17 +78,6 @@ class Gauges:
         for name in _MAXIMA:
             self._maxima[name] = max(self._maxima[name], other._maxima[name])
 
-    @property
-    def coverage(self) -> float:
-        """Share of the trained tokens whose logprobs were compared with the engine's."""
-        return self._sums["gap_tokens"] / max(self._sums["tokens"], 1.0)
-
-    @property
-    def logprob_gap(self) -> float | None:
-        """Mean |trainer − engine| over on-policy tokens, nats; None without such tokens."""
-        count = self._sums["gap_tokens"]
-        return self._sums["gap"] / count if count else None
-
     def read(self) -> dict[str, float | int | None]:
         """Return the gauges; None where a value is not finite, since JSON has no such number."""
         sums = self._sums
@@ -107,9 +91,6 @@ class Gauges:
             "ratio_max": self._maxima["ratio_max"],
             "clip_fraction": sums["clipped"] / count,
             "effective_sample_size": sums["ratio"] ** 2 / max(sums["ratio_squared"], 1e-12) / count,
-            "logprob_gap": self.logprob_gap,
-            "logprob_gap_coverage": self.coverage,
-            "logprob_gap_max": self._maxima["gap_max"] if sums["gap_tokens"] else None,
         }
         if imported := int(sums["imported_tokens"]):
             found |= {"imported_tokens": imported, "imported_logprob": sums["imported_logprobs"] / imported}

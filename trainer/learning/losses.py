@@ -27,6 +27,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 """`clip_low` and `clip_high` of an algorithm, where they are not PPO's: those of GSPO's paper; CISPO without a lower
 bound; IcePop's [0.5, 5]."""
+DPPO_MAX_RATIO = 20.0
+"""DPPO: bound of the importance ratio, as in verl."""
 WITHOUT_RATIO = {"reinforce", "sft", "dpo"}
 """Algorithms whose loss carries no importance ratio of its own."""
 
@@ -143,10 +145,12 @@ def dppo(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: fl
     """Return −M r A, masked where the *probability* has moved too far and would move on.
 
     The binary total variation |π − μ| takes the place of the ratio, which punishes rare tokens. Qi et al. 2026,
-    "Rethinking the trust region in LLM reinforcement learning" (DPPO, arXiv:2602.04879), the Binary-TV variant.
+    "Rethinking the trust region in LLM reinforcement learning" (DPPO, arXiv:2602.04879), the Binary-TV variant. The
+    mask does not bound the ratio of rare tokens, so the ratio is truncated, and with it the weight of the gradient.
     """
     blocked = dppo_blocked(logprobs, old, advantages, low, high)
-    return -torch.where(blocked, 0.0, ratio_of(logprobs, old)) * advantages
+    weight = ratio_of(logprobs, old).detach().clamp(max=DPPO_MAX_RATIO)
+    return -torch.where(blocked, 0.0, weight * torch.exp(logprobs - logprobs.detach())) * advantages
 
 
 def dppo_blocked(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

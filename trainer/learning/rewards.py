@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field, field_validator
 
-from trainer.learning.imports import import_function
 from turnwise.experience import Experience
+from turnwise.named_object import load_object
 from turnwise.settings import Settings
 from turnwise.types import Credit, SessionKey
 
@@ -81,7 +81,7 @@ def is_truncated(experience: Experience) -> bool:
 
 def _combination(rule: RewardRule) -> Callable[[dict[str, float], Experience], float] | None:
     if rule.custom_reward is not None:
-        function = import_function(rule.custom_reward, "custom_reward")
+        function = load_object(rule.custom_reward, "custom_reward")
         return lambda rewards, experience: float(function(rewards, experience.info.get("metadata") or {}))
     if not rule.reward_weights:
         return None

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnwise.experience import Experience
-from turnwise.types import Json
+from turnwise.types import TOOL_GRAMMAR, Json
 
 MASKS: dict[str, Callable[[Any], bool]] = {
     "top_p": lambda value: value < 1,
@@ -26,6 +26,8 @@ MASKS: dict[str, Callable[[Any], bool]] = {
     "allowed_token_ids": bool,
     "structured_outputs": bool,
     "response_format": lambda value: value.get("type", "text") != "text",
+    TOOL_GRAMMAR: bool,
+    "thinking_token_budget": lambda value: value >= 0,
     "tool_choice": lambda value: value == "required" or isinstance(value, dict),
     "frequency_penalty": lambda value: value != 0,
     "presence_penalty": lambda value: value != 0,

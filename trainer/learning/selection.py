@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
-from trainer.learning.advantages import BY_TOKEN, AdvantageRule, Floats, assign, uniform_groups
+from trainer.learning.advantages import BY_TOKEN, AdvantageRule, assign, single_rows, uniform_groups
 from trainer.learning.distillation import DistillationRule
 from trainer.learning.losses import Algorithm
-from trainer.learning.rewards import is_truncated, shape_rewards
+from trainer.learning.rewards import is_truncated, rewards_by_name, shape_rewards
 from trainer.learning.sampling import why_untrainable
+from trainer.learning.singles import UNIFORM, Floats, Row, is_single, past_values, session_digest, why_without_advantage
 from turnwise.experience import Experience
 from turnwise.types import GroupKey, SessionKey
 
-UNIFORM = "uniform_rewards"
+LARGEST_VALUE = 1e6
+"""Largest reward, return or advantage that is trained: beside a larger one, float32 loses those of the other groups."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class Selection:
     """For DPO whether the experience is of its pair's better session."""
     refused: dict[GroupKey, str]
     """Groups of which nothing is trained, with the reason."""
+    single_rows: Sequence[Row] = ()
+    """The values of the batch's single sessions, for the window of later batches."""
 
     def advantages_by_session(self) -> dict[SessionKey, dict[str, float]]:
         """Return the advantage of each trained turn, by session and turn id."""
@@ -60,7 +65,11 @@ class SelectionRule(AdvantageRule, DistillationRule):
 
 
 def select(
-    experiences: Sequence[Experience], keys: Iterable[GroupKey], algorithm: Algorithm, rule: SelectionRule
+    experiences: Sequence[Experience],
+    keys: Iterable[GroupKey],
+    algorithm: Algorithm,
+    rule: SelectionRule,
+    window: Sequence[Row] = (),
 ) -> Selection:
     """Choose what is trained.
 
@@ -69,18 +78,23 @@ def select(
         keys: The claimed groups.
         algorithm: The loss.
         rule: How rewards become advantages, and what is left out.
+        window: Values of earlier single sessions.
     """
-    keys, experiences = list(keys), shape_rewards(experiences, rule)
+    keys, shaped = list(keys), shape_rewards(experiences, rule)
+    too_large = _groups_too_large(shaped)
+    keys = [key for key in keys if key not in too_large]
+    experiences = [experience for experience in shaped if experience.group_key not in too_large]
     reasons = _left_out(experiences, rule)
     fit = [experience for experience, reason in zip(experiences, reasons, strict=True) if reason is None]
-    refused = _groups_left_out(experiences, reasons, keys)
+    refused = too_large | _groups_left_out(experiences, reasons, keys)
     if algorithm == "sft":
         good = [experience for experience in fit if experience.reward >= rule.sft_min_reward]
         return _flat(good, keys, refused, "reward_too_low")
     if algorithm == "dpo":
         return _pairs(fit, keys, refused, rule)
     # Turns that are left out still count in their group's baseline.
-    advantages = assign(experiences, rule)
+    advantages = assign(experiences, rule, window)
+    rows = single_rows(experiences, rule)
     # With advantages token by token, groups of equal rewards teach too.
     uniform = set() if rule.estimator in BY_TOKEN or rule.teachers else uniform_groups(experiences, advantages)
     kept = [
@@ -93,7 +107,8 @@ def select(
         advantages=[turns for _, turns in kept],
         pairs=None,
         chosen=[True] * len(kept),
-        refused={group: UNIFORM for group in keys if group in uniform} | refused,
+        refused=_without_advantage(experiences, uniform, rows, window) | refused,
+        single_rows=rows,
     )
 
 
@@ -110,6 +125,7 @@ def joined(first: Selection, second: Selection) -> Selection:
         pairs=pairs,
         chosen=[*first.chosen, *second.chosen],
         refused=first.refused,
+        single_rows=first.single_rows,
     )
 
 
@@ -122,7 +138,38 @@ def without_groups(selection: Selection, reasons: dict[GroupKey, str]) -> Select
         pairs=None if selection.pairs is None else [selection.pairs[n] for n in kept],
         chosen=[selection.chosen[n] for n in kept],
         refused=selection.refused | reasons,
+        single_rows=selection.single_rows,
     )
+
+
+def _groups_too_large(experiences: Sequence[Experience]) -> dict[GroupKey, str]:
+    """Return the groups with a reward or a return that is not finite or too large, with the reason."""
+    refused: dict[GroupKey, str] = {}
+    for experience in experiences:
+        named = rewards_by_name(experience).values()
+        values = np.array([experience.reward, *experience.turn_returns, *named], np.float64)
+        bad = values[~(np.abs(values) <= LARGEST_VALUE)]
+        if len(bad):
+            reason = f"reward_too_large: {bad[0]:g}; rewards are trained up to {LARGEST_VALUE:g}, scale them"
+            refused.setdefault(experience.group_key, reason)
+    return refused
+
+
+def _without_advantage(
+    experiences: Sequence[Experience], groups: Collection[GroupKey], rows: Sequence[Row], window: Sequence[Row]
+) -> dict[GroupKey, str]:
+    """Return the groups without an advantage, with the reason."""
+    past = past_values(window, rows)
+    of_session: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        of_session[row.session].append(row)
+    found = {}
+    for experience in experiences:
+        key = experience.group_key
+        if key in groups and key not in found:
+            own = of_session[session_digest(experience.session_key)] if is_single(experience) else []
+            found[key] = why_without_advantage(own, rows, past) if own else UNIFORM
+    return found
 
 
 def _left_out(experiences: Sequence[Experience], rule: SelectionRule) -> list[str | None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +17,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainer.learning.advantages import Floats, whiten
+from trainer.learning.advantages import whiten
 from trainer.learning.batch import Batch, Reals
 from trainer.learning.forest import Indices
+from trainer.learning.singles import Floats
 from turnwise.experience import Experience
 from turnwise.settings import Settings
 from turnwise.types import Credit, Json
@@ -29,9 +29,6 @@ from turnwise.types import Credit, Json
 class ValueRule(Settings):
     """The critic of `estimator = "gae"`, and its loss."""
 
-    critic: Literal["head", "model"] = "head"
-    """`head`: a linear layer on the hidden states of the trained model, whose weights learn from both losses. `model`:
-    a second model of the same base with such a layer, which takes as much memory again."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """GAE's λ a token: 1 compares the whole return with the value, smaller ones trust the critic more."""
     gae_gamma: float = Field(default=1.0, gt=0, le=1)

@@ -1,7 +1,6 @@
 """The policy with its loss: one call is one optimizer step over some of a batch's experiences.
 
-The first step on a batch compares the logprobs of trainer and engine, from the forward pass that it needs anyway. A
-batch from an engine that disagrees is refused before any weight changes.
+The gradient comes with the logprobs of its forward pass, to compare them with the engine's before a weight changes.
 """
 
 from __future__ import annotations
@@ -18,17 +17,19 @@ from torch import Tensor
 from trainer.learning.batch import Aggregation, Batch, Packing, Reals, Row, pack
 from trainer.learning.forest import Forest
 from trainer.learning.gauges import Gauges
-from trainer.learning.losses import needed
+from trainer.learning.losses import LossRule, loss_of, needed
 from trainer.learning.mixing import MixingRule, imported_loss, parts, step_weights
 from trainer.learning.ratios import TrainedTokens
 from trainer.learning.values import ValueRule, value_loss
 from trainer.parallel import World
 from trainer.policy.critic import Critic
-from trainer.policy.inputs import RowInputs, ahead
+from trainer.policy.inputs import RowInputs, ahead, on_device
+from trainer.policy.memory import OutOfMemory
 from trainer.policy.model import Policy
 from trainer.policy.row_data import RowData, inputs_of, row_data
-from trainer.policy.row_loss import RowLoss
 from turnwise.errors import BatchRefused, SettingsError
+from turnwise.experience import Experience
+from turnwise.named_object import load_object
 from turnwise.types import PolicyKind
 
 log = logging.getLogger(__name__)
@@ -53,34 +54,53 @@ class AgentRule(MixingRule, ValueRule):
     """The constant that `session_sum` divides by."""
     row_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one packed row, which bounds memory. None: 512 on a CPU, where longer rows cost more, else 8192."""
-    probe_rows: bool | None = None
-    """Compute a row of `row_tokens` tokens at the start, forward and backward, and shorter ones until one fits into
-    memory. By default with one process on CUDA; of several processes, each run avoids what did not fit before."""
     packing: Packing = "forest"
     """`forest` packs chains and shares their prefixes; `chain` gives each chain its own row, which models with
     sliding windows need."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_logprob_gap: float = Field(default=0.1, gt=0)
-    """Mean |trainer − engine|, in nats, above which a batch is refused: over tokens that the present weights sampled,
-    and over stale tokens under the weights of the version that sampled them."""
-    min_gap_coverage: float = Field(default=0.01, ge=0, le=1)
-    """Where the present weights sampled a smaller share of the trained tokens, stale tokens are compared too; warn when
-    a smaller share could be compared in all."""
-    gap_check_every: int | None = Field(default=10, ge=1)
-    """Batches between two comparisons of stale tokens, for which the state of an older version is read from disk. None
-    never compares them."""
-    gap_check_tokens: int = Field(default=4096, ge=1)
-    """Trained tokens that such a comparison takes; the last chain is taken whole."""
+    """Mean |trainer − engine| of a group's tokens, in nats, above which the group is refused, under the weights that
+    sampled them. If nearly all groups are over it, the training stops."""
 
 
-class OutOfMemory(Exception):
-    """A row does not fit into the device's memory."""
+class RowLoss:
+    """The loss that the settings ask for, and the agreement of all processes where a custom loss refuses the batch.
 
-    def __init__(self, num_tokens: int, units: dict[int, int]) -> None:
-        super().__init__(f"a row of {num_tokens} tokens does not fit into the device's memory")
-        self.num_tokens = num_tokens
-        self.units = units
-        """The chains, or pairs, of the row, each with one of its experiences. A row of one of them cannot be cut."""
+    The other processes expect the backward pass of every row, so a refused row gets a loss of 0, and all processes
+    refuse the batch together after its last row.
+    """
+
+    def __init__(self, rule: LossRule) -> None:
+        self._rule = rule
+        self._custom = None if rule.custom_loss is None else load_object(rule.custom_loss, "custom_loss")
+        self._refusal: str | None = None
+        """Why the custom loss refused a row of this process since the last agreement."""
+
+    def of(self, tokens: TrainedTokens) -> Tensor:
+        """Return the loss of a row's sampled tokens; 0 without any, or if the custom loss refuses them.
+
+        A row of imported chains alone has none, and a custom loss may need one: for the largest index of a chain.
+        """
+        if not len(tokens.logprobs):
+            return tokens.logprobs.sum()
+        try:
+            return loss_of(tokens, self._rule, self._custom)
+        except BatchRefused as error:
+            self._refusal = self._refusal or str(error)
+            return (tokens.logprobs * 0.0).sum()
+
+    def agree(self, world: World) -> None:
+        """Refuse the batch if a process refused one of its rows; all processes call this after their last row.
+
+        Raises:
+            BatchRefused: One did.
+        """
+        if self._custom is None:
+            return
+        own, self._refusal = self._refusal, None
+        reasons = [reason for reason in world.gather(own) if reason is not None]
+        if reasons:
+            raise BatchRefused(reasons[0])
 
 
 class PolicyAgent:
@@ -124,8 +144,7 @@ class PolicyAgent:
         Raises:
             SettingsError: Not even a very short row fits.
         """
-        wanted = self.rule.probe_rows
-        if not (self.policy.device.type == "cuda" and self.world.size == 1 if wanted is None else wanted):
+        if not self._probes_rows():
             return
         while not self._fits(self.row_tokens, reserved_bytes):
             shorter = self.row_tokens // 2
@@ -138,6 +157,10 @@ class PolicyAgent:
             log.warning("a row of %d tokens does not fit into memory, trying %d", self.row_tokens, shorter)
             self.bound_rows(shorter)
         log.info("rows of %d tokens fit into memory", self.row_tokens)
+
+    def _probes_rows(self) -> bool:
+        """Return whether rows are tried at the start; of several processes, each run avoids what did not fit before."""
+        return self.policy.device.type == "cuda" and self.world.size == 1
 
     def _fits(self, num_tokens: int, reserved_bytes: int) -> bool:
         """Return whether a row of tokens of one chain can be computed forward and backward."""
@@ -181,7 +204,7 @@ class PolicyAgent:
             self._reference.load(seed)
             self._reference.model.requires_grad_(requires_grad=False)
         if self.critic is not None:
-            self.critic.load(seed)
+            self.critic.load()
 
     def proximal_logprobs(self, batch: Batch, members: Sequence[int]) -> Reals | None:
         """Return the logprobs of the trained tokens under the present weights; None where no ratio needs them. [M].
@@ -201,6 +224,16 @@ class PolicyAgent:
         """
         return self._without_gradient(lambda inputs: self.policy.logprobs(inputs)[0], batch, members)
 
+    def why_untrainable(self, experience: Experience) -> str | None:
+        """Return why the model cannot compute a chain; None where it can."""
+        replay = self.policy.replay
+        reason = None if replay is None else replay.refusal(experience)
+        return None if reason is None else f"{reason}: train the model that was served, or set router_replay=false"
+
+    def export(self) -> dict[str, Tensor]:
+        """Return the weights of a version, or its adapter's, whole and on the CPU; in all processes together."""
+        return self.policy.trained_state()
+
     def values_of(self, batch: Batch, members: Sequence[int]) -> Reals:
         """Return the critic's values of the members' trained tokens, 0 for the other tokens. [M].
 
@@ -210,39 +243,35 @@ class PolicyAgent:
         assert self.critic is not None, "the estimator needs a critic and none was built"
         return self._without_gradient(self.critic.values, batch, members)
 
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        batch: Batch,
-        members: Sequence[int],
-        *,
-        proximal: Reals | None,
-        is_first: bool,
-    ) -> tuple[Gauges, float]:
-        """Update the weights once; return the gauges and the gradient's norm before clipping.
+    def gradient(
+        self, optimizer: torch.optim.Optimizer, batch: Batch, members: Sequence[int], proximal: Reals | None = None
+    ) -> tuple[Gauges, Reals]:
+        """Compute the gradient of one optimizer step; return gauges, and the logprobs of the members' tokens. [M].
 
-        A gradient that is not finite changes nothing.
+        The rows become shorter each time that one does not fit into memory.
 
         Raises:
-            BatchRefused: On the first step of a batch: engine and trainer disagree on on-policy tokens.
+            BatchRefused: Turns were routed in another model, or the custom loss refused a row.
             OutOfMemory: A single chain, or pair, does not fit into memory. The gradient is cleared.
         """
-        gauges = self._gradient_in_memory(optimizer, batch, members, proximal, is_first=is_first)
-        if gauges.logprob_gap is not None and not gauges.logprob_gap <= self.rule.max_logprob_gap:
+        while True:
             self._clear_gradients(optimizer)
-            raise BatchRefused(
-                f"trainer and engine differ by {gauges.logprob_gap:.4g} nats a token on tokens that this very version "
-                f"sampled, over max_logprob_gap={self.rule.max_logprob_gap}: check that the engine serves the weights "
-                "it says, in the same precision, with --logprobs-mode processed_logprobs"
-            )
+            try:
+                return self.accumulate_gradient(batch, members, proximal=proximal)
+            except OutOfMemory as error:
+                self._clear_gradients(optimizer)
+                self._shorten_rows(error)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> float:
+        """Update the weights; return the gradient's norm before clipping. A gradient that is not finite gives NaN."""
         norm = self._clip(self.policy.parameters())
         own_norm = 0.0 if self.critic is None else self._clip(self.critic.parameters())
         if not (np.isfinite(norm) and np.isfinite(own_norm)):
-            return gauges, np.nan
+            return np.nan
         optimizer.step()
         if self.critic is not None:
             self.critic.optimizer.step()
-        return gauges, norm
+        return norm
 
     def _clip(self, parameters: list[torch.nn.Parameter]) -> float:
         """Clip a gradient; return its norm before that."""
@@ -252,24 +281,6 @@ class PolicyAgent:
         optimizer.zero_grad(set_to_none=True)
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
-
-    def _gradient_in_memory(
-        self,
-        optimizer: torch.optim.Optimizer,
-        batch: Batch,
-        members: Sequence[int],
-        proximal: Reals | None,
-        *,
-        is_first: bool,
-    ) -> Gauges:
-        """Accumulate the gradient again, in shorter rows each time that a row does not fit into memory."""
-        while True:
-            self._clear_gradients(optimizer)
-            try:
-                return self.accumulate_gradient(batch, members, proximal=proximal, is_first=is_first)
-            except OutOfMemory as error:
-                self._clear_gradients(optimizer)
-                self._shorten_rows(error)
 
     def _shorten_rows(self, error: OutOfMemory) -> None:
         """Halve the rows from now on; raise the error again where that cannot help."""
@@ -290,44 +301,46 @@ class PolicyAgent:
             raise OutOfMemory(len(row.layout.tokens), {batch.unit_of[m]: m for m in members}) from error
 
     def accumulate_gradient(
-        self, batch: Batch, members: Sequence[int], *, proximal: Reals | None = None, is_first: bool = False
-    ) -> Gauges:
-        """Add the gradient of these experiences' loss to the parameters, row by row; return the gauges.
+        self, batch: Batch, members: Sequence[int], *, proximal: Reals | None = None
+    ) -> tuple[Gauges, Reals]:
+        """Add the gradient of these experiences' loss to the parameters, row by row; return gauges and logprobs. [M].
 
         Args:
             batch: What was claimed.
             members: The experiences of one optimizer step, as indices into the batch.
             proximal: Of `proximal_logprobs`. [M]
-            is_first: Whether the weights are still those that sampled the on-policy tokens.
 
         Raises:
             BatchRefused: Turns were routed in another model, or the custom loss refused a row; in all processes.
         """
-        self.policy.replay.check(batch)
+        if self.policy.replay is not None:
+            self.policy.replay.check(batch, members)
         rows = pack(batch, members, self.row_tokens, self.packing)
         aggregation = "session_mean" if self.rule.algorithm == "dpo" else self.rule.aggregation
         weights = step_weights(batch, members, self.rule, aggregation, self.rule.session_tokens)
-        gauges = Gauges()
+        gauges, logprobs = Gauges(), torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
         own = self.world.own(rows, self.policy.operations)
 
         def prepare(item: tuple[Row, bool]) -> RowData:
             row, counts = item
             weighed = weights if counts else np.zeros_like(weights)
             with self._reporting_memory(batch, row):
-                return row_data(self.policy, batch, row, weighed, proximal, is_first=is_first)
+                return row_data(self.policy, batch, row, weighed, proximal)
 
         for number, ((row, counts), data) in enumerate(ahead(own, prepare), 1):
             self.policy.sync_gradients(is_wanted=number == len(own))
             with self._reporting_memory(batch, row):
-                tokens, imported = parts(self._tokens(data), data.is_imported)
+                every = self._tokens(data)
+                tokens, imported = parts(every, data.is_imported)
                 loss = self._loss.of(tokens) + imported_loss(imported, self.rule)
                 # FSDP takes the mean of the processes' gradients; the loss is a sum over them.
                 ((loss + self._critic_loss(tokens)) * self.world.num_averaged).backward()  # type: ignore[no-untyped-call]
             if counts:
-                gauges.observe(tokens, loss, data.on_policy_sampled, self.rule, imported)
+                gauges.observe(tokens, loss, self.rule, imported)
+                logprobs[on_device(torch.from_numpy(row.token), self.policy.device)] = every.logprobs.detach()
         self._loss.agree(self.world)
         gauges.reduce(self.world)
-        return gauges
+        return gauges, self.world.sum(logprobs).cpu().numpy()
 
     def _tokens(self, data: RowData) -> TrainedTokens:
         """Run the row forward and gather what the loss needs of it."""
@@ -352,8 +365,6 @@ class PolicyAgent:
         """Return logprobs and entropy of the row's trained tokens, and their values where a critic learns. [m] each."""
         if self.critic is None or not with_values:
             return *self.policy.logprobs(inputs), None
-        if not self.critic.shares_policy:
-            return *self.policy.logprobs(inputs), self.critic.values(inputs)
         logprobs, entropy, hidden = self.policy.logprobs_and_hidden(inputs)
         return logprobs, entropy, self.critic.values_of(hidden)
 
@@ -382,7 +393,8 @@ class PolicyAgent:
 
     def _computed(self, compute: Callable[[RowInputs], Tensor], batch: Batch, members: Sequence[int]) -> Reals:
         gathered = torch.zeros(len(batch.table), dtype=torch.float32, device=self.policy.device)
-        self.policy.replay.check(batch)
+        if self.policy.replay is not None:
+            self.policy.replay.check(batch, members)
         own = self.world.own(pack(batch, members, self.row_tokens, self.packing), self.policy.operations)
         with torch.no_grad():
             for (row, counts), inputs in ahead(own, lambda item: inputs_of(self.policy, batch, item[0])):

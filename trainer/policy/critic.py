@@ -1,4 +1,4 @@
-"""The critic: the value of each state, from hidden states of the trained model or of a second one.
+"""The critic: the value of each state, from the hidden states of the trained model.
 
 Its values come from the same packed rows as the policy's logprobs. It has its own optimizer, and engines never
 see it. Legend: m trained tokens of a row, H hidden size.
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from trainer.policy.inputs import RowInputs
-from trainer.policy.loading import base_of
 from trainer.policy.model import Policy
 
 _TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
@@ -27,38 +26,23 @@ _PARTIAL = StateDictOptions(strict=False)
 
 
 class Critic:
-    """A value head on the policy, or on a second model with the policy's base."""
+    """A value head on the policy."""
 
-    def __init__(self, policy: Policy, second: Policy | None) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._second = second
         self.module: nn.Module
         """The critic's own weights."""
         self.optimizer: torch.optim.Optimizer
         """Of the critic's own weights."""
 
-    @property
-    def shares_policy(self) -> bool:
-        """Whether values are computed from the policy's hidden states."""
-        return self._second is None
-
-    @property
-    def kind(self) -> str:
-        """`head` or `model`, as in the settings."""
-        return "head" if self.shares_policy else "model"
-
-    def load(self, seed: int) -> None:
+    def load(self) -> None:
         """Build the critic after the policy was loaded; a new one values each state 0."""
-        trunk = self._policy if self._second is None else self._second
-        if self._second is not None:
-            self._second.load(seed)
-            _freeze_output_layer(self._second)
-        trunk.check_gives_hidden_states()
-        self._head = nn.Linear(trunk.config.hidden_size, 1, device=trunk.device, dtype=torch.float32)
+        policy = self._policy
+        policy.check_gives_hidden_states()
+        self._head = nn.Linear(policy.config.hidden_size, 1, device=policy.device, dtype=torch.float32)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
-        parts = {"head": self._head} if self._second is None else {"head": self._head, "model": self._second.model}
-        self.module = nn.ModuleDict(parts)
+        self.module = nn.ModuleDict({"head": self._head})
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what the critic's optimizer updates."""
@@ -76,8 +60,7 @@ class Critic:
 
     def values(self, inputs: RowInputs) -> Tensor:
         """Return the value of the state before each trained token of a row. [m]."""
-        trunk = self._policy if self._second is None else self._second
-        return self.values_of(trunk.hidden(inputs))
+        return self.values_of(self._policy.hidden(inputs))
 
     def values_of(self, hidden: Tensor) -> Tensor:
         """Return the values of hidden states. [m, H] to [m]."""
@@ -98,11 +81,3 @@ class Critic:
         set_optimizer_state_dict(self.module, self.optimizer, tensors["critic_optimizer"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-def _freeze_output_layer(policy: Policy) -> None:
-    """Leave the output layer of a critic out of training, unless it is the embedding as well: no value needs it."""
-    base = base_of(policy.model)
-    output = base.get_output_embeddings()
-    if output.weight is not base.get_input_embeddings().weight:
-        output.weight.requires_grad_(requires_grad=False)

@@ -53,20 +53,12 @@ class PolicySpec(Settings):
     attention: Literal["auto", "flex_attention", "sdpa", "eager"] = "auto"
     """Attention implementation of transformers. `auto`: FlexAttention on CUDA, which skips what the tokens of a packed
     row do not see, else SDPA. On a CPU FlexAttention has no backward."""
-    float32_head: bool = False
-    """Compute logits in float32 also where the rest is computed in bfloat16; on one device."""
-    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the weights that engines load. `auto` is that of the computation. The trainer's own state stays in
-    float32."""
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights in memory. `bfloat16` halves them, and the optimizer keeps float32 masters; for one
     process. Several processes shard float32 weights, and compute with copies in bfloat16 already."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more time. By default where the weights,
     the optimizer and the activations of a row of 8192 tokens would not fit into the free memory of the GPU."""
-    sync_every_row: bool = False
-    """Reduce gradients over the processes after each row, not after the last one of an optimizer step: more traffic,
-    and 4 bytes a parameter less memory on each GPU."""
     replicas: int = Field(default=1, ge=1)
     """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
     need more memory and exchange shards within a machine only."""
@@ -200,7 +192,7 @@ class Policy:
 
     def sync_gradients(self, *, is_wanted: bool) -> None:
         """Reduce the gradient of the next backward pass over the processes, or keep it for a later one."""
-        if self.mesh_axis is not None and not self.spec.sync_every_row:
+        if self.mesh_axis is not None:
             cast("Any", self.model).set_requires_gradient_sync(is_wanted)
 
     def _shard(self, axis: str) -> None:
@@ -272,9 +264,8 @@ class Policy:
             return self._output(inputs)
 
     def _from_hidden(self, head: OutputLayer, hidden_UH: Tensor, inputs: RowInputs) -> tuple[Tensor, Tensor]:
-        dtype = torch.float32 if self.spec.float32_head else self.compute_dtype
         places = inputs.which, inputs.target, inputs.temperature
-        return linear_logprobs(hidden_UH.to(dtype), head.weight.to(dtype), *places)
+        return linear_logprobs(hidden_UH.to(self.compute_dtype), head.weight.to(self.compute_dtype), *places)
 
     def _output(self, inputs: RowInputs) -> Tensor:
         """Return what the model gives at the kept places: logits, or hidden states while the head is left out."""
@@ -283,14 +274,16 @@ class Policy:
             arguments["attention_mask"] = inputs.mask
         if self._keeps_logits:
             arguments["logits_to_keep"] = inputs.keep
-        self.replay.use(inputs.routing)
+        if self.replay is not None:
+            self.replay.use(inputs.routing)
         with self._autocast():
             logits = self.model(**arguments).logits[0]
         return cast("Tensor", logits if self._keeps_logits else logits[inputs.keep])
 
     def next_logprobs(self, tokens: list[int]) -> Tensor:
         """Return the float32 log-distribution after each token of a text, for the probe of a checkpoint. [T, V]."""
-        self.replay.use(None)
+        if self.replay is not None:
+            self.replay.use(None)
         with torch.no_grad():
             output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
         return torch.log_softmax(output.logits[0].float(), dim=-1).cpu()
@@ -328,14 +321,9 @@ class Policy:
         return cast("dict[str, Tensor]", revert_weight_conversion(base_of(self.model), gathered))
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that engines load: in `publish_dtype`, a tied output layer left out."""
+        """Return the weights that engines load: in the precision of the computation, a tied output layer left out."""
         tied = tied_names(base_of(self.model)) if self.spec.kind is PolicyKind.FULL else set()
-        return {name: value.to(self.publish_dtype) for name, value in state.items() if name not in tied}
-
-    @property
-    def publish_dtype(self) -> torch.dtype:
-        """Precision of the published weights."""
-        return self.compute_dtype if self.spec.publish_dtype == "auto" else getattr(torch, self.spec.publish_dtype)
+        return {name: value.to(self.compute_dtype) for name, value in state.items() if name not in tied}
 
     def trained_state(self) -> dict[str, Tensor]:
         """Return everything a checkpoint must hold: the whole weights, or the adapter's, on the CPU and not sharded."""
@@ -374,6 +362,17 @@ class Policy:
             set_model_state_dict(self.model, cast("dict[str, Any]", state), options=options)
         except RuntimeError as error:
             raise BadCheckpoint(f"the trainer's state does not fit {self.spec.model!r}: {error}") from error
+
+    def load_base(self) -> None:
+        """Load the weights of version 0: the base model, or an adapter that changes nothing; in all processes."""
+        if self.spec.kind is PolicyKind.LORA:
+            shards = self.shards()
+            self.load_shards({name: torch.zeros_like(v) if "lora_B" in name else v for name, v in shards.items()})
+            return
+        is_divided = self.mesh_axis is not None
+        reads = not is_divided or torch.distributed.get_rank() == 0
+        weights = load_model(self.spec, "eager").state_dict() if reads else {}
+        self.load_trained_state(weights, from_first=is_divided)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.compute_dtype is torch.float32:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,30 +35,30 @@ class RouterReplay:
             router.forward = functools.partial(self._route, router, layer, router.forward)
 
     @classmethod
-    def of(cls, model: nn.Module, *, is_wanted: bool) -> RouterReplay:
-        """Return the replay for a model; it changes nothing in one without a router that is known."""
+    def of(cls, model: nn.Module, *, is_wanted: bool) -> RouterReplay | None:
+        """Return the replay for a model; None for one without a router that is known."""
         found: dict[int, nn.Module] = {}
         for name, module in model.named_modules():
             layer = re.search(r"\blayers\.(\d+)\.", name)
             if is_wanted and type(module).__name__ in ROUTERS and layer is not None:
                 found[int(layer[1])] = module
-        return cls(found)
+        return cls(found) if found else None
 
-    def check(self, batch: Batch) -> None:
-        """Check that all turns of a batch were routed in a model of this shape; before any process computes a row.
+    def check(self, batch: Batch, members: Iterable[int]) -> None:
+        """Check that all turns of the members were routed in a model of this shape; before any process computes a row.
 
         All processes hold the same batch, so all of them refuse it, and none waits for another one in a collective.
 
         Raises:
             BatchRefused: A turn was routed in another model.
         """
-        reasons = {self.refusal(experience) for experience in batch.experiences} - {None}
+        reasons = {self.refusal(batch.experiences[member]) for member in members} - {None}
         if reasons:
             raise BatchRefused(f"{reasons.pop()}: train the model that was served, or set router_replay=false")
 
     def refusal(self, experience: Experience) -> str | None:
         """Return why the routing of a chain's turns cannot be followed; None where it can, or where there is none."""
-        if experience.routed_experts is None or not self._routers:
+        if experience.routed_experts is None:
             return None
         num_layers, count = experience.routed_experts.shape[1:]
         last = max(self._routers)

@@ -28,15 +28,8 @@ class RowData:
     returns: Tensor | None
     pair: Tensor
     chosen: Tensor
-    on_policy: Tensor
-    """True where trainer and engine are compared. [m]"""
     is_imported: Tensor | None
     """True for tokens of imported sessions that are mixed in; None where the batch has none. [m]"""
-
-    @property
-    def on_policy_sampled(self) -> Tensor:
-        """`on_policy` without the imported tokens."""
-        return self.on_policy if self.is_imported is None else self.on_policy[~self.is_imported]
 
 
 def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
@@ -45,9 +38,7 @@ def inputs_of(policy: Policy, batch: Batch, row: Row) -> RowInputs:
     return policy.inputs(row, temperature, torch.from_numpy(batch.table.target[row.token]))
 
 
-def row_data(
-    policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: Reals | None, *, is_first: bool
-) -> RowData:
+def row_data(policy: Policy, batch: Batch, row: Row, weights: Reals, proximal: Reals | None) -> RowData:
     """Return a row's data; may be called in a thread while another row is computed.
 
     Args:
@@ -56,7 +47,6 @@ def row_data(
         row: The packed row.
         weights: Of each token of the table. [M]
         proximal: Logprobs of each token of the table, if the loss needs them. [M]
-        is_first: Whether the present weights sampled the on-policy tokens.
     """
     table = batch.table
     members, sequence = np.unique(table.experience[row.token], return_inverse=True)
@@ -79,6 +69,5 @@ def row_data(
         returns=column(table.returns),
         pair=present(pair),
         chosen=present(np.array(batch.chosen)[members]),
-        on_policy=present(table.on_policy[row.token] & is_first),
         is_imported=column(table.experience >= batch.num_sampled if batch.has_imported else None),
     )

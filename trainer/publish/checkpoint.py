@@ -16,10 +16,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import fcntl
 import itertools
 import logging
-import os
 import re
 import shutil
 import warnings
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from turnwise import version_directory
 from turnwise.errors import BadCheckpoint, SettingsError
+from turnwise.files import lock, synchronise
 from turnwise.types import Json
 from turnwise.version_directory import LATEST, STATE_FILE
 
@@ -51,7 +50,7 @@ UNPUBLISHED = "unpublished-"
 UNPUBLISHED_DAYS = 7
 """How long such a directory is kept. The first start of a trainer after the day in its name removes it."""
 UNTIL = ".until-"
-"""Followed by that day. An older release set directories aside without a day: they are never removed."""
+"""Followed by that day."""
 
 _LAST_DAY = re.compile(re.escape(UNTIL) + r"(\d{4}-\d{2}-\d{2})$")
 
@@ -143,7 +142,7 @@ class Checkpoints:
         pointer.replace(self.directory / LATEST)
 
     def read_state(self, version: int) -> dict[str, Any]:
-        """Return the values that `write_state` wrote; the tensors too where an earlier release wrote them.
+        """Return the values that `write_state` wrote.
 
         Raises:
             BadCheckpoint: There are none, or they cannot be read.
@@ -263,18 +262,16 @@ def _locked(path: Path) -> TextIO:
     Raises:
         SettingsError: Another process has locked it.
     """
-    file = path.open("a", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock(path)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            file.close()
             raise SettingsError(
                 f"another trainer uses policies_dir {str(path.parent)!r}: two would overwrite each other's versions. "
                 "Stop it, or name another policies_dir and database"
             ) from error
         log.warning("%s cannot be locked (%s): make sure that no other trainer uses this directory", path, error)
-    return file
+    return path.open("a", encoding="utf-8")
 
 
 def _today() -> datetime.date:
@@ -299,19 +296,11 @@ def _appearing(place: Path) -> Iterator[Path]:
     try:
         yield staging
         for path in [*staging.rglob("*"), staging]:
-            _sync(path)
+            synchronise(path)
         if place.exists():
             place.replace(replaced)
         staging.replace(place)
-        _sync(place.parent)
+        synchronise(place.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -44,7 +44,7 @@ def probe_of(policy: Policy, experiences: Sequence[Experience]) -> Json:
     tokens = experiences[0].tokens[:PROBE_TOKENS].tolist()
     log_p_TV = policy.next_logprobs(tokens)
     followers = torch.tensor(tokens[1:], dtype=torch.long)
-    is_coarse = torch.bfloat16 in (policy.compute_dtype, policy.publish_dtype)
+    is_coarse = policy.compute_dtype is torch.bfloat16
     return {
         "token_ids": tokens,
         "logprobs": log_p_TV[:-1].gather(1, followers[:, None])[:, 0].tolist(),

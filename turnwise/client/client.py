@@ -190,7 +190,7 @@ class Client(Connection):
         return _decoded(self._send(call))
 
     def _send(self, call: Call, *, stream: bool = False) -> httpx2.Response:
-        attempts = Attempts(self.max_retries)
+        attempts = Attempts(self.max_retries, self.api_key)
         while True:
             request = self._http.build_request(**self.request_arguments(call))
             try:
@@ -360,7 +360,7 @@ class AsyncClient(Connection):
         return _decoded(await self._send(call))
 
     async def _send(self, call: Call, *, stream: bool = False) -> httpx2.Response:
-        attempts = Attempts(self.max_retries)
+        attempts = Attempts(self.max_retries, self.api_key)
         while True:
             request = self._http.build_request(**self.request_arguments(call))
             try:

@@ -19,6 +19,8 @@ from turnwise.types import Json
 
 API_KEY_WHEN_NONE = "EMPTY"
 """The key that OpenAI clients send to a proxy without API keys; they do not start without a key."""
+UNAUTHORIZED = 401
+NO_KEY = "the proxy asks for an API key, and none was given: pass one (--api-key of a command), or set TURNWISE_API_KEY"
 
 PAGE_SIZE = 100
 """Rows per page that the iterators request."""
@@ -268,6 +270,8 @@ class Attempts:
 
     limit: int
     """Retries after the first attempt."""
+    api_key: str = ""
+    """The key of the call, for the error of a missing one."""
     failed: int = 0
 
     def after_broken_connection(self, url: str, error: Exception) -> float:
@@ -290,6 +294,8 @@ class Attempts:
             TurnwiseError: the answer is final, or it was the last attempt.
         """
         if status not in RETRIED_STATUSES or self.failed >= self.limit:
+            if status == UNAUTHORIZED and self.api_key == API_KEY_WHEN_NONE:
+                raise errors.Unauthorized(NO_KEY)
             raise error_of(status, body, retry_after)
         return self._pause(retry_after)
 

@@ -8,23 +8,30 @@ until somebody changes settings, files or packages, and 1 for the rest.
 from __future__ import annotations
 
 import errno
-from importlib import import_module
-from pathlib import Path
+import importlib.util
 from typing import Any
 
 import click
 
-from turnwise.commands import reward as reward_sessions
-from turnwise.commands import run as run_agents
-from turnwise.commands import start
-from turnwise.commands.archive import archive
-from turnwise.commands.flags import SettingsCommand
-from turnwise.commands.importing import command as import_conversations
+from turnwise.commands.db import db
+from turnwise.commands.doctor import doctor
+from turnwise.commands.engine import engine
+from turnwise.commands.export import export
+from turnwise.commands.fake_engine import fake_engine
+from turnwise.commands.imports import imports
+from turnwise.commands.init import init
+from turnwise.commands.keys import keys
 from turnwise.commands.output import print_error
-from turnwise.commands.records import db, export, forget, keys, prune, replay, sessions, verify
-from turnwise.commands.setup import doctor, init
-from turnwise.commands.versions import policies, updates
+from turnwise.commands.policies import policies, updates
+from turnwise.commands.proxy import proxy
+from turnwise.commands.reward import reward
+from turnwise.commands.run import run
+from turnwise.commands.sessions import archive, forget, prune, sessions
+from turnwise.commands.train import train
+from turnwise.commands.up import up
+from turnwise.commands.verify import verify
 from turnwise.errors import BadCheckpoint, ClientError, SchemaMismatch, SettingsError, TurnwiseError
+from turnwise.exchange import plugins
 
 _EXTRA_OF = {
     "sqlalchemy": "store",
@@ -43,8 +50,10 @@ _EXTRA_OF = {
     "tokenizers": "trainer",
     "peft": "trainer",
     "pyarrow": "export",
+    "vllm": "engine-cpu",
 }
 """The extra that installs a module."""
+_EXTRAS_OF_UP = ("store", "proxy", "trainer", "engine-cpu")
 _PERMANENT = (ClientError, SettingsError, SchemaMismatch, BadCheckpoint)
 """Errors that come back until somebody changes something: exit status 2. `turnwise up` does not retry them."""
 _OPERATORS_ERRORS = frozenset(
@@ -53,8 +62,26 @@ _OPERATORS_ERRORS = frozenset(
 """Errors of files that an operator repairs: a full disk, a read-only or wrong place."""
 
 
+def _missing_extras(command: str | None, extra: str) -> list[str]:
+    """Return the extras that a command lacks: all at once for `up`, which starts every process."""
+    needed = _EXTRAS_OF_UP if command == "up" else (extra,)
+    lacking = {each for module, each in _EXTRA_OF.items() if importlib.util.find_spec(module) is None}
+    return [each for each in needed if each in lacking or each == extra]
+
+
 class _Commands(click.Group):
-    """Turns expected errors into a sentence and an exit status."""
+    """Turns expected errors into a sentence and an exit status, and finds the commands of installed packages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *plugins.installed(plugins.COMMANDS)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        known = super().get_command(ctx, cmd_name)
+        group = plugins.COMMANDS
+        if known is not None or cmd_name not in {*plugins.PACKAGE_OF[group], *plugins.installed(group)}:
+            return known
+        found: click.Command = plugins.load(group, cmd_name)
+        return found
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -72,7 +99,11 @@ class _Commands(click.Group):
             extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
             if extra is None:
                 raise
-            print_error(f"this command needs {error.name!r}, which is not installed; pip install 'turnwise[{extra}]'")
+            extras = ",".join(_missing_extras(ctx.invoked_subcommand, extra))
+            print_error(
+                f"this command needs {error.name!r}, which is not installed; in a checkout of Turnwise: "
+                f"pip install '.[{extras}]'"
+            )
             ctx.exit(2)
 
 
@@ -82,98 +113,10 @@ def main() -> None:
     """Serve a model through a proxy that captures every sampled token, and train it from rewards."""
 
 
-main.add_command(
-    SettingsCommand(
-        "up",
-        model="turnwise.processes.stack:UpSettings",
-        section="up",
-        run=start.run_stack,
-        show=start.show_stack,
-        takes_config=True,
-        help="Run engine, proxy and trainer on this machine, with SQLite; ctrl-C stops all.",
-    )
-)
-main.add_command(
-    SettingsCommand(
-        "proxy",
-        model="proxy.settings:ProxySettings",
-        section="proxy",
-        run=start.run_proxy,
-        help="Run the proxy: the API for agents, sessions, rewards and policies.",
-    )
-)
-main.add_command(
-    SettingsCommand(
-        "train",
-        model="trainer.settings:TrainerSettings",
-        section="trainer",
-        run=start.run_trainer,
-        help="Run the trainer: claim experiences, update the weights, publish versions.",
-    )
-)
-main.add_command(
-    SettingsCommand(
-        "engine",
-        model="turnwise.processes.engine_command:EngineSettings",
-        section="engine",
-        run=start.run_engine,
-        show=start.show_engine,
-        takes_extra="[-- VLLM FLAGS…]",
-        help="Run vLLM with the flags that capture and reload need. Arguments after -- go to vLLM.",
-    )
-)
-main.add_command(run_agents.command)
-main.add_command(reward_sessions.command)
-
-
-@main.command("fake-engine")
-@click.option("--port", type=click.IntRange(1, 65535), required=True, help="Port to listen on.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--model", help="Name of the model it serves [default: the script's, else fake].")
-@click.option(
-    "--pace-ms", type=click.FloatRange(min=0), help="Delay before each token [default: the script's, else 0]."
-)
-@click.option("--script", type=click.Path(path_type=Path), help="JSON file with replies, tool calls and faults.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved script and do nothing.")
-def fake_engine(
-    port: int,
-    host: str,
-    model: str | None,
-    pace_ms: float | None,
-    script: Path | None,
-    *,
-    dry_run: bool,
-) -> None:
-    """Stand in for vLLM: the same wire format, scripted replies, faults on demand. For tests and CI."""
-    fake = import_module("turnwise.fake_engine")
-    loaded = fake.Script.load(script) if script else fake.Script()
-    pace_seconds = None if pace_ms is None else pace_ms / 1000
-    given = {"model": model, "pace_seconds": pace_seconds}
-    resolved = loaded.model_copy(update={name: value for name, value in given.items() if value is not None})
-    if dry_run:
-        click.echo(resolved.model_dump_json(indent=2))
-        return
-    try:
-        fake.serve(resolved, host=host, port=port)
-    except OSError as error:
-        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port") from error
-
-
-_STORE_COMMANDS = (
-    db,
-    keys,
-    sessions,
-    prune,
-    archive,
-    forget,
-    policies,
-    updates,
-    export,
-    import_conversations,
-    replay,
-    verify,
-)
-for _command in (init, doctor, *_STORE_COMMANDS):
+for _command in (
+    *(up, proxy, train, engine, fake_engine, run, reward),
+    *(init, doctor, db, keys, sessions, prune, archive, forget, policies, updates, export, imports, verify),
+):
     main.add_command(_command)
 
 

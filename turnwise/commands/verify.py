@@ -1,91 +1,98 @@
-"""What `turnwise verify` does: reads the store, asks an engine, hashes files, and reports what does not agree."""
+"""`turnwise verify`: what is stored, checked."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+import json
+import sys
+from typing import Any
 
-from turnwise.chains import is_trainable
-from turnwise.commands.operate import opened
-from turnwise.store import policies
-from turnwise.store.database import Database
-from turnwise.store.experiences import SessionFilter
-from turnwise.store.session_records import SessionRecord, count_sessions, session_records
-from turnwise.store.trained import all_updates
-from turnwise.types import PolicyVersion
-from turnwise.verify.digests import check_record, check_update
-from turnwise.verify.logprobs import LogprobChecker
-from turnwise.verify.report import Report
-from turnwise.verify.structure import check_structure
-from turnwise.verify.weights import check_weights
+import click
+
+from turnwise.commands.filters import filter_of, filter_options
+from turnwise.commands.location import database_option, database_url, json_option
+
+BAR_CHARACTERS = 30
+"""Length of the progress bar."""
 
 
+@click.command("verify")
+@filter_options
+@click.option("--engine", metavar="URL", help="Engine that recomputes logprobs [default: logprobs are not checked].")
+@click.option(
+    "--forward",
+    "is_forward",
+    is_flag=True,
+    help="Recompute logprobs from the published files, with transformers on the CPU.",
+)
+@click.option("--tolerance", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="In nats.")
+@click.option("--share", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Of turns to recompute.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Chooses the share.")
+@click.option(
+    "--version-distance",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Also recompute turns of versions this far from the engine's; needs a larger --tolerance.",
+)
+@database_option
+@json_option
 def verify(
-    url: str,
-    wanted: SessionFilter,
+    database: str | None,
     *,
     engine: str | None,
+    is_forward: bool,
     tolerance: float,
+    version_distance: int,
     share: float,
     seed: int,
-    progress: Callable[[int, int], None],
-    version_distance: int = 0,
-) -> Report:
-    """Check what a database holds.
-
-    Args:
-        url: The database.
-        wanted: Which sessions.
-        engine: URL of an engine that recomputes logprobs; None leaves them out.
-        tolerance: Largest difference of logprobs, in nats, that is no mismatch.
-        share: Share of the trainable turns whose logprobs are recomputed.
-        seed: Chooses them.
-        progress: Called after each session with the number of checked sessions and of all.
-        version_distance: Turns are recomputed whose policy version is at most this far from the engine's.
-
-    Raises:
-        EngineUnavailable: the engine does not answer.
-        StoreError: the database cannot be read.
-    """
-    report, draw = Report(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
-    report.checked["sessions"] = 0  # so that a filter that selects none is seen
-    checker = None
-    if engine is not None:
-        checker = LogprobChecker(engine, tolerance=tolerance, version_distance=version_distance)
-    try:
-        with opened(url) as database:
-            for policy in _policies(database):
-                check_weights(policy, report)
-            with database.read() as conn:
-                for update in all_updates(conn):
-                    check_update(conn, update, report)
-                num_sessions = count_sessions(conn, wanted)
-                for number, record in enumerate(session_records(conn, wanted), 1):
-                    is_sound = check_structure(record, report)
-                    check_record(record, report)
-                    if is_sound and checker is not None:
-                        _check_logprobs(record, checker, report, lambda: draw.random() < share)
-                    progress(number, num_sessions)
-    finally:
-        if checker is not None:
-            checker.close()
-    return report
-
-
-def _check_logprobs(
-    record: SessionRecord, checker: LogprobChecker, report: Report, is_drawn: Callable[[], bool]
+    as_json: bool,
+    **given: Any,
 ) -> None:
-    for view in record.views():
-        if is_trainable(view.turn) and is_drawn():
-            place = f"session {record.session.session_id!r} turn {view.turn.turn_id!r}"
-            checker.check(view, place, report)
+    """Check stored turns, their logprobs and the weights' files; exit 1 and name the place on a mismatch."""
+    from turnwise.commands.store import opened
+    from turnwise.verify import store as checks
+    from turnwise.verify.logprobs import LogprobChecker
+
+    is_shown = sys.stderr.isatty() and not as_json
+
+    def show_progress(num_checked: int, num_sessions: int) -> None:
+        if is_shown:
+            end = "\n" if num_checked == num_sessions else ""
+            click.echo(f"\r{progress_bar(num_checked, num_sessions)}{end}", nl=False, err=True)
+
+    if engine is not None and is_forward:
+        raise click.UsageError("--engine and --forward recompute the same logprobs; give one of them")
+    wanted = filter_of(given)
+    with opened(database_url(database)) as store:
+        checker: checks.Checker | None = None
+        if engine is not None:
+            checker = LogprobChecker(engine, tolerance=tolerance, version_distance=version_distance)
+        elif is_forward:
+            from trainer.forward import ForwardChecker
+
+            versions = {policy.version: policy for policy in checks.all_policies(store)}
+            checker = ForwardChecker(versions, tolerance=tolerance)
+        report = checks.verify(store, wanted, checker=checker, share=share, seed=seed, progress=show_progress)
+    _print_verification(report.as_json(), as_json=as_json)
+    if report.num_mismatches:
+        sys.exit(1)
 
 
-def _policies(database: Database) -> Iterator[PolicyVersion]:
-    """Yield all policy versions, newest first."""
-    after, has_more = None, True
-    while has_more:
-        with database.read() as conn:
-            page, has_more = policies.list_policies(conn, after=after)
-        yield from page
-        after = page[-1].version if page else None
+def progress_bar(num_done: int, num_all: int) -> str:
+    """Return a bar with the share and the number of checked sessions."""
+    share = num_done / num_all
+    filled = int(share * BAR_CHARACTERS)
+    return f"[{'#' * filled}{'-' * (BAR_CHARACTERS - filled)}] {share:4.0%}  {num_done} of {num_all} sessions"
+
+
+def _print_verification(found: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for mismatch in found["mismatches"]:
+        click.echo(f"{click.style('mismatch', fg='red')}  {mismatch['place']}: {mismatch['problem']}")
+    for what, number in found["checked"].items():
+        click.echo(f"{click.style('checked', fg='green')}   {number} {what}")
+    for reason, number in found["not_checked"].items():
+        click.echo(f"{click.style('left out', fg='yellow')}  {number}: {reason}")
+    click.echo(f"{found['num_mismatches']} mismatches")

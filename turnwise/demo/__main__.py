@@ -32,8 +32,8 @@ def run(settings: DemoSettings) -> None:
 
 command = SettingsCommand(
     "demo",
-    model="turnwise.demo.driver:DemoSettings",
     section="demo",
+    settings=lambda: DemoSettings,
     run=run,
     help="Build a small model, start the whole stack, and let an agent learn a task from its rewards.",
 )

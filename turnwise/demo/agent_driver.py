@@ -86,6 +86,12 @@ class AgentRollouts:
         results = self._count(await self._runner.play([self._task("train", index)], group_size=size))
         self.tally.recent_rewards += [result.reward or 0.0 for result in results]
 
+    async def train_singles(self, index: int, size: int) -> None:
+        """Play `size` training tasks once each, in sessions without a group."""
+        tasks = [self._task("train", index * size + number) for number in range(size)]
+        results = self._count(await self._runner.play(tasks))
+        self.tally.recent_rewards += [result.reward or 0.0 for result in results]
+
     async def play_transcripts(self, pass_index: int) -> list[RunResult]:
         """Play the tasks for the transcript; this works after training sessions were stopped."""
         self._runner.stopping.clear()

@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, SecretStr
 
 from turnwise.client import AsyncClient
+from turnwise.demo import trail
 from turnwise.demo.report import Point, Report
-from turnwise.demo.rollouts import Playing, Rollouts, load_agent
+from turnwise.demo.rollouts import CONCURRENT_SESSIONS, Playing, Rollouts, Tasks, load_agent
 from turnwise.errors import TurnwiseError
 from turnwise.processes.engine_command import num_gpus
 from turnwise.processes.ports import free_port
@@ -40,6 +42,8 @@ class DemoSettings(Settings):
     groups_per_batch: int = Field(default=32, ge=1)
     """Groups per policy version, as in the trainer's settings."""
     group_size: int = Field(default=8, ge=2)
+    single_sessions: bool = False
+    """Play each task once, in a session without a group, and as many sessions as in groups."""
     lead: float = Field(default=2.0, ge=1)
     """Maximum number of batches that are played but not yet trained: one is trained while the next is played."""
     target_reward: float = Field(default=0.94, gt=0, le=1)
@@ -56,6 +60,10 @@ class Demo:
 
     world = "trail"
     """The format of the model's warm-up, a key of `small_model.WORLDS`."""
+    tasks: Tasks = trail
+    """Makes the tasks and grades the answers."""
+    num_parallel = CONCURRENT_SESSIONS
+    """Sessions that are played at once."""
 
     def __init__(self, settings: DemoSettings, say: Any) -> None:
         self._settings = settings
@@ -94,7 +102,8 @@ class Demo:
     async def _rollouts(self, client: AsyncClient) -> AsyncIterator[Playing]:
         """Yield the object that plays the agent's sessions."""
         model = (await client.models())[0]["id"]
-        yield Rollouts(client, load_agent(self._settings.agent), model, seed=self._settings.seed)
+        agent = load_agent(self._settings.agent)
+        yield Rollouts(client, agent, model, tasks=self.tasks, seed=self._settings.seed, num_parallel=self.num_parallel)
 
     def _start(self, stack: contextlib.ExitStack, model: str) -> AsyncClient:
         """Start engine, proxy and trainer on a fresh database; return a client of the proxy."""
@@ -165,7 +174,8 @@ class Demo:
         while True:
             while self._num_groups >= (self._version + settings.lead) * settings.groups_per_batch:
                 await self._next_version()
-            groups.create_task(rollouts.train_group(self._num_groups, settings.group_size))
+            play = rollouts.train_singles if settings.single_sessions else rollouts.train_group
+            groups.create_task(play(self._num_groups, settings.group_size))
             self._num_groups += 1
 
     async def _next_version(self) -> None:
@@ -195,17 +205,19 @@ class Demo:
 
     async def _count(self, client: AsyncClient, report: Report) -> None:
         """Copy the proxy's own counts to the report."""
-        counts = prometheus_counts(await client.metrics())
-        for labels, value in counts.get("turnwise_turns_total", {}).items():
-            outcome = dict(labels)["outcome"]
-            report.outcomes[outcome] = report.outcomes.get(outcome, 0) + int(value)
+        families = text_string_to_metric_families(await client.metrics())
+        for sample in (each for family in families for each in family.samples):
+            match sample.name:
+                case "turnwise_turns_total":
+                    outcome = sample.labels["outcome"]
+                    report.outcomes[outcome] = report.outcomes.get(outcome, 0) + int(sample.value)
+                case "turnwise_refused_total":
+                    report.refused[sample.labels["code"]] = int(sample.value)
+                case "turnwise_tokens_total" if sample.labels["kind"] == "sampled":
+                    report.num_sampled_tokens = int(sample.value)
         report.num_turns = sum(report.outcomes.values())
         report.failed_requests += report.outcomes.get("error", 0) + report.outcomes.get("aborted", 0)
-        for labels, value in counts.get("turnwise_refused_total", {}).items():
-            report.refused[dict(labels)["code"]] = int(value)
         report.failed_requests += sum(report.refused.values())
-        sampled = counts.get("turnwise_tokens_total", {}).get((("kind", "sampled"),), 0)
-        report.num_sampled_tokens = int(sampled)
         report.reload_pause_seconds_max = max((point.reload_seconds or 0.0 for point in report.curve), default=0.0)
 
 
@@ -218,19 +230,6 @@ def describe(point: Point) -> str:
         f"version {point.version:2d}  reward {point.reward:.2f} [{'#' * filled}{'.' * (30 - filled)}]  "
         f"{point.num_sessions:5d} sessions  reload {pause}{stale}"
     )
-
-
-def prometheus_counts(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Return the samples of Prometheus' text format: name → labels → value."""
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for line in text.splitlines():
-        if line.startswith("#") or " " not in line:
-            continue
-        sample, value = line.rsplit(" ", 1)
-        name, _, labels = sample.partition("{")
-        pairs = [pair.partition("=") for pair in labels.rstrip("}").split('",') if pair]
-        found.setdefault(name, {})[tuple((key, raw.strip('"')) for key, _, raw in pairs)] = float(value)
-    return found
 
 
 def fresh_directory(directory: Path) -> Path:

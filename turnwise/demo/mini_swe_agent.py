@@ -18,8 +18,8 @@ def run(settings: AgentDemoSettings) -> None:
 
 command = SettingsCommand(
     "demo-agent",
-    model="turnwise.demo.agent_driver:AgentDemoSettings",
     section="demo",
+    settings=lambda: AgentDemoSettings,
     run=run,
     help="Build a small model, start the whole stack, and let mini-swe-agent learn a task from its rewards.",
 )

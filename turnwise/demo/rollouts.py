@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol, cast
 
 from turnwise.client import AsyncClient
 from turnwise.client.wire import SessionFields
-from turnwise.demo import trail
 from turnwise.errors import SettingsError, TurnwiseError
 
 log = logging.getLogger(__name__)
@@ -62,6 +61,27 @@ class Tally:
         return sum(latest) / len(latest) if latest else 0.0
 
 
+class DemoTask(Protocol):
+    """A task of a demo."""
+
+    @property
+    def task_id(self) -> str:
+        """Its name."""
+
+    def for_agent(self) -> dict[str, Any]:
+        """Return the task as JSON for an agent, without the answer."""
+
+
+class Tasks(Protocol):
+    """A module that makes tasks and grades answers, such as `trail`."""
+
+    def make_task(self, split: Literal["train", "eval"], index: int, seed: int, /) -> Any:
+        """Return a task; the same arguments give the same `DemoTask`."""
+
+    def reward(self, task: Any, final_text: str, /) -> float:
+        """Return the reward of the agent's last reply."""
+
+
 class Playing(Protocol):
     """Interface of an object that plays the demo's agent."""
 
@@ -75,16 +95,22 @@ class Playing(Protocol):
     async def train_group(self, index: int, size: int) -> None:
         """Play one training task `size` times as one group."""
 
+    async def train_singles(self, index: int, size: int) -> None:
+        """Play `size` training tasks once each, in sessions without a group."""
+
 
 class Rollouts:
     """Plays sessions through the proxy."""
 
-    def __init__(self, client: AsyncClient, play: Play, model: str, *, seed: int) -> None:
+    def __init__(
+        self, client: AsyncClient, play: Play, model: str, *, tasks: Tasks, seed: int, num_parallel: int
+    ) -> None:
         self._client = client
         self._play = play
         self._model = model
+        self._tasks = tasks
         self._seed = seed
-        self._places = asyncio.Semaphore(CONCURRENT_SESSIONS)
+        self._places = asyncio.Semaphore(num_parallel)
         self.tally = Tally()
         self.is_training = True
         """False skips the training sessions that have not begun; running sessions are completed."""
@@ -100,8 +126,15 @@ class Rollouts:
         if self.is_training:
             self.tally.recent_rewards += rewards
 
+    async def train_singles(self, index: int, size: int) -> None:
+        """Play `size` training tasks once each, in sessions without a group."""
+        tasks = range(index * size, (index + 1) * size)
+        rewards = await asyncio.gather(*(self._session("train", task, 0, None) for task in tasks))
+        if self.is_training:
+            self.tally.recent_rewards += rewards
+
     async def _session(self, split: Literal["train", "eval"], index: int, run: int, group_size: int | None) -> float:
-        task = trail.make_task(split, index, self._seed)
+        task: DemoTask = self._tasks.make_task(split, index, self._seed)
         fields = SessionFields(task_id=task.task_id, run=run, split=split)
         if group_size is not None:
             fields |= SessionFields(group_id=task.task_id, group_size=group_size)
@@ -117,8 +150,8 @@ class Rollouts:
                     raise TurnwiseError(f"{MAX_FAILED_SESSIONS} sessions failed, the last with {error!r}") from error
                 log.exception("a session failed")
                 answer = ""
-            reward = trail.reward(task, answer)
-            await session.reward(reward, source="trail")
+            reward = self._tasks.reward(task, answer)
+            await session.reward(reward, source="demo")
             await session.end(reason="env_done")
         self.tally.num_sessions += 1
         return reward

@@ -105,6 +105,8 @@ class SmallModelSpec:
     head_dim: int = 32
     intermediate_size: int = 384
     init_std: float = 0.05
+    tied: bool = False
+    """Whether the output head is the embeddings' matrix, as in most small pretrained models."""
 
     num_warm_up_steps: int = 420
     num_conversations_per_step: int = 32
@@ -253,7 +255,7 @@ def _initial_model(tokenizer: PreTrainedTokenizerFast, spec: SmallModelSpec) -> 
             head_dim=spec.head_dim,
             initializer_range=spec.init_std,
             max_position_embeddings=2048,
-            tie_word_embeddings=False,
+            tie_word_embeddings=spec.tied,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

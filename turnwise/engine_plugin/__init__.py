@@ -3,7 +3,7 @@
 vLLM loads this package in each of its processes by the entry point `vllm.general_plugins`. It registers a backend for
 vLLM's weight transfer: `weight_engine` is the part inside vLLM, `receiver` receives and checks a version, `channel`
 carries bytes over torch's process groups, `layout` and `delta` define what the bytes mean. The trainer uses the last
-three to send.
+three to send. `tied_head` mends loads of models whose output head is tied to the embeddings.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ PLUGIN_GROUP = "vllm.general_plugins"
 
 
 def register() -> None:
-    """Register the backend; vLLM calls this in each of its processes, sometimes more than once."""
+    """Register the backend, and mend loads; vLLM calls this in each of its processes, sometimes more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from turnwise.engine_plugin.tied_head import follow_loads
+
+    follow_loads(layerwise)
 
     try:
         WeightTransferEngineFactory.register_engine(BACKEND, "turnwise.engine_plugin.weight_engine", "TurnwiseWeights")

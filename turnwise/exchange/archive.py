@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import itertools
-import os
 import shutil
 import tempfile
 import time
@@ -19,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from turnwise.errors import Conflict, InvalidRequest
+from turnwise.files import lock, synchronise
 from turnwise.store import archived_rows, retention
 from turnwise.store.archived_rows import TABLES, ArchivedSession, Row
 from turnwise.store.database import Database
@@ -54,21 +53,15 @@ def archive(database: Database, directory: Path, before: datetime.datetime) -> D
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of an archive, which the system releases when the process ends.
-
-    The lock is on a regular file that is open for writing, because NFS passes only such locks on to other machines.
-    """
-    descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    """Hold the lock of an archive."""
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Conflict(
-                f"another `turnwise archive` writes to {str(directory)!r}; wait for it, or name another directory"
-            ) from error
+        file = lock(directory / _LOCK_FILE)
+    except BlockingIOError as error:
+        raise Conflict(
+            f"another `turnwise archive` writes to {str(directory)!r}; wait for it, or name another directory"
+        ) from error
+    with file:
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _remove_abandoned(directory: Path) -> None:
@@ -144,9 +137,9 @@ def _write_batch(directory: Path, rows_of: dict[str, Iterator[Row]]) -> None:
     written = Path(tempfile.mkdtemp(prefix=_INCOMPLETE, dir=directory))
     for name, rows in rows_of.items():
         _write_table(written / f"{name}.parquet", name, rows)
-    _synchronise(written)
+    synchronise(written)
     batch = written.rename(directory / f"batch-{number}")
-    _synchronise(directory)
+    synchronise(directory)
     _require_complete(batch)
 
 
@@ -175,13 +168,4 @@ def _write_table(path: Path, table_name: str, rows: Iterable[Row]) -> None:
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         while some := list(itertools.islice(remaining, archived_rows.ROWS_AT_ONCE)):
             writer.write_table(pyarrow.Table.from_pylist(some, schema=schema))
-    _synchronise(path)
-
-
-def _synchronise(path: Path) -> None:
-    """Make a file or a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    synchronise(path)

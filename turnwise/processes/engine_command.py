@@ -16,15 +16,28 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from turnwise.engine_plugin import BACKEND, PLUGIN_GROUP
+from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes.ports import check_port_is_free
 from turnwise.settings import Settings
 
+CPU_CONTEXT_TOKENS = 2048
+"""Longest prompt and reply on a CPU, unless the settings say more."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of the KV cache on a CPU."""
+CPU_FULL_CALLS = 32
+"""Calls of the longest kind that the KV cache holds on a CPU, as far as the memory allows."""
+CPU_KV_CACHE_BYTES = (128 * 2**20, 2 * 2**30)
+"""Smallest and largest default of the KV cache on a CPU."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head that vLLM computes on a CPU."""
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+"""Names by which configurations state the number of positions."""
 _NO_MATCH_NEEDED = ("torchvision", "torchaudio", "torchcodec")
 """Packages that the CPU build installs for another torch build; serving text does not use them."""
 
@@ -53,7 +66,7 @@ class EngineSettings(Settings):
     dtype: str | None = None
     """Number format of the weights; by default float32 on a CPU and the checkpoint's own on a GPU."""
     max_model_len: int | None = Field(default=None, gt=0)
-    """Longest prompt and reply together, tokens; by default 2048 on a CPU and the model's own on a GPU."""
+    """Longest prompt and reply together, tokens; by default the model's own, on a CPU at most 2048."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     """Behaviour logprobs are the processed ones; raw ones ignore the temperature, and the proxy refuses them."""
     max_logprobs: int = Field(default=20, ge=0)
@@ -74,8 +87,8 @@ class EngineSettings(Settings):
     weight_backend: Literal["turnwise", "nccl", "ipc"] = "turnwise"
     """Backend of the weight transfer. `turnwise` receives beside the running calls, on any device. `nccl` and `ipc` are
     vLLM's own and receive in the pause, from the trainer's GPU: `nccl` on other GPUs, `ipc` on the same one."""
-    kv_cache_bytes: int = Field(default=128 * 2**20, gt=0)
-    """Memory for keys and values, on a CPU."""
+    kv_cache_bytes: int | None = Field(default=None, gt=0)
+    """Memory for keys and values, on a CPU; by default enough for 32 of the longest calls, from 128 MiB to 2 GiB."""
     num_threads: int = Field(default=1, gt=0)
     """Threads of the engine, on a CPU."""
 
@@ -126,13 +139,13 @@ def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu:
         extra: Flags of vLLM that follow ours and override them.
         gpu: Whether to run on a GPU; None decides by the settings and the machine.
     """
-    if gpu is None:
-        gpu = settings.device == "gpu" or (settings.device == "auto" and has_gpu())
+    gpu = _runs_on_gpu(settings, gpu)
     program = _gpu_program(settings) if gpu else _cpu_program(settings)
     flags = [*_shared_flags(settings), *([] if gpu else _cpu_flags(settings))]
     if gpu:
         flags += _gpu_flags(settings)
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # A grammar changes the distribution of the sampled tokens, and the trainer cannot compute it.
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", ENFORCE_STRICT_TOOLS: "0"}
     if takes_transfers(settings) and settings.weight_backend == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles of memory come pickled
     if settings.lora:
@@ -148,6 +161,12 @@ def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu:
             "TORCHDYNAMO_DISABLE": "1",
         }
     return EngineCommand((*program, *flags, *extra), environment)
+
+
+def _runs_on_gpu(settings: EngineSettings, gpu: bool | None) -> bool:
+    if gpu is not None:
+        return gpu
+    return settings.device == "gpu" or (settings.device == "auto" and has_gpu())
 
 
 def _gpu_program(settings: EngineSettings) -> list[str]:
@@ -201,11 +220,74 @@ def _cpu_flags(settings: EngineSettings) -> list[str]:
     """Return the flags for a CPU with few cores; vLLM's default executor spins on all of them."""
     return [
         *("--dtype", settings.dtype or "float32"),
-        *("--max-model-len", str(settings.max_model_len or 2048)),
+        *("--max-model-len", str(settings.max_model_len or _cpu_context(settings.model))),
         "--enforce-eager",
         *("--distributed-executor-backend", "uni"),
-        *("--kv-cache-memory-bytes", str(settings.kv_cache_bytes)),
+        *("--kv-cache-memory-bytes", str(settings.kv_cache_bytes or _cpu_kv_cache_bytes(settings))),
+        # By default 128 tokens on a CPU: no shorter prefix would ever be found in the cache.
+        *("--block-size", str(CPU_BLOCK_TOKENS)),
     ]
+
+
+def _cpu_kv_cache_bytes(settings: EngineSettings) -> int:
+    """Return the memory for keys and values of some long calls, within limits."""
+    config = model_config(settings.model)
+    num_heads = config.get("num_attention_heads") or 1
+    head_size = config.get("head_dim") or (config.get("hidden_size") or 0) // num_heads
+    num_values = (
+        2 * (config.get("num_hidden_layers") or 0) * (config.get("num_key_value_heads") or num_heads) * head_size
+    )
+    tokens = CPU_FULL_CALLS * (settings.max_model_len or _cpu_context(settings.model))
+    return min(max(4 * num_values * tokens, CPU_KV_CACHE_BYTES[0]), CPU_KV_CACHE_BYTES[1])
+
+
+def _cpu_context(model: str) -> int:
+    return min(CPU_CONTEXT_TOKENS, max_positions(model) or CPU_CONTEXT_TOKENS)
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """Return the configuration of a model's directory, or of its text part; empty for the id of a public model."""
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadCheckpoint(f"{str(file)!r} is not JSON: {error}; copy the model again") from error
+    text = found.get("text_config", found)
+    return text if isinstance(text, dict) else {}
+
+
+def max_positions(model: str) -> int | None:
+    """Return how many positions a model has; None where its configuration does not say it."""
+    config = model_config(model)
+    stated = [config[name] for name in _POSITIONS if isinstance(config.get(name), int)]
+    return min(stated, default=None)
+
+
+def check_model_fits(settings: EngineSettings, *, gpu: bool) -> None:
+    """Refuse a model that vLLM would refuse only after its start.
+
+    Raises:
+        SettingsError: more tokens are asked for than the model has positions.
+        EngineError: vLLM cannot compute the model's attention on a CPU.
+    """
+    config = model_config(settings.model)
+    positions = max_positions(settings.model)
+    is_scaled = bool(config.get("rope_scaling"))
+    asked = settings.max_model_len or 0
+    if positions is not None and asked > positions and not is_scaled:
+        raise SettingsError(
+            f"max_model_len={asked} is more than the {positions} positions of the model {settings.model!r}; set at "
+            f"most {positions}, or leave it out"
+        )
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    size = config.get("head_dim") or (width // heads if heads and width else None)
+    if not gpu and size is not None and size not in CPU_HEAD_SIZES:
+        raise EngineError(
+            f"the model {settings.model!r} has attention heads of size {size}, and on a CPU vLLM computes only the "
+            f"sizes {', '.join(map(str, CPU_HEAD_SIZES))}; serve another model, or use a GPU"
+        )
 
 
 def _optional(flag: str, value: object) -> list[str]:
@@ -241,6 +323,7 @@ def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> Non
         )
     if is_directory(settings.model):
         check_model_directory(Path(settings.model))
+        check_model_fits(settings, gpu=_runs_on_gpu(settings, gpu))
     check_port_is_free("the engine", settings.host, settings.port)
 
 
@@ -256,7 +339,7 @@ def packages_problem() -> str | None:
     """Return why vLLM cannot run with the packages that are installed; None where it can."""
     if importlib.util.find_spec("vllm") is None:
         return (
-            "vLLM is not installed in this environment; pip install 'turnwise[engine-cpu]' for a CPU, "
+            "vLLM is not installed in this environment; pip install '.[engine-cpu]' for a CPU, "
             "or vllm itself on a machine with a GPU"
         )
     torch_build = installed_version("torch")

@@ -32,6 +32,9 @@ from turnwise.processes.printer import Printer, Say
 from turnwise.settings import child_environment
 
 _TICK_SECONDS = 0.05
+_ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Refused|Failed)\b: .*|^turnwise: .*")
+"""The last line of a traceback, or an error of one of our commands."""
+MAX_ERROR_CHARACTERS = 400
 _PROBE_SECONDS = 1.0
 """Time limit of one request to a readiness URL."""
 PORT_RELEASE_SECONDS = 10.0
@@ -112,7 +115,7 @@ class Supervisor:
             log_directory: Directory of the log files, `NAME.log`.
             say: Prints a line; None prints nothing.
             max_quick_deaths: Number of quick deaths in a row after which the stack is given up.
-            quick_seconds: A death this soon after the start is a quick one.
+            quick_seconds: A death this soon after the start is a quick one; so is any death before it was ready.
             first_delay_seconds: Delay before the first restart; doubles with each death, up to 30 s.
         """
         self._runs = [_Run(child, log_directory / f"{child.name}.log") for child in children]
@@ -291,8 +294,9 @@ class Supervisor:
         if code == PERMANENT_STATUS:
             self._give_up(run, "cannot start")
             return
-        run.num_quick_deaths = run.num_quick_deaths + 1 if lived < self._quick_seconds else 1
-        if run.num_quick_deaths >= self._max_quick_deaths and lived < self._quick_seconds:
+        is_quick = lived < self._quick_seconds or run.state is State.STARTING
+        run.num_quick_deaths = run.num_quick_deaths + 1 if is_quick else 1
+        if run.num_quick_deaths >= self._max_quick_deaths and is_quick:
             self._give_up(run, f"died {run.num_quick_deaths} times in a row, last with {describe_exit(code)}")
             return
         delay = min(self._first_delay_seconds * 2 ** (run.num_quick_deaths - 1), 30.0)
@@ -301,6 +305,8 @@ class Supervisor:
         self._say(
             run.child.name, f"died with {describe_exit(code)} after {lived:.1f} s; restarting it in {delay:.1f} s"
         )
+        if (last := last_error(run.log_path, start=run.log_start)) is not None:
+            self._say(run.child.name, f"its last error: {last}")
 
     def _give_up(self, run: _Run, why: str) -> None:
         run.state = State.FAILED
@@ -352,6 +358,17 @@ def tail_of(path: Path, num_lines: int = 20, start: int = 0) -> str:
     with path.open("rb") as log:
         lines = deque(_lines_near_end(log, start), maxlen=num_lines)
     return "\n".join(f"    {line.decode(errors='replace').rstrip()}" for line in lines) or "    (empty)"
+
+
+def last_error(path: Path, start: int = 0) -> str | None:
+    """Return the last line of a log that names an error, with the line below it where that has the reason."""
+    with path.open("rb") as log:
+        lines = [line.decode(errors="replace").strip() for line in _lines_near_end(log, start)]
+    for position in range(len(lines) - 1, -1, -1):
+        if (found := _ERROR_LINE.search(lines[position])) is not None:
+            reason = lines[position + 1] if "validation error" in found[0] and position + 1 < len(lines) else ""
+            return f"{found[0]} {reason}".strip()[:MAX_ERROR_CHARACTERS]
+    return None
 
 
 def _lines_near_end(log: BinaryIO, start: int, num_bytes: int = 64 * 1024) -> list[bytes]:

@@ -18,9 +18,9 @@ from typing import Any
 import httpx2
 
 from turnwise.errors import GraderFailed
-from turnwise.line_file import append_lines
-from turnwise.rewards.next_state import text_of
+from turnwise.files import append_lines
 from turnwise.rewards.settings import RewardSettings
+from turnwise.rewards.transcript import text_of
 from turnwise.rewards.verdict import Reward, finite
 from turnwise.types import Json
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from turnwise.client import AsyncClient
 from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, ProxyUnavailable, TooLarge
-from turnwise.line_file import append_lines
+from turnwise.files import append_lines
 from turnwise.rewards import transcript
 from turnwise.rewards.agreement import Agreement, agreement, read_outcomes, require, session_rewards, units_of
 from turnwise.rewards.judge import SOURCE as JUDGE

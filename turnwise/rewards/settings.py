@@ -17,7 +17,7 @@ DEFAULT_RUBRIC = "How well did the assistant do what it was asked to do? 0 is no
 class RewardSettings(Settings):
     """Settings of `turnwise reward`."""
 
-    source: Literal["command", "python", "next_state", "judge"]
+    source: Literal["command", "python", "judge"]
     """Who decides: a program, a Python function, rules on what came back after each turn, or a judging model."""
     proxy: str = DEFAULT_BASE_URL
     """Address of the proxy; by default that of the `turnwise up` that runs in this directory."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import os
 import sys
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.daemon_thread import call_in_daemon_thread
-from turnwise.errors import GraderFailed, SettingsError
+from turnwise.errors import GraderFailed
+from turnwise.named_object import load_object
 from turnwise.processes.limited import split_command
 from turnwise.rewards.command import CommandGrader
 from turnwise.rewards.judge import Judge
-from turnwise.rewards.next_state import judge_turns
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rewards.verdict import Reward, as_rewards
 from turnwise.types import Json
@@ -104,18 +103,6 @@ async def _in_daemon_thread(name: str, function: Callable[[Json], Any], document
     return await returned
 
 
-class NextStateSource:
-    """Rules on what came back after each turn."""
-
-    async def decide(self, documents: Sequence[Json]) -> list[Reward]:
-        """Judge the turns of one session."""
-        (document,) = documents
-        return judge_turns(document)
-
-    async def close(self) -> None:
-        """Hold nothing."""
-
-
 def make_source(settings: RewardSettings) -> Source:
     """Return the source of these settings.
 
@@ -126,8 +113,6 @@ def make_source(settings: RewardSettings) -> Source:
         return CommandSource(settings)
     if settings.source == "python":
         return PythonSource(settings)
-    if settings.source == "next_state":
-        return NextStateSource()
     return Judge(settings)
 
 
@@ -137,13 +122,7 @@ def load_function(target: str) -> Callable[..., Any]:
     Raises:
         SettingsError: there is no such module or function.
     """
-    module, _, name = target.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise SettingsError(f"--function {target!r} cannot be imported: {error}") from error
-    if not callable(function):
-        raise SettingsError(f"--function {target!r} is no function")
+    function: Callable[..., Any] = load_object(target, "function")
     return function

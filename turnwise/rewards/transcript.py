@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from turnwise.types import Json
 
@@ -40,3 +41,12 @@ def conversation(turns: Sequence[Json], turn_id: str) -> Json:
 
 def _short(turn: Json) -> Json:
     return {name: turn.get(name) for name in _TURN_FIELDS}
+
+
+def text_of(content: Any) -> str:
+    """Return a message's content as text."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return ""

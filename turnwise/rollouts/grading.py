@@ -10,6 +10,7 @@ from pathlib import Path
 
 from turnwise.client import AsyncClient
 from turnwise.errors import Conflict, GraderFailed, InvalidRequest, NotFound, TooLarge
+from turnwise.files import write_whole
 from turnwise.processes.limited import split_command, with_script
 from turnwise.rewards import transcript
 from turnwise.rewards.command import CommandGrader
@@ -17,7 +18,6 @@ from turnwise.rewards.verdict import Reward
 from turnwise.rollouts import agents
 from turnwise.rollouts.agents import AGENTS
 from turnwise.rollouts.players import Played, Run
-from turnwise.rollouts.results import write_whole
 from turnwise.rollouts.settings import RunSettings
 from turnwise.types import Json
 
@@ -53,7 +53,7 @@ class Grading:
 
     def store(self, directory: Path, played: Played) -> None:
         """Store how the agent of a run ended."""
-        write_whole(directory / PLAYED_FILE, dataclasses.asdict(played))
+        write_whole(directory / PLAYED_FILE, json.dumps(dataclasses.asdict(played), ensure_ascii=False))
 
     async def grade(self, run: Run, played: Played) -> tuple[Json, str | None]:
         """Reward a run and end its session; return the session and, if grading failed, the error."""

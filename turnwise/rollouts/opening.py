@@ -79,20 +79,21 @@ async def play_all(settings: RunSettings, argv: Sequence[str], progress: Progres
     assert settings.tasks is not None
     for name in unfilled(argv, load_tasks(settings.tasks, settings.split)):
         progress.message(f"no task has a field {name!r}, so the command's arguments keep the text {{{name}}}")
-    planned: list[int | None] = [None]
-    async with opened(settings, argv, on_result=lambda result: progress.add(result, planned[0])) as runner:
+    async with opened(settings, argv, on_result=lambda result: progress.add(result, progress.num_planned)) as runner:
         results: list[RunResult] = []
         with _interrupts(runner, progress.message):
             for pass_index in itertools.count() if settings.watch else range(settings.passes):
                 tasks = load_tasks(settings.tasks, settings.split)
                 before = runner.num_finished(pass_index, settings.split)
-                planned[0] = None if settings.watch else settings.passes * len(tasks) * settings.group_size - before
+                num_runs = settings.passes * len(tasks) * settings.group_size
+                progress.num_planned = None if settings.watch else num_runs - before
                 if before:
                     progress.message(f"{before} runs of pass {pass_index} are finished and are not played again")
                 results += await runner.play(
                     tasks, split=settings.split, group_size=settings.group_size, pass_index=pass_index
                 )
                 if runner.stopping.is_set():
+                    progress.num_missing = 0 if settings.watch else num_runs - len(results)
                     break
         return results
 

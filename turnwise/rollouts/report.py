@@ -25,6 +25,10 @@ class Progress:
         self._started = time.monotonic()
         self._printed_at = 0.0
         self.results: list[RunResult] = []
+        self.num_planned: int | None = None
+        """All runs that were to be played; None where there is no end."""
+        self.num_missing = 0
+        """Runs that were not played because an interrupt stopped the others."""
 
     def add(self, result: RunResult, num_planned: int | None) -> None:
         """Count a run and print the line when it is due.

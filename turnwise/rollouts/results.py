@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import uuid
 from pathlib import Path
 from typing import Self
 
 from turnwise.errors import SettingsError
-from turnwise.line_file import append_lines
+from turnwise.files import append_lines, lock, write_whole
 from turnwise.types import Json
 
 Key = tuple[int, str, str, int]
@@ -55,11 +54,9 @@ class Results:
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._lock = (directory / "lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock(directory / "lock")
         except OSError as error:
-            self._lock.close()
             raise SettingsError(f"another `turnwise run` uses {str(directory)!r}; give another --out") from error
         self.is_resumed = (directory / "plan.json").exists()
         """Whether an earlier start used the directory."""
@@ -95,7 +92,7 @@ class Results:
         differing = [name for name, value in plan.items() if stored.get(name) != value]
         if not stored or (differing and not self.finished):
             stored = {"name": f"run-{uuid.uuid4().hex[:8]}", **plan}
-            write_whole(path, stored)
+            write_whole(path, json.dumps(stored, ensure_ascii=False))
         for name, value in plan.items():
             if stored.get(name) != value:
                 raise SettingsError(
@@ -117,10 +114,3 @@ def read_results(path: Path) -> list[RunResult]:
             continue
         found.append(RunResult(**fields))
     return found
-
-
-def write_whole(path: Path, value: Json) -> None:
-    """Write JSON atomically: after a kill the file is complete or missing."""
-    staged = path.with_suffix(".tmp")
-    staged.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-    staged.replace(path)

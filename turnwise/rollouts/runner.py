@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from typing import Any
 from turnwise.client import AsyncClient, AsyncSessionHandle
 from turnwise.client.wire import SessionFields
 from turnwise.errors import RolloutFailed, TurnwiseError
+from turnwise.files import write_whole
 from turnwise.processes.supervisor import tail_of
 from turnwise.rollouts.agents import Address, Model
 from turnwise.rollouts.grading import Grading
 from turnwise.rollouts.pacing import Pace
 from turnwise.rollouts.players import Played, Player, Run
-from turnwise.rollouts.results import Key, Results, RunResult, write_whole
+from turnwise.rollouts.results import Key, Results, RunResult
 from turnwise.rollouts.settings import RunSettings
 from turnwise.rollouts.tasks import Task
 from turnwise.types import Json
@@ -221,7 +223,7 @@ class Runner:
             run.workdir.mkdir()
         else:
             shutil.copytree(self._settings.workdir, run.workdir, symlinks=True)
-        write_whole(run.directory / "task.json", run.task.fields)
+        write_whole(run.directory / "task.json", json.dumps(run.task.fields, ensure_ascii=False))
 
     def _session_id(self, planned: _Planned, attempt: int) -> str:
         parts = [self._results.name, planned.split, str(planned.pass_index), planned.task.slug, str(planned.run)]

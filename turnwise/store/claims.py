@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 NAMED_GROUPS = 20
 """Maximum number of group ids in a log line."""
+_IS_SINGLE = sa.and_(sa.func.coalesce(groups.c.group_size, 0) == 1, groups.c.imported.is_(None))
+"""The SQL condition for a group that is one sampled session."""
 LONGEST_LEASE_SECONDS = 3600.0
 """Maximum length of a lease. A lease that ends later was granted before the clock was set back; it is ignored."""
 
@@ -42,6 +45,8 @@ class ClaimedGroup:
     tenant: str
     fencing_token: int
     """Increases by one with every claim of the group."""
+    is_single: bool = False
+    """Whether it is a sampled session without a group, or a group of one."""
 
     @property
     def key(self) -> GroupKey:
@@ -66,12 +71,23 @@ class Claim:
         """The groups' keys, for `experiences.experiences_of_groups`."""
         return [group.group_pk for group in self.groups]
 
+    def size(self, singles_per_group: int) -> int:
+        """Return the places of a batch that the claim fills."""
+        return self.size_of({group.key for group in self.groups}, singles_per_group)
+
+    def size_of(self, keys: Collection[GroupKey], singles_per_group: int) -> int:
+        """Return the places of a batch that these groups fill."""
+        counted = [group for group in self.groups if group.key in keys]
+        num_singles = sum(group.is_single for group in counted)
+        return len(counted) - num_singles + -(-num_singles // singles_per_group)
+
 
 def claim(
     db: Database,
     trainer_id: str,
     *,
     max_groups: int,
+    singles_per_group: int = 1,
     lease_seconds: float,
     min_policy_version: int | None = None,
     with_imported: bool = False,
@@ -83,6 +99,7 @@ def claim(
         db: The store.
         trainer_id: The trainer that claims them.
         max_groups: Maximum number of groups.
+        singles_per_group: So many single sessions count as one group.
         lease_seconds: Length of the lease without renewal, at most `LONGEST_LEASE_SECONDS`.
         min_policy_version: Drop groups in which a trainable turn is older than this, with the reason `stale`.
         with_imported: Claim groups of imported sessions too.
@@ -96,12 +113,20 @@ def claim(
         num_stale = _drop_stale(conn, instant, min_policy_version)
         leased_until = instant + _lease_micros(lease_seconds)
         found = conn.execute(
-            sa.select(groups.c.group_pk, groups.c.group_id, groups.c.tenant, groups.c.fencing_token)
+            sa.select(
+                groups.c.group_pk,
+                groups.c.group_id,
+                groups.c.tenant,
+                groups.c.fencing_token,
+                _IS_SINGLE.label("is_single"),
+            )
             .where(_is_claimable(instant, with_imported=with_imported))
             .order_by(groups.c.ready_at, groups.c.group_pk)
-            .limit(max_groups)
+            .limit(max_groups * singles_per_group)
             .with_for_update(skip_locked=True)
         ).all()
+        places = itertools.accumulate(1 if row.is_single else singles_per_group for row in found)
+        found = [row for row, filled in zip(found, places, strict=True) if filled <= max_groups * singles_per_group]
         if not found:
             return None
         conn.execute(
@@ -116,17 +141,24 @@ def claim(
         )
     claimed = tuple(
         ClaimedGroup(
-            group_pk=row.group_pk, group_id=row.group_id, tenant=row.tenant, fencing_token=row.fencing_token + 1
+            group_pk=row.group_pk,
+            group_id=row.group_id,
+            tenant=row.tenant,
+            fencing_token=row.fencing_token + 1,
+            is_single=bool(row.is_single),
         )
         for row in found
     )
     return Claim(trainer_id=trainer_id, groups=claimed, leased_until=from_micros(leased_until), num_stale=num_stale)
 
 
-def num_claimable(conn: sa.Connection, *, with_imported: bool = False) -> int:
-    """Count the groups that could be claimed now, including groups with an expired lease."""
+def num_claimable(conn: sa.Connection, *, with_imported: bool = False) -> tuple[int, int]:
+    """Count the groups and the single sessions that could be claimed now, including those with an expired lease."""
     claimable = _is_claimable(clock(conn, None), with_imported=with_imported)
-    return int(conn.execute(sa.select(sa.func.count()).select_from(groups).where(claimable)).scalar_one())
+    singles = sa.func.coalesce(sa.func.sum(sa.case((_IS_SINGLE, 1), else_=0)), 0)
+    counted = sa.select(sa.func.count(), singles).select_from(groups).where(claimable)
+    total, num_singles = conn.execute(counted).one()
+    return int(total) - int(num_singles), int(num_singles)
 
 
 def oldest_version_in_flight(conn: sa.Connection, active_since: datetime.datetime) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.resources
 import re
 import threading
@@ -20,12 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import sqlalchemy as sa
 
 from turnwise.errors import InvalidRequest, SchemaMismatch, SettingsError, StoreUnavailable
-from turnwise.store.compatibility import find_obstacles
 from turnwise.store.statements import begin, commit, execute
 
 if TYPE_CHECKING:  # alembic takes as long to import as SQLAlchemy, and most processes never migrate
     from alembic.config import Config
-    from alembic.script import ScriptDirectory
 
 Connection: TypeAlias = sa.Connection
 """An open transaction; the only SQLAlchemy type that callers outside of the store use."""
@@ -124,7 +123,7 @@ class Database:
         """Migrate the tables to this release; concurrent migrations run one after the other.
 
         Raises:
-            SchemaMismatch: the tables are of a newer release.
+            SchemaMismatch: this release does not know the tables.
             StoreUnavailable: the database cannot be reached.
         """
         found = self._revision()
@@ -145,29 +144,28 @@ class Database:
         self._migrate(command.downgrade, revision)
 
     def check_schema(self) -> None:
-        """Check that the tables are those of this release, or of a newer one that this release can use.
+        """Check that the tables are those of this release.
 
         Raises:
             SchemaMismatch: they are not; the message names the command to run.
             StoreUnavailable: the database cannot be reached.
         """
         found = self._revision()
-        if found != _head() and not self._is_newer_and_usable(found):
+        if found != _head():
             raise SchemaMismatch(self._mismatch(found))
 
     def prepare(self) -> bool:
         """Migrate the tables to this release if that is safe; return whether they were changed.
 
-        A new SQLite file, or one of an older release, is migrated here. A PostgreSQL database is only checked,
-        because other machines may use it; `turnwise db upgrade` migrates it.
+        A new SQLite file, or one at a revision before this release's, is migrated here. A PostgreSQL database is only
+        checked, because other machines may use it; `turnwise db upgrade` migrates it.
 
         Raises:
-            SchemaMismatch: this release cannot use the tables, they are not Turnwise's, or are PostgreSQL's and out of
-                date.
+            SchemaMismatch: this release does not know the tables, or they are PostgreSQL's and out of date.
             StoreUnavailable: the database cannot be reached.
         """
         found = self._revision()
-        if found == _head() or self._is_newer_and_usable(found):
+        if found == _head():
             return False
         if self.dialect != "sqlite" or not (self._is_empty() if found is None else found in _known_revisions()):
             raise SchemaMismatch(self._mismatch(found))
@@ -175,16 +173,10 @@ class Database:
         return True
 
     def _revision(self) -> str | None:
-        from alembic.runtime.migration import MigrationContext
-
         with self.read() as conn:
-            return MigrationContext.configure(conn).get_current_revision()
-
-    def _is_newer_and_usable(self, found: str | None) -> bool:
-        if found is None or found in _known_revisions():
-            return False
-        with self.read() as conn:
-            return not find_obstacles(conn)
+            if not sa.inspect(conn).has_table("alembic_version"):
+                return None
+            return conn.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
     def _is_empty(self) -> bool:
         with self.read() as conn:
@@ -199,8 +191,9 @@ class Database:
             return f"{name} has no Turnwise tables; run `turnwise db upgrade`, or name another database with --database"
         if found not in _known_revisions():
             return (
-                f"{name} has the tables of a newer release (schema revision {found!r}, this release knows "
-                f"{_head()!r}), which this one cannot use; install that release, or restore a backup"
+                f"{name} is at schema revision {found!r}, which this release does not know (it needs {_head()!r}): "
+                "move its sessions with `turnwise archive` of the release that made it and `turnwise archive "
+                "--restore` of this one (docs/operations.md, Upgrades), or name another database with --database"
             )
         return f"{name} is at schema revision {found!r}, this release needs {_head()!r}; run `turnwise db upgrade`"
 
@@ -269,18 +262,15 @@ def alembic_config() -> Config:
     return config
 
 
-def _migrations() -> ScriptDirectory:
-    from alembic.script import ScriptDirectory
-
-    return ScriptDirectory.from_config(alembic_config())
-
-
-def _head() -> str | None:
-    return _migrations().get_current_head()
+@functools.cache
+def _known_revisions() -> list[str]:
+    """Return all revisions, oldest first: the names of the migrations begin with them."""
+    versions = importlib.resources.files("migrations") / "versions"
+    return sorted(file.name[:4] for file in versions.iterdir() if file.name[:4].isdigit())
 
 
-def _known_revisions() -> set[str]:
-    return {script.revision for script in _migrations().walk_revisions()}
+def _head() -> str:
+    return _known_revisions()[-1]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,10 @@ Sessions are read in batches, so a long history streams in bounded memory.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
+import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
@@ -19,8 +23,10 @@ from turnwise.experience import EID, Experience
 from turnwise.store import lineage, rows, trained
 from turnwise.store.tables import session_labels, sessions
 from turnwise.types import (
+    IMPORT,
     TRAINED_ROLES,
     Credit,
+    Json,
     Outcome,
     Role,
     Session,
@@ -193,8 +199,28 @@ def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _S
         )
         session = rows.session_from_row(row, assigned.reward)
         sequences = merge_session(in_session) if shape.merge == "chain" else split_session(in_session)
+        by_id = {turn.turn_id: turn for turn in in_session}
         for sequence in sequences:
-            yield _experience(session, sequence, assigned, updates_of.get(row.session_pk, ()))
+            agent = agent_digest(root_of(sequence.turns[0], by_id).messages)
+            yield _experience(session, sequence, assigned, updates_of.get(row.session_pk, ()), agent)
+
+
+def root_of(turn: Turn, by_id: dict[str, Turn]) -> Turn:
+    """Return the first turn of the chain."""
+    while turn.parent_turn_id in by_id:
+        turn = by_id[turn.parent_turn_id]
+    return turn
+
+
+def agent_digest(messages: Sequence[Json]) -> str:
+    """Return a digest of the system prompt that a conversation begins with; numbers in it, such as dates, count alike.
+
+    Args:
+        messages: The messages of a chain's first prompt.
+    """
+    leading = itertools.takewhile(lambda message: message.get("role") in ("system", "developer"), messages)
+    text = json.dumps([message.get("content") for message in leading], ensure_ascii=False)
+    return hashlib.sha256(re.sub(r"\d+", "0", text).encode()).hexdigest()[:16]
 
 
 def _trained(turn: Turn, shape: _Shape) -> Turn:
@@ -213,6 +239,7 @@ def _experience(
     sequence: ChainTokens,
     credit: SessionCredit,
     updates_of: Sequence[tuple[TrainedIn, trained.Advantages]],
+    agent: str,
 ) -> Experience:
     turn_ids = tuple(turn.turn_id for turn in sequence.turns)
     steps = tuple(turn.seq if turn.step is None else turn.step for turn in sequence.turns)
@@ -243,9 +270,10 @@ def _experience(
             "termination_reason": session.termination_reason,
             "metadata": session.metadata,
             "credit": session.credit.value,
+            "single": session.opened_by != IMPORT and (session.group_id is None or session.group_size == 1),
+            "agent": agent,
             "roles": [turn.role or Role.MAIN for turn in sequence.turns],
-            # The session's pinned parameters override the call's. One entry per turn.
-            "sampling": [{**turn.sampling, **session.sampling} for turn in sequence.turns],
+            "sampling": [turn.sampling for turn in sequence.turns],  # one entry per turn
             "finish_reasons": [turn.finish_reason for turn in sequence.turns],
             "rewards": credit.by_name,
         },

@@ -19,14 +19,17 @@ from turnwise.store.database import to_micros
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import insert_if_new, insert_new_rows, is_among, members, unindexed
 from turnwise.store.tables import groups, sessions, turns
-from turnwise.types import IMPORT, GroupStatus, Session, SessionKey, Split, utc_now
+from turnwise.types import IMPORT, GroupStatus, Session, SessionKey, SessionStatus, Split, utc_now
 
-ALONE = (
-    "It is a group of one, which has no other reward to compare with: the trainer drops it, unless its `singleton` is "
-    "`raw` or its `estimator` compares no group (`reinforce`, `reinforce_plus_plus`). Give the runs of one task a "
-    "common `group_id` and their number as `group_size`."
-)
-"""What is said about a session that is its own group."""
+SINGLE = {
+    GroupStatus.OPEN: "It will be trained as a single session once it has a reward",
+    GroupStatus.READY: "It is a single session and waits for the trainer, which takes several at once",
+    GroupStatus.CLAIMED: "It is a single session that the trainer works on",
+    GroupStatus.TRAINED: "It is a single session and was trained",
+    GroupStatus.DROPPED: "It is a single session and was not trained",
+}
+"""What is said about a session that is its own group, by the state of that group."""
+COMPARED = "Its reward is compared with those of other single sessions of the same agent."
 
 
 def close_stalled_groups(
@@ -56,6 +59,28 @@ def close_stalled_groups(
     else:
         stalled = sa.and_(is_open, groups.c.last_active_at < since, ~active)
         change = sa.update(groups).where(stalled).values(status=GroupStatus.DROPPED.value, reason="stalled")
+    return list(conn.execute(change.returning(groups.c.group_id)).scalars())
+
+
+def close_unrewarded_groups(
+    conn: sa.Connection, ended_before: datetime.datetime, now: datetime.datetime | None = None
+) -> list[str]:
+    """Make the open groups ready whose sessions all ended before then, one with a reward and others without.
+
+    Returns:
+        The ids of the groups that were closed.
+    """
+    is_awaited = sa.or_(sessions.c.status == SessionStatus.OPEN.value, sessions.c.ended_at >= to_micros(ended_before))
+    change = (
+        sa.update(groups)
+        .where(
+            groups.c.status == GroupStatus.OPEN.value,
+            groups.c.num_finished > 0,
+            groups.c.num_sessions >= groups.c.group_size,
+            ~sa.exists().where(sessions.c.group_pk == groups.c.group_pk, is_awaited),
+        )
+        .values(status=GroupStatus.READY.value, ready_at=to_micros(now or utc_now()), reason="unrewarded")
+    )
     return list(conn.execute(change.returning(groups.c.group_id)).scalars())
 
 
@@ -213,15 +238,15 @@ def describe_training(conn: sa.Connection, session: Session) -> str:
     if session.split is Split.EVAL:
         return "A session of split `eval` is not trained."
     missing = "It has no reward yet: post one to `/v1/rewards`. " if session.reward is None else ""
-    if session.group_id is None:
-        return missing + ALONE
+    group_id = session.session_id if session.group_id is None else session.group_id
     group = conn.execute(
-        sa.select(groups).where(groups.c.tenant == session.tenant, groups.c.group_id == session.group_id)
+        sa.select(groups).where(groups.c.tenant == session.tenant, groups.c.group_id == group_id)
     ).one_or_none()
     if group is None:
         return "It was deleted."
     if group.group_size == 1:
-        return missing + ALONE
+        reason = f": {group.reason}" if group.reason else ""
+        return f"{missing}{SINGLE[GroupStatus(group.status)]}{reason}. {COMPARED}"
     name = f"Group {session.group_id!r}"
     if group.status != GroupStatus.OPEN:
         return f"{missing}{name} is {group.status}" + (f": {group.reason}." if group.reason else ".")
@@ -230,7 +255,24 @@ def describe_training(conn: sa.Connection, session: Session) -> str:
             f"{missing}{name} has no `group_size`: it closes when nothing has happened in it for the trainer's "
             "`stalled_seconds`."
         )
-    return f"{missing}{name} has {group.num_finished} of {group.group_size} sessions that are over and have a reward."
+    done = f"{missing}{name} has {group.num_finished} of {group.group_size} sessions that are over and have a reward."
+    return done + _awaited(conn, group)
+
+
+def _awaited(conn: sa.Connection, group: StoredRow) -> str:
+    """Return what an open group waits for, as a sentence."""
+    is_open = sessions.c.status == SessionStatus.OPEN.value
+    num_open = conn.execute(
+        sa.select(sa.func.count()).select_from(sessions).where(sessions.c.group_pk == group.group_pk, is_open)
+    ).scalar_one()
+    num_ended = group.num_sessions - group.num_finished - num_open
+    awaited = {
+        "not created": group.group_size - group.num_sessions,
+        "not ended": num_open,
+        "ended without a reward (`unrewarded_seconds`)": num_ended,
+    }
+    named = [f"{count} {what}" for what, count in awaited.items() if count > 0]
+    return f" Missing: {', '.join(named)}." if named else ""
 
 
 def _oldest_versions(conn: sa.Connection, session_pks: Sequence[int]) -> dict[int, int]:

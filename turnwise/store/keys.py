@@ -29,7 +29,7 @@ USE_INTERVAL = datetime.timedelta(minutes=1)
 """Minimum time between two updates of a key's last use."""
 
 
-class Role(enum.StrEnum):
+class KeyRole(enum.StrEnum):
     """What a key may do."""
 
     AGENT = "agent"
@@ -46,7 +46,7 @@ class Key:
 
     key_id: str
     tenant: str
-    role: Role
+    role: KeyRole
     name: str
     created_at: datetime.datetime
     revoked_at: datetime.datetime | None = None
@@ -61,7 +61,7 @@ class Key:
 def create_key(
     conn: sa.Connection,
     tenant: str,
-    role: Role,
+    role: KeyRole,
     name: str,
     *,
     expires_at: datetime.datetime | None = None,
@@ -74,7 +74,7 @@ def create_key(
         sa.insert(api_keys).values(
             key_id=key_id,
             tenant=tenant,
-            role=Role(role).value,
+            role=KeyRole(role).value,
             name=name,
             secret_hash=_hash(secret),
             created_at=to_micros(utc_now()),
@@ -173,7 +173,7 @@ def _key(row: StoredRow) -> Key:
     return Key(
         key_id=row.key_id,
         tenant=row.tenant,
-        role=Role(row.role),
+        role=KeyRole(row.role),
         name=row.name,
         created_at=from_micros(row.created_at),
         revoked_at=_instant(row.revoked_at),

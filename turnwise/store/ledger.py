@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import datetime
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from turnwise.store.new_turns import NewTurn
 from turnwise.store.session_locks import LockedSession, lock_sessions, no_session
 from turnwise.store.statements import fetch_at_once, insert_ignoring, insert_rows, is_among, members
 from turnwise.store.tables import rewards, sessions, turns
-from turnwise.types import Outcome, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
+from turnwise.types import MAX_REWARD, Outcome, Reward, Session, SessionKey, SessionStatus, Split, Turn, utc_now
 
 
 def create_session(conn: sa.Connection, session: Session) -> tuple[Session, bool]:
@@ -212,8 +211,11 @@ def _session_row(conn: sa.Connection, tenant: str, session_id: str, *, lock: boo
 def _checked_targets(conn: sa.Connection, tenant: str, lines: Sequence[Reward]) -> list[str]:
     """Return the session id of each line's target; one statement reads all of them."""
     for line in lines:
-        if not math.isfinite(line.value):
-            raise InvalidRequest(f"reward value {line.value!r} is not a finite number", param="value")
+        if not abs(line.value) <= MAX_REWARD:
+            raise InvalidRequest(
+                f"reward value {line.value!r} is not a number from {-MAX_REWARD:g} to {MAX_REWARD:g}; scale it down",
+                param="value",
+            )
         if line.turn_id is not None and line.step is not None:
             raise InvalidRequest(
                 f"a reward is for turn {line.turn_id!r} or for step {line.step!r}, not both", param="step"

@@ -1,9 +1,8 @@
-"""Open the sessions of calls: four statements create new sessions if their number is a power of two up to 32.
+"""Create the sessions that calls open, many in one statement.
 
-Another number is split into powers of two, each with three statements; a fourth is sent once: 31 sessions take 16.
-
-`ledger.create_session` takes five statements for each session. It still creates the sessions that name a group, and
-returns those that exist.
+The database prepares a statement once for each number of rows. So the sessions are inserted in batches of 1, 2, 4, 8,
+16 or 32, with three statements for a batch and one more for the call: 31 sessions are five batches, 16 statements.
+`ledger.create_session` creates single sessions: those that name a group, and those that a client may have created.
 """
 
 from __future__ import annotations

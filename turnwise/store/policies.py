@@ -264,11 +264,11 @@ def active_and_canary(conn: sa.Connection) -> tuple[PolicyVersion | None, Policy
     wanted = table.c.status.in_([PolicyStatus.ACTIVE.value, PolicyStatus.CANARY.value])
     found = conn.execute(sa.select(table).where(wanted).order_by(table.c.version)).all()
     records = [rows.POLICIES.record(row) for row in found]
-    active, canary = (
-        next((policy for policy in records if policy.status is status), None)
-        for status in (PolicyStatus.ACTIVE, PolicyStatus.CANARY)
-    )
-    return active, canary
+    return _first_of(records, PolicyStatus.ACTIVE), _first_of(records, PolicyStatus.CANARY)
+
+
+def _first_of(records: Sequence[PolicyVersion], status: PolicyStatus) -> PolicyVersion | None:
+    return next((policy for policy in records if policy.status is status), None)
 
 
 def failed_versions(conn: sa.Connection, versions: Collection[int]) -> frozenset[int]:
@@ -288,10 +288,16 @@ def newest_policy(conn: sa.Connection) -> PolicyVersion | None:
 def pinned_version(conn: sa.Connection) -> int | None:
     """Return the pinned version; None if there is no pin."""
     row = conn.execute(sa.select(serving.c.pinned_version, serving.c.pinned_until)).one_or_none()
-    if row is None or row.pinned_until is None:
-        return None if row is None else row.pinned_version
-    newest = newest_policy(conn)
-    return row.pinned_version if newest is None or newest.version <= row.pinned_until else None
+    if row is None:
+        return None
+    newest = None if row.pinned_until is None else newest_policy(conn)
+    return _pin_in_force(row.pinned_version, row.pinned_until, newest)
+
+
+def _pin_in_force(pinned: int | None, until: int | None, newest: PolicyVersion | None) -> int | None:
+    """Return the pinned version; None once a version after `until` has been published."""
+    is_over = until is not None and newest is not None and newest.version > until
+    return None if is_over else pinned
 
 
 def serving_state(conn: sa.Connection) -> ServingState:
@@ -302,15 +308,15 @@ def serving_state(conn: sa.Connection) -> ServingState:
     found = fetch(conn, _serving_state_sql(conn.dialect), ())
     records = sorted(map(_record, found), key=operator.attrgetter("version"))
     newest = next((policy for policy in reversed(records) if policy.status is not PolicyStatus.FAILED), None)
-    active, canary = (
-        next((policy for policy in records if policy.status is status), None)
-        for status in (PolicyStatus.ACTIVE, PolicyStatus.CANARY)
-    )
     pinned, until = found[0][-2:] if found else (None, None)
-    if until is not None and newest is not None and newest.version > until:
-        pinned = None
+    pinned = _pin_in_force(pinned, until, newest)
     by_version = {policy.version: policy for policy in records}  # versions are never deleted
-    return ServingState(active, canary, None if pinned is None else by_version[pinned], newest)
+    return ServingState(
+        _first_of(records, PolicyStatus.ACTIVE),
+        _first_of(records, PolicyStatus.CANARY),
+        None if pinned is None else by_version[pinned],
+        newest,
+    )
 
 
 @functools.lru_cache(maxsize=16)

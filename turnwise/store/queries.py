@@ -229,6 +229,12 @@ def updates(conn: sa.Connection, *, limit: int = 100, after: int | None = None) 
     return [rows.UPDATES.record(row) for row in page[:limit]], len(page) > limit
 
 
+def updates_after(conn: sa.Connection, update_id: int) -> list[UpdateRecord]:
+    """Return the updates above this one, oldest first."""
+    found = sa.select(tables.updates).where(tables.updates.c.update_id > update_id)
+    return [rows.UPDATES.record(row) for row in conn.execute(found.order_by(tables.updates.c.update_id))]
+
+
 def last_update(conn: sa.Connection, trainer_id: str | None = None) -> UpdateRecord | None:
     """Return the newest update; with a trainer id, the newest of this trainer."""
     found = sa.select(tables.updates).order_by(tables.updates.c.update_id.desc()).limit(1)

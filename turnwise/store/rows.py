@@ -47,12 +47,7 @@ _DELETE = b"\x7f"
 _ONLY_JSON = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 
-def _decoded(value: Any) -> Any:
-    """Return the value of a `JsonText`, which no other document holds."""
-    return orjson.loads(value.text)
-
-
-_escaped = json.JSONEncoder(separators=(",", ":"), default=_decoded).encode
+_escaped = json.JSONEncoder(separators=(",", ":")).encode
 _ATOMS = frozenset({str, int, bool, types.NoneType})
 _JSON_KINDS = _ATOMS | {list, dict}
 

@@ -99,7 +99,7 @@ sessions = sa.Table(
 session_labels = sa.Table(
     "session_labels",
     metadata,
-    # The cascade lets an older release, which does not know this table, delete sessions.
+    # The cascade removes the labels also where the session's row alone is deleted.
     sa.Column(
         "session_pk",
         sa.ForeignKey("sessions.session_pk", ondelete="CASCADE"),

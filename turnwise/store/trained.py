@@ -94,7 +94,7 @@ class TrainedDigest:
     """The digest of one session of an update, and what it is computed from."""
 
     digest: bytes | None
-    """As recorded with the update; None if it trained turns of older releases."""
+    """As recorded with the update; None if a turn was deleted before the update was recorded."""
     advantages: Advantages
     turn_digests: Mapping[str, bytes | None]
     """As stored with the turns, by turn id."""

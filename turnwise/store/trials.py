@@ -17,7 +17,7 @@ from turnwise.types import IMPORT, PolicyStatus, Session
 
 
 def takes(version: int, share: float, session: Session) -> bool:
-    """Return whether a trial of this version that takes this share of the new sessions takes this one."""
+    """Return whether a session is among the share of new sessions that sample with a version on trial."""
     digest = blake2b(f"{version} {session.tenant} {session.session_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
@@ -38,5 +38,5 @@ def assign(conn: sa.Connection, sessions: Sequence[Session]) -> list[Session]:
 
 _RUNNING = (
     f"SELECT version, canary_share FROM policies WHERE status = '{PolicyStatus.CANARY.value}' "  # noqa: S608  a constant
-    "AND activated_at IS NOT NULL AND canary_share IS NOT NULL ORDER BY version LIMIT 1"
+    "AND activated_at IS NOT NULL ORDER BY version LIMIT 1"
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +61,13 @@ class LogprobChecker:
             now = logprob_request.read(self._ask("POST", "/v1/completions", body), tokens, positions)
             for position, logprob in zip(positions, now, strict=True):
                 index = position - turn.prompt_length
-                self._compare(float(turn.logprobs[index]), logprob, f"{place} logprobs[{index}]", report)
+                stored = float(turn.logprobs[index])
+                report.compare_logprobs(
+                    stored, logprob, self._tolerance, f"{place} logprobs[{index}]", "the engine gives"
+                )
         report.checked["turns with logprobs recomputed"] += 1
         if turn.policy_version_first != self.version:
             report.checked["of these under another version"] += 1
-
-    def _compare(self, stored: float, now: float, place: str, report: Report) -> None:
-        report.checked["logprobs"] += 1
-        gap = abs(stored - now)
-        if math.isnan(gap) or gap > self._tolerance:
-            report.add("logprobs", place, f"{stored:.6g} is stored, the engine gives {now:.6g}")
-        else:
-            report.largest_gap = max(report.largest_gap, gap)
 
     def _why_not(self, view: TurnView) -> str | None:
         turn = view.turn

@@ -40,6 +40,15 @@ class Report:
         if len(self.mismatches) < MISMATCHES_KEPT:
             self.mismatches.append(Mismatch(check, place, problem))
 
+    def compare_logprobs(self, stored: float, now: float, tolerance: float, place: str, source: str) -> None:
+        """Count a stored logprob and the recomputed one; record a difference over the tolerance, and NaN."""
+        self.checked["logprobs"] += 1
+        gap = abs(stored - now)
+        if gap <= tolerance:
+            self.largest_gap = max(self.largest_gap, gap)
+        else:
+            self.add("logprobs", place, f"{stored:.6g} is stored, {source} {now:.6g}")
+
     def as_json(self) -> Json:
         """Return the report as JSON values."""
         return {

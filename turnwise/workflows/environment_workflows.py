@@ -6,10 +6,10 @@ Methods of the environment run in the executor, so a slow environment does not b
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, NoReturn
 
-from turnwise.errors import InvalidRequest
+from turnwise.errors import InvalidRequest, SettingsError
+from turnwise.named_object import load_object
 from turnwise.types import Json
 from turnwise.workflows.agents import BaseAgent, BaseEnv
 from turnwise.workflows.episodes import Episode, ModelOutput, TerminationEvent, TerminationReason
@@ -136,8 +136,7 @@ def _end(reason: TerminationReason) -> NoReturn:
 def _class_of(given: Any) -> Any:
     if not isinstance(given, str):
         return given
-    module, _, name = given.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        return load_object(given, "class")
+    except SettingsError as error:
         raise InvalidRequest(f"{given!r} names no class: give a class, or an import path `module:Class`") from error

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harnesses.entry import PROMPT, Harness, Tool
-
-from turnwise.fake_engine import Reply, ToolCall
+from turnwise_fake_engine import Reply, ToolCall
 
 
 def _npm(program: str, *arguments: str) -> Callable[[Path], list[str]]:

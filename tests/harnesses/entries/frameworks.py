@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 
 from harnesses.entry import Harness, Tool, node_program, python_program
-
-from turnwise.fake_engine import Reply, ToolCall
+from turnwise_fake_engine import Reply, ToolCall
 
 TASK = Tool("delegate", "task")
 SMOLAGENTS = (

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from support.proxies import RunningProxy
 from support.rollout_agents import finished_run
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 from turnwise.client import Client
 from turnwise.demo import shell_trail, trail
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("TURNWISE_TEST_DEMO_AGENT", ROOT / ".demo-agent")) / "bin/python"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from support.proxies import RunningProxy
 from support.rollout_agents import finished_run, write_tasks
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
 from turnwise.client import Client
 from turnwise.demo import trail, typed_trail
 from turnwise.demo.agent_driver import AgentDemo, AgentDemoSettings
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall
 
 ROOT = Path(__file__).parents[3]
 AGENT = Path("examples/pydantic_ai/trail.py")

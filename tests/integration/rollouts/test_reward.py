@@ -15,9 +15,9 @@ import pytest
 from support.commands import run_turnwise
 from support.proxies import RunningProxy
 from support.rollout_agents import write_program
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine
 
 from turnwise.client import Client
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine
 from turnwise.processes.stack import command
 
 DEADLINE_SECONDS = 60.0
@@ -161,13 +161,6 @@ def test_a_kill_between_verdict_post_and_state_file_gives_the_session_one_reward
     assert (tmp_path / "asked").read_text() == "xx"
 
 
-def test_the_next_user_message_rewards_the_turn_before_it(proxy, client, tmp_path):
-    play(client, "s0", "do it", "No, the other one", "Thanks")
-    status, counts, stderr = finished(tmp_path, proxy, "--source", "next_state")
-    assert (status, counts["num_rewards"]) == (0, 2), stderr
-    assert [[line["value"] for line in turn["rewards"]] for turn in client.turns("s0")] == [[-1.0], [1.0], []]
-
-
 def test_a_judge_scores_each_session_by_the_rubric_and_is_not_trained_on(
     proxy, client, fake_engine: RunningFakeEngine, tmp_path
 ):
@@ -260,7 +253,7 @@ def wait_for_reward(client: Client, session_id: str) -> None:
         (["--source", "command"], "needs --command"),
         (["--source", "command", "--command", "./none"], "there is no program './none'"),
         (["--source", "python", "--function", "nowhere:grade"], "No module named 'nowhere'"),
-        (["--source", "next_state", "--relative"], "--relative is for --source judge"),
+        (["--source", "python", "--function", "json:loads", "--relative"], "--relative is for --source judge"),
     ],
 )
 def test_a_source_that_cannot_start_is_reported_in_one_sentence(tmp_path, arguments, sentence):

@@ -157,6 +157,27 @@ time.sleep(600)
     wait_for(lambda: b"611" not in command_line(orphan), "the end of the process that left its parent")
 
 
+def test_an_interrupt_before_the_last_run_ends_with_130_and_says_how_many_are_played(url, client, tmp_path):
+    body = """
+import time
+ask('hello')
+while not os.path.exists("../../../../go"):
+    time.sleep(0.02)
+"""
+    agent = write_agent(tmp_path, body)
+    tasks = write_tasks(tmp_path, *({"task_id": name} for name in "abc"))
+    options = ("--tasks", str(tasks), "--parallel", "1", "--out", "out", "--json")
+    process = start_run(tmp_path, "--proxy", url, *options, "--", sys.executable, str(agent))
+    wait_for((tmp_path / "out/plan.json").exists, "the start")
+    wait_for(lambda: any(session["num_turns"] for session in sessions_of(client, tmp_path, "out")), "a call of a run")
+    os.kill(process.pid, signal.SIGINT)
+    assert "stopping" in process.stderr.readline()
+    (tmp_path / "go").touch()
+    out, error = process.communicate(timeout=DEADLINE_SECONDS)
+    assert (process.returncode, json.loads(out)["summary"]["num_runs"]) == (130, 1), error
+    assert "1 of 3 runs are played" in error
+
+
 def test_after_kill_9_the_same_command_finishes_without_repeating_a_finished_run(url, client, tmp_path):
     """Finished runs are kept, the interrupted one is played in a new session, and no process is left behind."""
     body = """

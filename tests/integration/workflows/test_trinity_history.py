@@ -9,8 +9,8 @@ import openai
 import pydantic
 import pytest
 from support.waiting import wait_until
+from turnwise_fake_engine import Reply, Rule, ToolCall, tokens
 
-from turnwise.fake_engine import Reply, Rule, ToolCall, tokens
 from turnwise.workflows import RewardPropagationWorkflow, StepWiseRewardWorkflow, Task
 from turnwise.workflows.trinity import ModelWrapper
 

@@ -130,7 +130,7 @@ def test_a_crash_between_the_batch_and_the_deletion_loses_nothing(
 def test_an_incomplete_batch_is_removed_once_no_process_can_still_write_it(
     database: Database, tmp_path: Path, age_seconds: int, *, is_removed: bool
 ) -> None:
-    """A process on another machine, or of an older release, may be writing a new one."""
+    """A process on another machine may be writing a new one."""
     fill(database)
     incomplete = tmp_path / "out" / ".writing-x"
     incomplete.mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_sessions_stay_in_the_tables_when_another_process_removes_a_file_of_thei
     """The incomplete batch is removed, so that the rest of the archive can be read."""
     fill(database)
     before = stored(database)
-    synchronise = archive._synchronise
+    synchronise = archive.synchronise
 
     def removes_a_file(path: Path) -> None:
         synchronise(path)
@@ -156,7 +156,7 @@ def test_sessions_stay_in_the_tables_when_another_process_removes_a_file_of_thei
             (path / "turns.parquet").unlink()
 
     with monkeypatch.context() as patched:
-        patched.setattr(archive, "_synchronise", removes_a_file)
+        patched.setattr(archive, "synchronise", removes_a_file)
         with pytest.raises(Conflict, match="the files of \\['turns'\\]"):
             archive.archive(database, tmp_path, LATER)
     assert stored(database) == before
@@ -260,7 +260,7 @@ def test_an_archive_is_exported_like_the_database(tmp_path: Path) -> None:
     database = Database(migrated(url))
     fill(database)
     database.close()
-    formats = [("--format", name, "--group-id", "g", "--database", url) for name in ("jsonl", "replay", "openai")]
+    formats = [("--format", name, "--group-id", "g", "--database", url) for name in ("jsonl", "sessions", "openai")]
     before = [run("export", *each) for each in formats]
     report = json.loads(run("archive", f"{tmp_path}/out", "--older-than-days", "0", "--database", url, "--json"))
     assert report == {"archived_sessions": 2, "archived_turns": 6}

@@ -5,32 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.exchanged import CONVERSATION, HELLO, TOOLS, export, install_format, records, run_import
 from support.ledger_samples import add_session, finish
 from support.migrated import migrated
+from turnwise_fake_engine import running_fake_engine, tokens
 
 from turnwise.chains import is_imported, is_trainable
 from turnwise.commands.cli import main
-from turnwise.fake_engine import running_fake_engine, tokens
+from turnwise.exchange import plugins
 from turnwise.store import claims, experiences
 from turnwise.store.database import Database
 from turnwise.store.experiences import SessionFilter
-from turnwise.store.session_records import SessionRecord, session_records
-
-TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}]
-CALL = {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": '{"name": "kim"}'}}
-CONVERSATION = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Who is kim's boss?"},
-    {"role": "assistant", "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "call_1", "content": "lea"},
-    {"role": "assistant", "content": "Lea is."},
-]
-HELLO = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +32,6 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
     yield database
     database.close()
-
-
-def run_import(
-    tmp_path: Path, model: Path, lines: Any, format_name: str, *options: str, name: str = "file.jsonl", status: int = 0
-) -> dict:
-    file = tmp_path / name
-    if isinstance(lines, list):
-        file.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
-    command = ["import", str(file), "--format", format_name, "--tokenizer", str(model), "--json"]
-    result = CliRunner().invoke(main, [*command, "--database", f"sqlite:///{tmp_path}/turnwise.db", *options])
-    assert result.exit_code == status, result.output
-    return json.loads(result.stdout or json.dumps({"error": result.stderr}))
-
-
-def records(database: Database) -> list[SessionRecord]:
-    with database.read() as conn:
-        return list(session_records(conn, SessionFilter()))
-
-
-def exported(tmp_path: Path, format_name: str) -> str:
-    command = ["export", "--format", format_name, "--database", f"sqlite:///{tmp_path}/turnwise.db"]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def test_replies_have_the_templates_tokens_and_extend_one_another(
@@ -110,8 +75,8 @@ def test_only_a_claim_for_imported_groups_gets_them(database: Database, tmp_path
     add_session(database, "sampled")
     finish(database, "sampled")
     with database.read() as conn:
-        assert claims.num_claimable(conn) == 1
-        assert claims.num_claimable(conn, with_imported=True) == 2
+        assert claims.num_claimable(conn) == (0, 1)
+        assert claims.num_claimable(conn, with_imported=True) == (1, 1)
         assert claims.oldest_version_in_flight(conn, records(database)[0].session.created_at) is None
     claim = claims.claim(database, "rl", max_groups=9, lease_seconds=60)
     assert [group.group_id for group in claim.groups] == ["sampled"]
@@ -175,7 +140,7 @@ def test_a_message_with_weight_0_is_only_part_of_the_prompt(database: Database, 
     (record,) = records(database)
     (view,) = record.views()
     assert tokens.decode(view.turn.token_ids.tolist()) == "Ciao<|im_end|>"
-    assert json.loads(exported(tmp_path, "openai")) == {"messages": messages}
+    assert json.loads(export(tmp_path, "--format", "openai")) == {"messages": messages}
 
 
 PREFERENCE = {
@@ -215,7 +180,7 @@ def test_a_preference_becomes_a_group_of_two(
     assert tokens.decode(rejected.turns[0].token_ids.tolist()) == "What?<|im_end|>"
     assert chosen.turns[0].prompt_delta.tolist() == rejected.turns[0].prompt_delta.tolist()
     with database.read() as conn:
-        assert claims.num_claimable(conn, with_imported=True) == 1
+        assert claims.num_claimable(conn, with_imported=True) == (1, 0)
 
 
 def test_a_parquet_chat_set_with_sharegpts_names_is_read(database: Database, tmp_path: Path, model: Path) -> None:
@@ -234,119 +199,78 @@ def test_a_parquet_chat_set_with_sharegpts_names_is_read(database: Database, tmp
     assert (record.session.reward, record.turns[0].response["content"]) == (0.5, "Hello")
 
 
-def litellm_call(messages: list, reply: dict, **fields: Any) -> dict:
-    response = {"choices": [{"message": {"role": "assistant", "provider_specific_fields": None, **reply}}]}
-    return {"call_type": "acompletion", "model": "gpt", "messages": messages, "response": response, **fields}
+RUNS = """
+from turnwise.errors import BadLine, SkippedLine
+
+def key_of(document):
+    return document.get("run")
+
+def drafts_of(document):
+    if document.get("messages") is None:
+        raise BadLine("it has no messages")
+    if not document["messages"]:
+        raise SkippedLine("an empty call")
+    return [{"conversations": [{"messages": document["messages"], "trained": document.get("trained")}], "task_id": "x"}]
+"""
+"""A format whose lines may be of one session."""
 
 
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_litellms_calls_of_one_trace_are_one_session(
-    is_reversed: bool, database: Database, tmp_path: Path, model: Path
+@pytest.fixture
+def runs_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    site = tmp_path / "site"
+    site.mkdir()
+    install_format(site, plugins.IMPORTS, "runs", RUNS)
+    monkeypatch.syspath_prepend(site)
+    plugins.installed.cache_clear()
+    yield
+    plugins.installed.cache_clear()
+
+
+def test_a_format_of_another_package_is_found_by_its_entry_point(
+    runs_format: None, database: Database, tmp_path: Path, model: Path
 ) -> None:
-    parameters = {"model_parameters": {"tools": TOOLS}, "trace_id": "run 1", "endTime": 1767225600.0}
+    """Two calls of one run are one session; of the second call only the last reply is trained."""
     lines = [
-        litellm_call(CONVERSATION[:2], {"content": None, "tool_calls": [CALL]}, **parameters),
-        litellm_call(HELLO["messages"][:1], {"content": "Hello"}),
-        {"call_type": "aembedding", "trace_id": "run 1"},
-        {"status": "failure", "call_type": "acompletion"},
-        litellm_call(CONVERSATION[:4], {"content": "Lea is."}, **parameters),
+        {"run": "1", "messages": CONVERSATION[:3]},
+        {"run": "1", "messages": CONVERSATION, "trained": [4]},
+        {"run": "2", "messages": []},
     ]
-    lines = lines[::-1] if is_reversed else lines
-    report = run_import(tmp_path, model, lines, "litellm")
-    assert report["skipped"] == {"a call of type aembedding": 1, "a failed call": 1}
-    alone, traced = records(database)
-    assert [turn.response["content"] for turn in alone.turns] == ["Hello"]
-    assert [turn.parent_turn_id for turn in traced.turns] == [None, traced.turns[0].turn_id]
-    assert traced.turns[0].created_at.isoformat() == "2026-01-01T00:00:00+00:00"
-    assert traced.session.metadata["imported"]["session_id"] == "run 1"
+    report = run_import(tmp_path, model, lines, "runs")
+    assert (report["sessions"], report["turns"], report["skipped"]) == (1, 2, {"an empty call": 1})
+    assert records(database)[0].session.task_id == "x"
 
 
-def test_a_session_with_a_bad_line_is_not_stored_in_part(database: Database, tmp_path: Path, model: Path) -> None:
-    good = litellm_call(CONVERSATION[:2], {"content": "Lea."}, trace_id="run 1")
-    lines = [good, {**good, "response": None}, litellm_call(CONVERSATION[:2], {"content": "Lea."}, trace_id="run 2")]
-    report = run_import(tmp_path, model, lines, "litellm", status=1)
-    assert {bad["line"]: bad["reason"].partition(";")[0] for bad in report["bad"]} == {
-        1: "line 2 of the same session is bad",
-        2: "its response None has no message",
-    }
-    assert [record.session.metadata["imported"]["session_id"] for record in records(database)] == ["run 2"]
+def test_a_format_that_is_not_installed_names_its_package(database: Database, tmp_path: Path, model: Path) -> None:
+    for name, expected in (("litellm", "pip install ./extras/formats"), ("csv", "installed are openai, hf")):
+        plugins.installed.cache_clear()
+        if name in plugins.installed(plugins.IMPORTS):
+            continue
+        assert expected in run_import(tmp_path, model, [HELLO], name, status=2)["error"]
 
 
-def test_a_session_that_grew_is_reported_and_not_changed(database: Database, tmp_path: Path, model: Path) -> None:
-    first = litellm_call(CONVERSATION[:2], {"content": "Lea."}, trace_id="run 1")
-    run_import(tmp_path, model, [first], "litellm")
-    report = run_import(tmp_path, model, [first, first], "litellm", status=1)
+def test_a_session_with_a_bad_line_is_not_stored_in_part(
+    runs_format: None, database: Database, tmp_path: Path, model: Path
+) -> None:
+    good = {"run": "1", "messages": HELLO["messages"]}
+    report = run_import(tmp_path, model, [good, {"run": "1"}, {**good, "run": "2"}], "runs", status=1)
+    assert [(bad["line"], "same session" in bad["reason"]) for bad in report["bad"]] == [(2, False), (1, True)]
+    assert report["sessions"] == 1
+
+
+def test_a_session_that_grew_is_reported_and_not_changed(
+    runs_format: None, database: Database, tmp_path: Path, model: Path
+) -> None:
+    first = {"run": "1", "messages": HELLO["messages"]}
+    run_import(tmp_path, model, [first], "runs")
+    report = run_import(tmp_path, model, [first, first], "runs", status=1)
     assert (report["sessions"], report["num_bad"]) == (0, 2)
     assert "turnwise forget --tenant default --session-id import-" in report["bad"][0]["reason"]
-
-
-@pytest.mark.parametrize("spelling", ["camel", "snake"])
-def test_scores_of_langfuse_traces_become_rewards(
-    spelling: str, database: Database, tmp_path: Path, model: Path
-) -> None:
-    names = {"camel": ("traceId", "startTime", "sessionId"), "snake": ("trace_id", "start_time", "session_id")}
-    trace_id, start, session_id = names[spelling]
-    calls = [
-        {"type": "GENERATION", trace_id: "a", start: "2026-01-01T00:00:02Z", "input": CONVERSATION[:4]}
-        | {"output": json.dumps({"role": "assistant", "content": "Lea is."})},
-        {"type": "GENERATION", trace_id: "a", start: "2026-01-01T00:00:01Z"}
-        | {"input": {"messages": CONVERSATION[:2]}, "output": {"content": None, "tool_calls": [CALL]}},
-        {"type": "SPAN", trace_id: "a", "input": None},
-    ]
-    scores = [{"name": "helpful", "value": 0.25}, {"name": "style", "value": "good"}, {"name": "right", "value": 1}]
-    lines = [{"id": "a", session_id: "s", "observations": calls, "scores": scores}]
-    run_import(tmp_path, model, lines, "langfuse")
-    (record,) = records(database)
-    assert [turn.parent_turn_id for turn in record.turns] == [None, record.turns[0].turn_id]
-    assert {line.name: line.value for line in record.rewards} == {"helpful": 0.25, "right": 1.0}
-    assert record.session.reward == 1.25
 
 
 def test_openai_lines_are_exported_as_they_were_imported(database: Database, tmp_path: Path, model: Path) -> None:
     lines = [{"messages": CONVERSATION, "tools": TOOLS}, HELLO]
     run_import(tmp_path, model, lines, "openai")
-    assert [json.loads(line) for line in exported(tmp_path, "openai").splitlines()] == lines
-
-
-def test_a_trajectory_keeps_its_token_ids_through_a_round_trip(database: Database, tmp_path: Path, model: Path) -> None:
-    """Export, import, export: the same steps with the same ids and times; only what names a stored turn differs."""
-    run_import(tmp_path, model, [{"messages": CONVERSATION, "tools": TOOLS}], "openai")
-    first = exported(tmp_path, "atif")
-    run_import(tmp_path, model, [first], "atif", name="trajectories.jsonl")
-    before, after = (json.loads(line) for line in exported(tmp_path, "atif").splitlines())
-    assert before == json.loads(first)
-    assert after["session_id"] != before["session_id"]
-    assert [_without_names(step) for step in after["steps"]] == [_without_names(step) for step in before["steps"]]
-    assert after["final_metrics"] == before["final_metrics"]
-    assert after["extra"]["reward"] == before["extra"]["reward"] == 1.0
-
-
-def _without_names(step: dict) -> dict:
-    return {key: value for key, value in step.items() if key != "extra"}
-
-
-def test_token_ids_of_another_tokenizer_are_refused(database: Database, tmp_path: Path, model: Path) -> None:
-    steps = [
-        {"step_id": 1, "source": "user", "message": "Hi"},
-        {"step_id": 2, "source": "agent", "message": "Hello"}
-        | {"metrics": {"prompt_token_ids": [1, 2], "completion_token_ids": tokens.encode("Bye")}},
-    ]
-    report = run_import(tmp_path, model, [{"schema_version": "ATIF-v1.4", "steps": steps}], "atif", status=1)
-    assert "not of this tokenizer" in report["bad"][0]["reason"]
-    assert records(database) == []
-
-
-def test_a_trajectory_of_another_harness_is_tokenised(database: Database, tmp_path: Path, model: Path) -> None:
-    """Terminus' observations name no call: they are what the user says next."""
-    steps = [
-        {"step_id": 1, "source": "user", "message": "List the files."},
-        {"step_id": 2, "source": "agent", "message": "ls", "observation": {"results": [{"content": "a.txt"}]}},
-        {"step_id": 3, "source": "agent", "message": "done"},
-    ]
-    run_import(tmp_path, model, [{"schema_version": "ATIF-v1.6", "session_id": "x", "steps": steps}], "atif")
-    (record,) = records(database)
-    assert [turn.response["content"] for turn in record.turns] == ["ls", "done"]
-    assert record.turns[1].messages == [{"role": "user", "content": "a.txt"}]
+    assert [json.loads(line) for line in export(tmp_path, "--format", "openai").splitlines()] == lines
 
 
 def test_a_dry_run_stores_nothing(database: Database, tmp_path: Path, model: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from turnwise.fake_engine.examples import example_of
+from turnwise_fake_engine.examples import example_of
 
 SCHEMAS = {
     "object": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}, "required": ["a"]},

@@ -11,8 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.waiting import wait_until
-
-from turnwise.fake_engine import Reply, Rule, RunningFakeEngine, ToolCall, tokens
+from turnwise_fake_engine import Reply, Rule, RunningFakeEngine, ToolCall, tokens
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Grüße 7"}]

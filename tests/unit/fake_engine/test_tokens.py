@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from turnwise.fake_engine import tokens
+from turnwise_fake_engine import tokens
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"x":"é"}'}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

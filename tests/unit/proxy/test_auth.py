@@ -33,7 +33,7 @@ def who(gate: Authenticator, key: str | None) -> Principal:
 
 def new_key(database: Database, role: str = "agent", tenant: str = "t") -> tuple[str, str]:
     with database.write() as connection:
-        return keys.create_key(connection, tenant, keys.Role(role), "test")
+        return keys.create_key(connection, tenant, keys.KeyRole(role), "test")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_session_keys_of_two_tenants_are_different_principals(database, gate):
 
 def test_an_expired_key_is_refused_and_the_last_use_of_a_key_is_stored(database, gate):
     with database.write() as connection:
-        _, expired = keys.create_key(connection, "t", keys.Role.AGENT, "", expires_at=utc_now())
-        key_id, valid = keys.create_key(connection, "t", keys.Role.AGENT, "", expires_at=utc_now() + HOUR)
+        _, expired = keys.create_key(connection, "t", keys.KeyRole.AGENT, "", expires_at=utc_now())
+        key_id, valid = keys.create_key(connection, "t", keys.KeyRole.AGENT, "", expires_at=utc_now() + HOUR)
         assert keys.get_key(connection, key_id).last_used_at is None
     with pytest.raises(Unauthorized, match="unknown, expired or revoked"):
         who(gate, expired)

@@ -21,7 +21,7 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello."}]}
 
 def make_key(database: Database, tenant: str = "acme", role: str = "agent", **options: Any) -> str:
     with database.write() as connection:
-        return keys.create_key(connection, tenant, keys.Role(role), "", **options)[1]
+        return keys.create_key(connection, tenant, keys.KeyRole(role), "", **options)[1]
 
 
 def ask(http: TestClient, key: str, path: str = "/v1/chat/completions") -> Any:

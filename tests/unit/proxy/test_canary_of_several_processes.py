@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from support.reload_stage import Process, Stage
+from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.state import EngineState
 from proxy.reload.load_attempts import MAX_LOAD_ATTEMPTS
 from turnwise.errors import ReloadFailed
-from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import policies
 from turnwise.store.arms import Arm
 from turnwise.store.database import Database

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.conversations import history_of
 
 from proxy.calls.capture import Timing, build_turns, failed_turn, known_turn, root_of
-from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
 from proxy.continuation.plan import Plan
 from proxy.continuation.stored_turns import digest_stored, known_turns
-from proxy.dialects.base import Call, Captured, Choice
+from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.engine_reply import Captured, Choice
 from proxy.writer.process import Sampled, complete, pack
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
 from turnwise.types import Json, Outcome, Session, Turn, utc_now
@@ -45,7 +46,7 @@ def choice(*token_ids: int, logprobs: list[float | None] | None = None, **fields
 
 
 def plan_of(call: Call, **fields: Any) -> Plan:
-    return Plan(history=read_conversation(call).history, **fields)
+    return Plan(history=history_of(call), **fields)
 
 
 def extending(call: Call) -> Plan:
@@ -164,15 +165,6 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
     (read,) = known_turns([turn], digest_stored([turn], {}, frozenset()), {})
     assert (in_memory.side_task, in_memory.system_digest) == (task, read.system_digest)
     assert read.side_task == task
-
-
-def test_an_echo_that_was_cut_out_is_the_prompt_that_was_sent():
-    """The same turn as with the ids decoded."""
-    call = call_of(USER, REPLY, USER)
-    decoded = only(built(call, extending(call), Captured(b"1,2,3,4", {0: choice(7)})))
-    cut = only(built(call, extending(call), Captured(b"", {0: choice(7)}), echoes_prompt=True))
-    assert (cut.prompt_delta.tolist(), cut.prompt_length, cut.outcome) == ([4], 4, Outcome.EXACT)
-    assert (cut.parent_turn_id, cut.messages) == (decoded.parent_turn_id, decoded.messages)
 
 
 def test_each_of_several_choices_extends_the_parent():

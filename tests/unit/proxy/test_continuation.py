@@ -7,14 +7,14 @@ import threading
 
 import numpy as np
 import pytest
+from support.conversations import conversation_of, history_of
 
-from proxy.continuation.chat_template import ChatTemplate, Unsafe
-from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.outline import restored
 from proxy.continuation.plan import Plan, break_reason, plan_call, sampled_thinking
 from proxy.continuation.reply import Reply
+from proxy.continuation.template import ChatTemplate, Unsafe
 from proxy.dialects.chat import ChatCompletions
 from turnwise.types import Json
 
@@ -33,7 +33,7 @@ def stored(
 ):
     """Store a turn as the proxy does."""
     reasoning = str(fields.pop("reasoning", ""))
-    history = read_conversation(call(messages, **fields)).history
+    history = history_of(call(messages, **fields))
     full, plain, dialogue, _ = history.extended({"role": "assistant", "content": text})
     turn = KnownTurn(
         turn_id=turn_id,
@@ -61,7 +61,7 @@ def test_a_request_extends_the_deepest_turn_that_it_repeats():
     stored(forest, "t1", [USER], "A")
     deep = stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
     messages = [USER, said("A"), NEXT, said("B"), USER]
-    conversation = read_conversation(call(messages))
+    conversation = conversation_of(call(messages))
     assert conversation.num_replied == 4
     assert forest.deepest(conversation) is deep
     assert forest.by_id["t1"].has_child
@@ -72,7 +72,7 @@ def test_a_branch_extends_the_turn_it_leaves_from():
     forest = Forest()
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), NEXT], "B", parent="t1")
-    assert forest.deepest(read_conversation(call([USER, said("A"), {"role": "user", "content": "other"}]))) is first
+    assert forest.deepest(conversation_of(call([USER, said("A"), {"role": "user", "content": "other"}]))) is first
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_history_that_extends_no_turn_has_a_reason(messages, fields, reason):
     """No reply, an edited reply, another system message, other tools."""
     forest = Forest()
     stored(forest, "t1", [SYSTEM, USER], "A")
-    conversation = read_conversation(call(messages, **fields))
+    conversation = conversation_of(call(messages, **fields))
     assert forest.deepest(conversation) is None
     assert break_reason(conversation, forest) == reason
 
@@ -115,7 +115,7 @@ async def test_a_branch_that_drops_a_later_reply_has_a_reason(messages, reason):
     first = stored(forest, "t1", [USER], "A")
     stored(forest, "t2", [USER, said("A"), S2, NEXT], "B", parent="t1")
     wanted = call(messages)
-    conversation = read_conversation(wanted)
+    conversation = conversation_of(wanted)
     parent = forest.deepest(conversation)
     tokens = encode_ids(np.arange(3, dtype=np.int32))
     plan = await plan_call(wanted, conversation, forest, Canned(), parent, tokens, keep_thinking=False)  # type: ignore[arg-type]
@@ -127,21 +127,21 @@ def test_a_prompt_that_leaves_out_its_first_reply_has_a_reason():
     """No sampled token was tokenised again: it is the root of a chain, with a reason."""
     forest = Forest()
     stored(forest, "t1", [USER], "A")
-    assert break_reason(read_conversation(call([USER, NEXT])), forest) == "edited_history"
-    assert break_reason(read_conversation(call([USER])), forest) is None
-    assert break_reason(read_conversation(call([NEXT, USER])), forest) is None
+    assert break_reason(conversation_of(call([USER, NEXT])), forest) == "edited_history"
+    assert break_reason(conversation_of(call([USER])), forest) is None
+    assert break_reason(conversation_of(call([NEXT, USER])), forest) is None
 
 
 def test_a_first_call_with_a_foreign_history_has_no_break_reason():
     """A session may start with a longer conversation: nothing of it was sampled here."""
-    assert break_reason(read_conversation(call([USER, said("A"), NEXT])), Forest()) is None
+    assert break_reason(conversation_of(call([USER, said("A"), NEXT])), Forest()) is None
 
 
 async def test_the_plan_of_a_call_that_extends_no_turn_has_its_reason():
     forest = Forest()
     stored(forest, "t1", [USER], "A")
     wanted = call([USER, said("edited"), NEXT])
-    plan = await plan_call(wanted, read_conversation(wanted), forest, None, None, None, keep_thinking=False)
+    plan = await plan_call(wanted, conversation_of(wanted), forest, None, None, None, keep_thinking=False)
     assert (plan.parent, plan.reason) == (None, "edited_history")
     assert plan.new_messages(wanted.messages) == wanted.messages
 
@@ -167,7 +167,7 @@ async def planned(template: ChatTemplate | Canned | None, messages: list[Json], 
     forest = Forest()
     parent = stored(forest, "t1", [USER], "A", reasoning="hm")
     wanted = call(messages, **fields)
-    conversation = read_conversation(wanted)
+    conversation = conversation_of(wanted)
     return await plan_call(wanted, conversation, forest, template, parent, parent.tokens, keep_thinking=False)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -261,6 +262,14 @@ async def test_a_directory_that_does_not_answer_is_read_once_whatever_is_publish
         assert asked.count(0) == 1
     finally:
         released.set()
+
+
+async def test_lists_of_different_versions_at_the_same_time_both_know_their_files(tmp_path) -> None:
+    """They share a read of the directory that holds the versions."""
+    found = [PolicyVersion(version=version, path=str(tmp_path)) for version in (1, 2)]
+    files = VersionFiles()
+    lists = await asyncio.gather(*(serialise.policies_json([each], files) for each in found))
+    assert [[each["on_disk"] for each in one] for one in lists] == [[True], [True]]
 
 
 def test_few_searches_run_at_once_and_lists_do_not_wait_for_them(http, monkeypatch) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import orjson
 import pytest
 from fastapi.testclient import TestClient
+from turnwise_fake_engine import running_fake_engine
 
 from proxy.app import create_app
 from proxy.dialects import registry
@@ -17,7 +18,6 @@ from proxy.dialects.chat import ChatCompletions
 from proxy.http.connections import LEFT
 from proxy.routes.data_plane import DataPlane
 from proxy.settings import ProxySettings
-from turnwise.fake_engine import running_fake_engine
 from turnwise.store.database import Database
 
 

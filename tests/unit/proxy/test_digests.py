@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from proxy.continuation.digests import (
     CALL_IDS,
+    CALL_TEXT,
     NAME,
     canonical_arguments,
     context_digest,
@@ -96,7 +97,8 @@ def test_names_and_ids_count_where_the_template_prints_them(field, one, other):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (assistant(content="Hi."), assistant(content="Hi. ")),
+        (assistant(content="Hi."), assistant(content="H i.")),
+        ({"role": "user", "content": "Hi."}, {"role": "user", "content": "Hi. "}),
         (assistant(content="Hi."), {"role": "user", "content": "Hi."}),
         (
             assistant(tool_calls=[CALL]),
@@ -173,3 +175,22 @@ def test_a_tool_call_of_an_unknown_shape_counts_as_it_is(call):
     same, other = assistant(tool_calls=[call]), assistant(tool_calls=[{"id": "b"}])
     assert message_digest(same) == message_digest(assistant(tool_calls=[call]))
     assert message_digest(same) != message_digest(other)
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": [CALL]}])
+def test_white_space_around_a_reply_does_not_count(calls: dict):
+    """Agents strip what was sampled before a tool call: templates and parsers leave line breaks there."""
+    assert message_digest(assistant(content="I look.\n\n", **calls)) == message_digest(
+        assistant(content="I look.", **calls)
+    )
+
+
+def test_text_beside_calls_is_ignored_only_with_their_ids_and_only_if_asked_for():
+    fields, said = frozenset({CALL_TEXT}), assistant(content="I look.", tool_calls=[CALL])
+    other = {**CALL, "id": "other"}
+    assert message_digest(said, fields) == message_digest(assistant(content=None, tool_calls=[CALL]), fields)
+    assert message_digest(said, fields) != message_digest(assistant(content=None, tool_calls=[other]), fields)
+    assert message_digest(said) != message_digest(assistant(content=None, tool_calls=[CALL]))
+    bare = {field: value for field, value in CALL.items() if field != "id"}
+    one, another = (assistant(content=text, tool_calls=[bare]) for text in ("I look.", ""))
+    assert message_digest(one, fields) != message_digest(another, fields)

@@ -8,15 +8,7 @@ import msgspec
 import orjson
 import pytest
 
-from proxy.dialects.engine_reply import (
-    LongEcho,
-    cut_long_echo,
-    read_chunks,
-    read_ids,
-    read_logprobs,
-    read_reply,
-    without_ids,
-)
+from proxy.dialects.engine_reply import Captured, read_logprobs, read_parts
 from proxy.settings import ProxySettings
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}
@@ -45,6 +37,23 @@ def some(*logprobs: float) -> dict:
     return {"content": [ENTRY | {"logprob": each} for each in logprobs]}
 
 
+def read(*parts: bytes, shows: frozenset[str] = frozenset()) -> tuple[list[bytes], Captured]:
+    """Return what a client gets that asked for some fields, and what is captured."""
+    captured = Captured()
+    shown = read_parts(
+        list(parts),
+        captured,
+        shows_logprobs="logprobs" in shows,
+        shows_token_ids="token_ids" in shows,
+        shows_empty=True,
+    )
+    return shown, captured
+
+
+SHOWN = [frozenset(), frozenset({"logprobs"}), frozenset({"token_ids"}), frozenset({"logprobs", "token_ids"})]
+
+
+@pytest.mark.parametrize("shows", SHOWN, ids=lambda wanted: "+".join(sorted(wanted)))
 @pytest.mark.parametrize("separators", [COMPACT, SPACED])
 @pytest.mark.parametrize(
     "choices",
@@ -62,42 +71,51 @@ def some(*logprobs: float) -> dict:
         [],
     ],
 )
-def test_only_fields_that_were_not_requested_become_null(choices, separators):
-    whole = reply(*choices, prompt_token_ids=[1, 2])
-    raw = json.dumps(whole, separators=separators).encode()
-    parsed = read_reply(raw, has_one_choice=len(choices) < 2)
-
-    def stripped(fields: set[str]) -> dict:
-        kept = [{key: None if key in fields else value for key, value in each.items()} for each in choices]
-        return reply(*kept, prompt_token_ids=None if "token_ids" in fields else [1, 2])
-
-    assert parsed.raw == raw
-    assert json.loads(parsed.rest) == stripped({"logprobs"})
-    assert json.loads(without_ids(parsed.raw)) == stripped({"token_ids"})
-    assert json.loads(without_ids(parsed.rest)) == stripped({"logprobs", "token_ids"})
-    assert [each.token_ids for each in parsed.reply.choices] == [each.get("token_ids") for each in choices]
-    expected = [[entry["logprob"] for entry in (each["logprobs"] or {}).get("content") or ()] for each in choices]
-    found = [read_logprobs(parsed.logprobs[position:][:1]) for position in range(len(choices))]
-    assert found == expected
+def test_only_fields_that_were_not_requested_become_null(choices, separators, shows):
+    """Every other byte stays as it is: with both fields requested, the reply is the engine's own bytes."""
+    raw = json.dumps(reply(*choices, prompt_token_ids=[1, 2]), separators=separators).encode()
+    (shown,), captured = read(raw, shows=shows)
+    hidden = {"logprobs", "token_ids"} - shows
+    kept = [{key: None if key in hidden else value for key, value in each.items()} for each in choices]
+    assert json.loads(shown) == reply(*kept, prompt_token_ids=None if "token_ids" in hidden else [1, 2])
+    assert shown == raw or hidden
+    assert captured.prompt_ids == b"1,2"
+    for each in choices:
+        found = captured.choices[each["index"]]
+        assert (found.token_ids, found.message) == (each.get("token_ids", []), {**found.message, **each["message"]})
+        expected = [entry["logprob"] for entry in (each["logprobs"] or {}).get("content") or ()]
+        assert read_logprobs(found.logprobs) == expected
 
 
 @pytest.mark.parametrize("separators", [COMPACT, SPACED])
 def test_the_ids_of_a_prompt_are_read_where_they_are(separators):
-    """Of the reply, or of a choice; a text that looks like them is none."""
+    """Of the reply, or of each choice; a text that looks like them is none."""
     of_reply = json.dumps(reply(choice(), prompt_token_ids=[1, 2]), separators=separators).encode()
-    assert read_ids(read_reply(of_reply, has_one_choice=True).reply.prompt_token_ids) == (b"1,2", 2)
-    of_choice = json.dumps(reply(choice(prompt_token_ids=[3], text=TRAPS)), separators=separators).encode()
-    read = read_reply(of_choice, has_one_choice=True)
-    assert (read_ids(read.reply.prompt_token_ids), read.rest) == ((b"", 0), of_choice)
-    nested = json.dumps(reply(choice(), prompt_token_ids=[[1], 2]), separators=separators).encode()
+    (shown,), captured = read(of_reply)
+    assert (captured.prompt_ids, captured.choices[0].prompt_ids) == (b"1,2", b"")
+    assert json.loads(shown)["choices"][0]["message"]["content"] == TRAPS
+    texts = [choice(0, prompt_token_ids=[3], text="a"), choice(1, prompt_token_ids=[4, 5], text="b")]
+    (shown,), captured = read(json.dumps(reply(*texts), separators=separators).encode())
+    assert (captured.prompt_ids, [each.prompt_ids for each in captured.choices.values()]) == (b"3", [b"3", b"4,5"])
+    assert [each["prompt_token_ids"] for each in json.loads(shown)["choices"]] == [None, None]
+
+
+def test_a_text_that_equals_the_prompts_ids_stays_in_the_reply():
+    """A reply may quote `[1,2]`, or have it as the bytes of a token."""
+    entry = {"token": "[1,2]", "logprob": -0.5, "bytes": [1, 2], "top_logprobs": []}
+    said = choice(logprobs={"content": [entry]}, token_ids=[1, 2])
+    said["message"]["content"] = "[1,2]"
+    (shown,), _ = read(json.dumps(reply(said, prompt_token_ids=[1, 2])).encode(), shows=frozenset({"logprobs"}))
+    assert json.loads(shown) == reply({**said, "token_ids": None}, prompt_token_ids=None)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b'{"choices":1}', b'{"choices":[{"index":0,"logprobs":{', b'{"choices":[]},{"choices":[]}'],
+)
+def test_a_reply_that_is_not_a_completion_is_refused(raw: bytes):
     with pytest.raises(msgspec.DecodeError):
-        read_ids(read_reply(nested, has_one_choice=True).reply.prompt_token_ids)
-
-
-def test_a_reply_that_is_not_a_completion_is_refused():
-    for raw in (b"", b"{", b"[]", b'{"choices":1}', b'{"choices":[{"index":0,"logprobs":{"content":1},"finish_reason"'):
-        with pytest.raises(msgspec.DecodeError):
-            read_reply(raw, has_one_choice=True)
+        read(raw)
 
 
 def test_the_logprobs_of_a_streams_chunks_are_read_and_unreadable_ones_are_treated_as_missing():
@@ -107,69 +125,16 @@ def test_the_logprobs_of_a_streams_chunks_are_read_and_unreadable_ones_are_treat
     assert read_logprobs([b"null", b"{}", b'{"token_logprobs":[-1.0,null]}']) == [-1.0, None]
 
 
-CHUNK = (
-    b'{"choices":[{"index":0,"delta":{"content":"a"},"logprobs":{"content":[{"logprob":-0.5}]},"finish_reason":null}]}'
-)
-SPACED = b'{"choices": [{"index": 0, "logprobs": {"content": [{"logprob": -1}]}, "delta": {}, "finish_reason": null}]}'
-
-
-USAGE = b'{"choices":[],"usage":{"prompt_tokens":1}}'
-TRAP = b'{"choices":[{"index":0,"delta":{"content":"\\"logprobs\\":{"},"logprobs":null,"finish_reason":null}]}'
-
-
-@pytest.mark.parametrize("chunks", [[CHUNK], [CHUNK, CHUNK], [CHUNK, USAGE], [TRAP, CHUNK, TRAP]])
-def test_chunks_that_are_read_together_give_the_same_result_as_read_one_by_one(chunks):
-    together, each = read_chunks(chunks), [read_reply(chunk, has_one_choice=True) for chunk in chunks]
-    assert together is not None
-    assert together.rest.split(b"\n") == [one.rest for one in each]
-    assert together.replies == [one.reply for one in each]
-    assert together.logprobs == [piece for one in each for piece in one.logprobs]
-
-
-@pytest.mark.parametrize("other", [SPACED, b'{"choices":[]},{"choices":[]}', b'{"choices":\n[]}'])
-def test_chunks_in_another_format_are_not_read_together(other):
-    """`SPACED` is formatted otherwise, so its logprobs are found by decoding."""
-    assert read_chunks([CHUNK, other, CHUNK]) is None
-
-
 @pytest.mark.parametrize("array", [b'["1"]', b"[1.5]", b"[-1]", b"[[1]]", b"{}"])
 def test_prompt_ids_that_are_no_ids_are_refused(array):
     """The text of the ids is stored without being decoded first."""
-    parsed = read_reply(b'{"choices":[],"prompt_token_ids":%b}' % array, has_one_choice=True)
     with pytest.raises(msgspec.ValidationError):
-        read_ids(parsed.reply.prompt_token_ids)
+        read(b'{"choices":[],"prompt_token_ids":%b}' % array)
 
 
 def test_the_text_of_prompt_ids_has_no_spaces():
-    parsed = read_reply(b'{"choices":[],"prompt_token_ids": [1, 22,\n3]}', has_one_choice=True)
-    assert read_ids(parsed.reply.prompt_token_ids) == (b"1,22,3", 3)
-    assert read_ids(read_reply(b'{"choices":[]}', has_one_choice=True).reply.prompt_token_ids) == (b"", 0)
-
-
-@pytest.mark.parametrize("num_ids", [1, 2, 300_000])
-def test_the_long_prompt_ids_of_a_reply_are_cut_out_and_counted(num_ids: int):
-    """300,000 ids are more than one part of what is checked at once."""
-    ids = b",".join(b"%d" % (number % 50_000) for number in range(num_ids))
-    for head, tail in ((b'{"choices":[],', b"}"), (b"{", b',"choices":[{"index":0,"token_ids":[1,2]}]}')):
-        found = cut_long_echo(b'%b"prompt_token_ids":[%b]%b' % (head, ids, tail))
-        assert found == LongEcho(b'%b"prompt_token_ids":null%b' % (head, tail), ids, num_ids)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b'{"choices":[]}',
-        b'{"prompt_token_ids":null}',
-        b'{"prompt_token_ids":[]}',
-        b'{"prompt_token_ids":[1, 2]}',
-        b'{"prompt_token_ids":["1"]}',
-        b'{"prompt_token_ids":[[1],2]}',
-        b'{"prompt_token_ids":[1,2',
-        b'{"prompt_token_ids":[1],"choices":[{"prompt_token_ids":[2]}]}',
-    ],
-)
-def test_prompt_ids_in_another_form_stay_in_the_reply(reply: bytes):
-    assert cut_long_echo(reply) is None
+    assert read(b'{"choices":[],"prompt_token_ids": [1, 22,\n3]}')[1].prompt_ids == b"1,22,3"
+    assert read(b'{"choices":[],"prompt_token_ids":null}', b'{"choices":[]}')[1].prompt_ids == b""
 
 
 def test_the_longest_usual_reply_fits_into_the_default_limit_of_bytes():

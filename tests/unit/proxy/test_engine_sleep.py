@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from support.migrated import migrated
 from support.reload_stage import Process, Stage
+from turnwise_fake_engine import Script, running_fake_engine
 
 from trainer.publish.weight_server import WeightRule, WeightServer
-from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import weight_servers
 from turnwise.store.database import Database
 

@@ -7,13 +7,13 @@ import socket
 
 import pytest
 from support.ports import free_port
+from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
 
 from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, without_credentials
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import SERVING, TRANSITIONS, EngineState, EngineStatus
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable
-from turnwise.fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
 from turnwise.types import Session
 
 SESSION = Session(session_id="s")

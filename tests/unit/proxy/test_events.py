@@ -15,12 +15,12 @@ from support.ledger_samples import add_session, finish
 from support.migrated import migrated
 from support.proxies import RunningProxy, StartProxy
 from support.waiting import wait_until
+from turnwise_fake_engine import RunningFakeEngine
 
 from proxy import events
 from proxy.events import Event, Events, Listener, changes_between
 from proxy.metrics import Metrics
 from turnwise.errors import Overloaded
-from turnwise.fake_engine import RunningFakeEngine
 from turnwise.store import keys
 from turnwise.store.database import Database
 
@@ -144,7 +144,7 @@ def test_a_stream_has_live_turns_and_ends_when_the_server_stops(
     url = f"sqlite:///{tmp_path}/turnwise.db"
     database = Database(migrated(url))
     with database.write() as connection:
-        key = keys.create_key(connection, "mine", keys.Role.ADMIN, "me")[1]
+        key = keys.create_key(connection, "mine", keys.KeyRole.ADMIN, "me")[1]
     database.close()
     proxy = start_proxy(fake_engine.url, "--drain-seconds", "600", database_url=url)
     stream = Stream(proxy, key)

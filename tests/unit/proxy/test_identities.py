@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.continuation.identities import name_session
+from proxy.continuation.which_session import name_session
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 

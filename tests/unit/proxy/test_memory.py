@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import tracemalloc
 import uuid
@@ -12,16 +11,12 @@ import numpy as np
 import orjson
 import pytest
 
-from proxy.continuation.conversation import tool_call_ids
-from proxy.continuation.digests import digest_history
+from proxy.continuation.conversation import Prefixes, prefix_of
+from proxy.continuation.digests import digest_history, tool_call_ids
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.live import LiveSession
-from proxy.continuation.live_sessions import LiveSessions
-from proxy.continuation.outline import Outliner, Outlines
-from proxy.continuation.token_cache import TokenCache
-from proxy.dialects.decoding_process import DecodingProcess
-from proxy.dialects.known_requests import KnownRequests
+from proxy.continuation.memory import LiveSession, LiveSessions, TokenCache
+from proxy.continuation.outline import Outliner
 from turnwise.types import Json, Session
 
 TEN_IDS = np.full(10, 1234, np.int32)
@@ -119,31 +114,25 @@ def test_the_counted_memory_of_sessions_is_what_they_take(
         *(pytest.param(shape, number, marks=pytest.mark.slow) for shape in SHAPES for number in (40, 400)),
     ],
 )
-def test_the_counted_memory_of_requests_is_what_they_take(
+def test_the_counted_memory_of_prefixes_is_what_they_take(
     messages_of: Callable[[int], list[Json]], num_messages: int, traced: Callable[[], int]
 ):
     """With the digests and the outlines of their messages."""
-    requests, outliner = KnownRequests(10**9, DecodingProcess()), Outliner(["</think>"])
-
-    async def read(raw: bytes) -> None:
-        found = await requests.read(("t", "k"), raw, max_depth=64, max_containers=10**6)
-        known, messages = found.known, found.body["messages"]
-        assert known is not None
-        known.history = digest_history(messages, b"")
-        known.outlines = Outlines() if known.outlines is None else known.outlines
-        outliner.shortened(messages, len(messages), known.outlines)
+    prefixes, outliner, owner = Prefixes(10**9), Outliner(["</think>"]), ("t", "key", "k")
 
     def play(number: int) -> None:
         messages = [each for at in range(num_messages // 2) for each in messages_of(at)]
-        raw = orjson.dumps({"messages": [*messages, {"role": "user", "content": str(number)}]})
+        text = orjson.dumps([*messages, {"role": "user", "content": str(number)}])
         for _ in range(2):
-            asyncio.run(read(raw))
+            prefix = prefix_of(text, digest_history(messages, b""))
+            outliner.shortened(messages, len(messages), prefix.outlines)
+            prefixes.keep(owner, prefix, prefixes.find(owner, text))
 
     play(-1)
-    before, counted = traced(), requests.num_bytes
+    before, counted = traced(), prefixes.num_bytes
     for number in range(400 // num_messages):
         play(number)
-    assert requests.num_bytes - counted == pytest.approx(traced() - before, rel=0.4)
+    assert prefixes.num_bytes - counted == pytest.approx(traced() - before, rel=0.4)
 
 
 def test_sessions_above_the_limit_are_dropped_and_the_least_recent_first():

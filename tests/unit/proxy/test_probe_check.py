@@ -13,28 +13,35 @@ LOGPROBS = [-1.0, -2.0, -3.0, -4.0]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shifts", "tolerance", "is_match"),
+    ("dtype", "engine_dtype", "shifts", "tolerance", "is_match"),
     [
-        ("float32", [0.04, 0.04, 0.04, 0.04], None, True),
-        ("float32", [0.06, 0.06, 0.06, 0.06], None, False),  # mean 0.06 over 0.05
-        ("float32", [0.0, 0.0, 0.0, 0.26], None, False),  # mean 0.065, largest over 0.25
-        ("bfloat16", [0.0, 0.0, 0.0, 0.38], None, True),  # mean 0.095: one rare token is far off
-        ("bfloat16", [0.11, 0.11, 0.11, 0.11], None, False),  # mean 0.11 over 0.1
-        ("bfloat16", [0.0, 0.0, 0.0, 0.38], 0.3, False),
-        ("float32", [0.0, 0.0, 0.0, 0.38], 0.4, True),
-        ("bfloat16", [math.nan, 0.0, 0.0, 0.0], None, False),
-        ("bfloat16", [0.0, math.nan, 0.0, 0.0], 5.0, False),
+        ("float32", "float32", [1e-4, 1e-4, 1e-4, 1e-4], None, True),  # what a right engine differs by
+        ("float32", "float32", [6e-4, 6e-4, 6e-4, 6e-4], None, False),  # mean 6e-4 over 5e-4
+        ("float32", "float32", [0.0, 0.0, 0.0, 6e-3], None, False),  # largest over 5e-3
+        ("float32", "bfloat16", [0.04, 0.04, 0.04, 0.04], None, True),
+        ("float32", None, [0.04, 0.04, 0.04, 0.04], None, True),
+        ("float32", "bfloat16", [0.06, 0.06, 0.06, 0.06], None, False),  # mean 0.06 over 0.05
+        ("float32", None, [0.0, 0.0, 0.0, 0.26], None, False),  # mean 0.065, largest over 0.25
+        ("bfloat16", "float32", [0.0, 0.0, 0.0, 0.38], None, True),  # mean 0.095: one rare token is far off
+        ("bfloat16", "bfloat16", [0.11, 0.11, 0.11, 0.11], None, False),  # mean 0.11 over 0.1
+        ("bfloat16", "bfloat16", [0.0, 0.0, 0.0, 0.38], 0.3, False),
+        ("float32", "float32", [0.0, 0.0, 0.0, 0.38], 0.4, True),
+        ("bfloat16", "bfloat16", [math.nan, 0.0, 0.0, 0.0], None, False),
+        ("bfloat16", "bfloat16", [0.0, math.nan, 0.0, 0.0], 5.0, False),
     ],
 )
-def test_mean_and_largest_difference_have_limits_by_precision(dtype, shifts, tolerance, is_match):
+def test_mean_and_largest_difference_have_limits_by_both_precisions(dtype, engine_dtype, shifts, tolerance, is_match):
     probe = Probe([5, 6, 7, 8, 9], LOGPROBS, dtype)
     sampled = [logprob + shift for logprob, shift in zip(LOGPROBS, shifts, strict=True)]
-    assert (mismatch(probe, [1, 2, 3, 4], sampled, tolerance) is None) == is_match
+    found = mismatch(probe, [1, 2, 3, 4], sampled, engine_dtype=engine_dtype, tolerance=tolerance)
+    assert (found is None) == is_match
 
 
-def test_a_mismatch_names_both_numbers_and_both_limits():
-    found = mismatch(Probe([5, 6, 7], [-1.0, -2.0]), [1, 2], [-1.0, -3.0])
-    assert found == (
+def test_a_mismatch_names_both_numbers_both_limits_and_the_likely_cause():
+    found = mismatch(Probe([5, 6, 7], [-1.0, -2.0]), [1, 2], [-1.0, -3.0], engine_dtype="float32")
+    assert found is not None
+    assert found.startswith(
         "the engine's logprobs are 0.5 nats from the checkpoint's own probe on average and 1 at most; the limits for "
-        "float32 are 0.05 and 0.25 (--probe-tolerance)"
+        "float32 on an engine in float32 are 0.0005 and 0.005 (--probe-tolerance). "
     )
+    assert "an output head that is tied to the embeddings" in found

@@ -18,6 +18,7 @@ from support.migrated import migrated
 from support.ports import free_port
 from support.reload_stage import Process, Stage
 from support.waiting import wait_until
+from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.engine import LOADING, Engine
 from proxy.engines.pool import EnginePool
@@ -25,7 +26,6 @@ from proxy.engines.state import EngineState
 from proxy.reload.driver_lease import LEASE, LEASE_SECONDS
 from proxy.reload.load_attempts import MAX_LOAD_ATTEMPTS
 from turnwise.errors import EngineUnsuitable, FilesNotRead, LeaseLost, ReloadFailed, StoreError
-from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import leases, policies, tables
 from turnwise.store.database import Database
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion, Session
@@ -282,7 +282,7 @@ async def test_a_load_that_the_engine_answers_with_500_is_tried_three_times(
         left[0] -= directory.name == "v1"  # but not when the last good version is restored
         return left[0] < 0
 
-    monkeypatch.setattr("turnwise.fake_engine.control.has_weights", has_weights)
+    monkeypatch.setattr("turnwise_fake_engine.control.has_weights", has_weights)
     async with stage.process() as process, asyncio.timeout(60):
         stage.publish(1)
         while stage.statuses() == ["published"]:

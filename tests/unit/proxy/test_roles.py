@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.conversations import history_of
 
-from proxy.continuation.conversation import read_conversation
+from proxy.continuation.digests import argument_digests
 from proxy.continuation.forest import Forest, KnownTurn
 from proxy.continuation.plan import Plan
 from proxy.continuation.roles import Found, corrections, find_role, read_root
@@ -27,7 +28,7 @@ def call_of(*messages: Json, agent_id: str | None = None, **fields: Any) -> Call
 
 
 def plan_of(call: Call, parent: KnownTurn | None = None, reason: str | None = None) -> Plan:
-    return Plan(history=read_conversation(call).history, parent=parent, reason=reason)
+    return Plan(history=history_of(call), parent=parent, reason=reason)
 
 
 def role_of(call: Call, plan: Plan, forest: Forest) -> Found:
@@ -35,7 +36,14 @@ def role_of(call: Call, plan: Plan, forest: Forest) -> Found:
 
 
 def stored(
-    forest: Forest, turn_id: str, call: Call, parent: KnownTurn | None = None, *, at: float = 0.0, aborted: bool = False
+    forest: Forest,
+    turn_id: str,
+    call: Call,
+    parent: KnownTurn | None = None,
+    *,
+    at: float = 0.0,
+    aborted: bool = False,
+    arguments: frozenset[bytes] = frozenset(),
 ) -> KnownTurn:
     """Add a turn that takes one second, as a commit does."""
     found, root = role_of(call, plan_of(call, parent), forest), read_root(call.messages, call.tools, call.body)
@@ -47,13 +55,14 @@ def stored(
         history_digest=turn_id.encode(),
         messages_digest=b"",
         dialogue_digest=b"",
-        prompt_digest=read_conversation(call).history.messages[-1],
+        prompt_digest=history_of(call).messages[-1],
         role=found.role,
         side_task=root.side_task if parent is None else None,
         system_digest=root.system_digest,
         started_at=at,
         ended_at=at + 1,
         is_aborted=aborted,
+        arguments=arguments,
     )
     forest.add(turn)
     return turn
@@ -131,3 +140,72 @@ def test_an_attempt_that_was_cut_off_is_a_retry_once_its_prompt_is_sampled_again
     assert [(each.turn_ids, each.found) for each in corrections(again, forest)] == [
         (["a"], Found(Role.RETRY, "sampled_again"))
     ]
+
+
+SUMMARIES = {
+    "LangChain": "<role>\nContext Extraction Assistant\n</role>\n\n<primary_objective>\nExtract what matters.",
+    "Semantic Kernel": "Provide a concise and complete summarization of the entire dialog that has 5 sentences",
+    "MS Agent Framework": "**Generate a clear and complete summary of the entire conversation in five sentences.**",
+    "Inspect AI": "You have been working on the task described above. Write a continuation summary that will allow you "
+    "(or another instance of yourself) to resume work efficiently in a future context window",
+    "Terminus 2": "You are about to hand off your work to another AI agent.\n  Please provide a summary",
+    "OpenHands": "You are maintaining a context-aware state summary for an interactive agent.",
+}
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+@pytest.mark.parametrize("harness", SUMMARIES)
+def test_the_compaction_prompts_of_harnesses_start_side_chains_without_tools_and_parent(harness: str, role: str):
+    """On their own, after the conversation, and as the next turn of the agent's chain."""
+    forest = Forest()
+    agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
+    asked = {"role": role, "content": SUMMARIES[harness]}
+    for messages in ([asked], [CODER, USER, {"role": "assistant", "content": "Done."}, asked]):
+        call = call_of(*messages)
+        assert role_of(call, plan_of(call, reason="tools_changed"), forest) == Found(Role.SIDE, "asks_for_summary")
+    call = call_of(CODER, USER, {"role": "assistant", "content": "Done."}, asked, tools=TOOLS)
+    assert role_of(call, plan_of(call, agent), forest) == Found(Role.SIDE, "compaction_prompt")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Summarise the file README.md.",
+        "Hand the parcel off to the courier.",
+        "Write a summary of the quarter's results.",
+    ],
+)
+def test_an_agents_own_work_is_no_compaction(text: str):
+    forest = Forest()
+    agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
+    call = call_of(
+        CODER, USER, {"role": "assistant", "content": "Done."}, {"role": "user", "content": text}, tools=TOOLS
+    )
+    assert role_of(call, plan_of(call, agent), forest) == Found(Role.MAIN, "extends")
+
+
+def test_a_sub_agent_with_the_agents_system_message_is_found_by_the_call_that_asks_it():
+    """Until the call has its result; a question that no call asks is the agent's own."""
+    forest, task = Forest(), {"role": "user", "content": "Find all callers of f."}
+    call = {"id": "c", "function": {"name": "research", "arguments": '{"input": "Find all callers of f.\\n"}'}}
+    asked = argument_digests({"role": "assistant", "tool_calls": [call]})
+    agent = stored(forest, "agent", call_of(CODER, USER, tools=TOOLS), arguments=asked)
+    sub_agent, other = call_of(CODER, task, tools=TOOLS), call_of(CODER, USER, tools=TOOLS)
+    assert role_of(sub_agent, plan_of(sub_agent), forest) == Found(Role.SUB_AGENT, "asked_by_tool_call")
+    assert role_of(other, plan_of(other), forest) == Found(Role.MAIN, "same_system")
+    stored(forest, "next", call_of(CODER, USER, {"role": "assistant", "content": "a"}, tools=TOOLS), agent)
+    assert role_of(sub_agent, plan_of(sub_agent), forest) == Found(Role.MAIN, "same_system")
+
+
+def test_a_turn_that_extends_an_attempt_that_was_sampled_again_disproves_the_mark():
+    """Twins with one task: the second continues, the first is marked, then the first continues too."""
+    forest, task = Forest(), call_of({"role": "system", "content": "You search."}, USER)
+    stored(forest, "agent", call_of(CODER, USER, tools=TOOLS))
+    twins = [stored(forest, name, task, at=at) for name, at in (("first", 0.0), ("second", 2.0))]
+    replied = call_of({"role": "system", "content": "You search."}, USER, {"role": "assistant", "content": "a"}, USER)
+    (marked,) = corrections(stored(forest, "second-next", replied, twins[1], at=4.0), forest)
+    assert (marked.turn_ids, marked.found.role) == (["first"], Role.RETRY)
+    twins[0].role = Role.RETRY
+    assert role_of(replied, plan_of(replied, twins[0]), forest) == Found(Role.SUB_AGENT, "extends")
+    (restored,) = corrections(stored(forest, "first-next", replied, twins[0], at=6.0), forest)
+    assert restored == (["first"], Found(Role.SUB_AGENT, "continued"))

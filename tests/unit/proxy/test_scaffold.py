@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from turnwise_fake_engine import tokens
 
 from proxy.routes.scaffold import scaffold_flags
-from turnwise.fake_engine import tokens
 
 SPECIAL = frozenset(tokens.SPECIAL_IDS)
 

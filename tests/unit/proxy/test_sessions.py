@@ -8,15 +8,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from support.conversations import history_of
 from support.ledger_samples import add_session, make_turn
 
 from proxy.auth import Principal
 from proxy.continuation.conversation import read_conversation
 from proxy.continuation.encoded_ids import encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.inferred_sessions import Caller, InferredSessions
-from proxy.continuation.live import LiveSession, Placement
+from proxy.continuation.memory import LiveSession, Placement
 from proxy.continuation.sessions import Sessions
+from proxy.continuation.which_session import Caller, InferredSessions
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.metrics import Metrics
@@ -72,13 +73,13 @@ def call_of(*messages: Json, **fields) -> Call:
 
 
 async def found(sessions: Sessions, call: Call, principal: Principal = AGENT) -> Placement:
-    return await sessions.find(call, read_conversation(call), principal)
+    return await sessions.find(call, await read_conversation(call), principal)
 
 
 def replied(sessions: Sessions, placement: Placement, call: Call) -> None:
     """Add a reply to the call, as a commit does."""
     live = placement.live
-    full, messages, dialogue, _ = read_conversation(call).history.extended(REPLY)
+    full, messages, dialogue, _ = history_of(call).extended(REPLY)
     turn = KnownTurn(
         turn_id=f"{live.session.session_id}-{len(call.messages)}",
         parent_turn_id=None,

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proxy.continuation.chat_template import ChatTemplate, Unsafe
 from proxy.continuation.digests import CALL_IDS, NAME
 from proxy.continuation.reply import Reply
+from proxy.continuation.template import ChatTemplate, Unsafe
 from turnwise.demo.small_model import SmallModelSpec, train_tokenizer
 
 TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"

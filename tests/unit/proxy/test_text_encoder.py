@@ -12,7 +12,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 from unit.proxy.test_templates_of_many_families import small_tokenizer
 
-from proxy.continuation.text_encoder import text_encoder
+from proxy.continuation.template import text_encoder
 
 PARTS = st.sampled_from(["<|im_start|>", "<|im_end|>", "<tool_call>", " ", "\n\n", "user", "誰?", "🙂", "a1", "\r"])
 TOKENIZER = copy.deepcopy(small_tokenizer())

@@ -6,8 +6,7 @@ import numpy as np
 
 from proxy.continuation.encoded_ids import PIECE_BYTES, EncodedIds, encode_ids
 from proxy.continuation.forest import KnownTurn
-from proxy.continuation.live import LiveSession
-from proxy.continuation.token_cache import TokenCache
+from proxy.continuation.memory import LiveSession, TokenCache
 from turnwise.types import Session
 
 TEN_IDS = np.full(10, 1234, np.int32)

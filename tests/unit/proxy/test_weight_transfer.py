@@ -19,6 +19,7 @@ from support.dying_weights import weights
 from support.migrated import migrated
 from support.reload_stage import Stage
 from support.waiting import wait_until
+from turnwise_fake_engine import Script, running_fake_engine
 
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
@@ -27,7 +28,6 @@ from trainer.publish.held_versions import HeldVersions
 from trainer.publish.weight_server import WeightRule, WeightServer
 from turnwise.engine_plugin import channel
 from turnwise.engine_plugin.receiver import Receiver, TransferInfo
-from turnwise.fake_engine import Script, running_fake_engine
 from turnwise.store import policies, weight_servers
 from turnwise.store.database import Database
 from turnwise.types import PolicyVersion

@@ -29,7 +29,7 @@ class World:
         for tenant in ("mine", "theirs"):
             with database.write() as connection:
                 for role in ROLES:
-                    self.keys[tenant, role] = keys.create_key(connection, tenant, keys.Role(role), "")[1]
+                    self.keys[tenant, role] = keys.create_key(connection, tenant, keys.KeyRole(role), "")[1]
             for session_id in (f"{tenant}-own", f"{tenant}-other"):
                 for key_may, role in (("call", "session"), ("call_and_reward", "session_reward")):
                     body = {"session_id": session_id, "key_may": key_may}

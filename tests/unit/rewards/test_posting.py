@@ -35,7 +35,7 @@ class ProxyOfOneSession:
         yield {}
 
     async def rewards(self, lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> list[int]:
-        assert idempotency_key == "reward/next_state/reward/s0"
+        assert idempotency_key == "reward/judge/reward/s0"
         self.posted += lines
         return [1]
 
@@ -49,7 +49,7 @@ class OneReward:
 
 
 def poster_for(tmp_path, proxy, said: list[str], **settings: Any) -> Poster:
-    rule = RewardSettings(source="next_state", state=tmp_path / "state.jsonl", poll_seconds=0.01, **settings)
+    rule = RewardSettings(source="judge", state=tmp_path / "state.jsonl", poll_seconds=0.01, **settings)
     return Poster(rule, proxy, OneReward(), said.append)
 
 

@@ -8,18 +8,18 @@ import sqlalchemy as sa
 from turnwise.errors import NotFound
 from turnwise.store import keys, tables
 from turnwise.store.database import Database
-from turnwise.store.keys import Role
+from turnwise.store.keys import KeyRole
 
 
 def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
     with database.write() as connection:
-        key_id, key = keys.create_key(connection, "acme", Role.TRAINER, "nightly")
+        key_id, key = keys.create_key(connection, "acme", KeyRole.TRAINER, "nightly")
         verified = keys.verify_key(connection, key)
         assert verified is not None
         assert (verified.key_id, verified.tenant, verified.role, verified.name) == (
             key_id,
             "acme",
-            Role.TRAINER,
+            KeyRole.TRAINER,
             "nightly",
         )
         revoked = keys.revoke_key(connection, key_id)
@@ -32,8 +32,8 @@ def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
 
 def test_only_the_whole_key_is_accepted(database: Database) -> None:
     with database.write() as connection:
-        key_id, key = keys.create_key(connection, "acme", Role.AGENT, "a")
-        other_id, _ = keys.create_key(connection, "acme", Role.ADMIN, "b")
+        key_id, key = keys.create_key(connection, "acme", KeyRole.AGENT, "a")
+        other_id, _ = keys.create_key(connection, "acme", KeyRole.ADMIN, "b")
         secret = key.removeprefix(f"tw-{key_id}-")
         wrong = [
             "",
@@ -53,7 +53,7 @@ def test_only_the_whole_key_is_accepted(database: Database) -> None:
 
 def test_the_secret_is_not_in_the_database(database: Database) -> None:
     with database.write() as connection:
-        key_id, key = keys.create_key(connection, "acme", Role.AGENT, "a")
+        key_id, key = keys.create_key(connection, "acme", KeyRole.AGENT, "a")
         row = connection.execute(sa.select(tables.api_keys)).one()
     secret = key.removeprefix(f"tw-{key_id}-").encode()
     assert not any(secret in str(value).encode() for value in row)
@@ -62,8 +62,8 @@ def test_the_secret_is_not_in_the_database(database: Database) -> None:
 
 def test_keys_are_listed_of_all_tenants_or_of_one(database: Database) -> None:
     with database.write() as connection:
-        first, _ = keys.create_key(connection, "a", Role.AGENT, "x")
-        second, _ = keys.create_key(connection, "b", Role.AGENT, "y")
+        first, _ = keys.create_key(connection, "a", KeyRole.AGENT, "x")
+        second, _ = keys.create_key(connection, "b", KeyRole.AGENT, "y")
         assert {key.key_id for key in keys.list_keys(connection)} == {first, second}
         assert [key.key_id for key in keys.list_keys(connection, "b")] == [second]
 

@@ -65,12 +65,11 @@ def test_a_session_has_a_limited_number_of_labels(database: Database, monkeypatc
         set_label(database, "s", "c")
 
 
-def test_labels_are_deleted_with_their_session_also_by_an_older_release(database: Database) -> None:
+def test_labels_are_deleted_with_their_session(database: Database) -> None:
     for session_id in ("new", "old"):
         add_session(database, session_id, turns=0)
         set_label(database, session_id, "golden")
     with database.write() as conn:
         retention.delete_session(conn, "default", "new")
-        # An older release deletes the session's row and does not know the table of labels.
         conn.execute(sa.delete(tables.sessions).where(tables.sessions.c.session_id == "old"))
         assert conn.execute(sa.select(tables.session_labels)).all() == []

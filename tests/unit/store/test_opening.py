@@ -13,7 +13,7 @@ from turnwise.errors import Conflict
 from turnwise.store import ledger, opening, queries, tables
 from turnwise.store.database import Database
 from turnwise.store.rows import TURNS, dump
-from turnwise.types import JsonText, Session, Split, Turn
+from turnwise.types import Session, Split, Turn
 
 
 def test_each_session_is_stored_as_if_it_were_created_alone(database: Database) -> None:
@@ -111,7 +111,7 @@ def test_a_turn_that_another_process_stores_has_the_row_that_it_would_have_here(
         messages=[{"role": "user", "content": texts[0]}],
         response={"content": texts[1], "reasoning": texts[2]},
         tools=[{"name": texts[3]}],
-        sampling={"temperature": 0.5, "n": 2**70, "prompt": JsonText(b"[1]")},
+        sampling={"temperature": 0.5, "n": 2**70, "prompt": [1]},
     )
     packed = TURNS.pack(turn)
     assert TURNS.unpack(packed) == TURNS.row(turn)

@@ -37,7 +37,6 @@ STORE = Path(turnwise.store.__file__).parent
 NOT_RECORDED = {
     "statements.py": "sends what its callers ask for",
     "database.py": "connects and migrates",
-    "compatibility.py": "reads only the database's catalogue",
 }
 LOST_RACES = {
     "ledger.py: groups.leave(conn, group_pk)",

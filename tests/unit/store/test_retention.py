@@ -93,7 +93,7 @@ def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(database: D
             add_session(database, f"s{number}", tenant=tenant, turns=2)
             finish(database, f"s{number}", tenant=tenant)
         with database.write() as connection:
-            keys.create_key(connection, tenant, keys.Role.AGENT, "")
+            keys.create_key(connection, tenant, keys.KeyRole.AGENT, "")
     rounds = []
     while True:
         with database.write() as connection:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.ledger_samples import add_session, finish
 
-from turnwise.store import groups, ledger, queries
+from turnwise.store import claims, groups, ledger, queries
 from turnwise.store.database import Database
-from turnwise.types import Split
+from turnwise.types import Split, UpdateRecord
 
 
 def note(database: Database, session_id: str = "s") -> str:
@@ -16,13 +16,20 @@ def note(database: Database, session_id: str = "s") -> str:
 
 
 @pytest.mark.parametrize("fields", [{}, {"group_id": "g", "group_size": 1}], ids=["no group", "a group of one"])
-def test_the_note_of_a_group_of_one_states_that_nothing_is_trained(
+def test_the_note_of_a_single_session_states_what_will_be_done_with_it(
     database: Database, fields: dict[str, str | int]
 ) -> None:
     add_session(database, **fields)
+    assert note(database).startswith("It has no reward yet: post one to `/v1/rewards`. It will be trained as a single")
     finish(database)
-    assert note(database).startswith("It is a group of one, which has no other reward to compare with")
-    assert "`singleton`" in note(database)
+    assert note(database).startswith("It is a single session and waits for the trainer")
+    assert note(database).endswith("compared with those of other single sessions of the same agent.")
+    held = claims.claim(database, "t", max_groups=1, lease_seconds=60)
+    assert held is not None
+    with database.write() as connection:
+        update = UpdateRecord(update_id=1, trainer_id="t", policy_version=0, num_groups=0, num_sessions=0, num_tokens=0)
+        claims.ack(connection, held, update, refused={held.groups[0].key: "uniform_rewards"})
+    assert note(database).startswith("It is a single session and was not trained: uniform_rewards.")
 
 
 def test_the_note_of_a_session_without_a_reward_states_that_it_waits_for_one(database: Database) -> None:
@@ -36,7 +43,7 @@ def test_the_note_of_a_group_states_how_many_sessions_are_finished_until_it_is_r
     for session_id in ("a", "b"):
         add_session(database, session_id, group_id="g", group_size=2)
     finish(database, "a")
-    assert note(database, "a") == "Group 'g' has 1 of 2 sessions that are over and have a reward."
+    assert note(database, "a") == "Group 'g' has 1 of 2 sessions that are over and have a reward. Missing: 1 not ended."
     finish(database, "b")
     assert note(database, "b") == "Group 'g' is ready."
 

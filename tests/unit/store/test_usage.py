@@ -19,7 +19,7 @@ def test_usage_is_summed_by_key_tenant_and_day(database: Database) -> None:
 
 def test_a_deleted_tenant_leaves_no_usage(database: Database) -> None:
     with database.write() as connection:
-        keys.create_key(connection, "a", keys.Role.AGENT, "")
+        keys.create_key(connection, "a", keys.KeyRole.AGENT, "")
         usage.add_usage(connection, {("a", "k", 1): 3, ("b", "k", 1): 4})
         retention.delete_tenant(connection, "a")
         assert (usage.used_tokens(connection, "a"), usage.used_tokens(connection, "b")) == (0, 4)

@@ -182,7 +182,7 @@ def loss_and_gradient(policy, experiences, credit, row_tokens, packing, algorith
     total = 0.0
     rows = pack(batch, range(len(experiences)), row_tokens, packing)
     for row in rows:
-        loss = loss_of(agent._tokens(row_data(policy, batch, row, weights, None, is_first=False)), agent.rule)
+        loss = loss_of(agent._tokens(row_data(policy, batch, row, weights, None)), agent.rule)
         loss.backward()
         total += loss.item()
     gradient = torch.cat([p.grad.flatten().clone() for p in policy.parameters()])

@@ -14,8 +14,8 @@ import pytest
 import torch
 from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
 
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.publish.checkpoint import Checkpoints
+from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.version_directory import find_versions
 
@@ -58,12 +58,12 @@ def test_a_trainer_that_is_started_twice_ends_with_a_sentence_and_leaves_the_fir
     settings = settings_for(tmp_path, model, total_batches=1)
     first = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = first.setup(0)
-    claimed = first._claim(first._position(state))
+    claimed = first.claims.next(state)
     second = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     with pytest.raises(SettingsError, match="another trainer uses policies_dir"):
         second.setup(0)
     second.close()
-    _, state = first._train(state, claimed, 0.0)
+    _, state = first._train(state, claimed)
     assert state.progress.policy_version == 1
     first.close()
 

@@ -14,8 +14,8 @@ from torch import tensor
 from trainer.learning import values
 from trainer.learning.batch import build
 from trainer.learning.values import ValueRule
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import check_startable
+from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 
 
@@ -108,9 +108,8 @@ def model(tmp_path_factory):
 
 
 CRITICS = [
-    pytest.param({"critic": "head"}, id="head"),
-    pytest.param({"critic": "model"}, id="model", marks=pytest.mark.slow),
-    pytest.param({"critic": "model", "kind": "lora", "lora_rank": 4}, id="lora", marks=pytest.mark.slow),
+    pytest.param({}, id="full"),
+    pytest.param({"kind": "lora", "lora_rank": 4}, id="lora", marks=pytest.mark.slow),
 ]
 
 
@@ -144,21 +143,21 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(tmp_path, model, critic):
     )
 
 
-@pytest.mark.parametrize("critic", ["head", "model"])
-def test_the_critic_learns_to_predict_the_rewards(tmp_path, model, critic):
+def test_the_critic_learns_to_predict_the_rewards(tmp_path, model):
     """The same 3 groups in 15 passes: the value loss falls to less than half."""
-    settings = play(tmp_path, model, groups_per_batch=3, total_batches=1, critic=critic, critic_learning_rate=0.02)
+    settings = play(tmp_path, model, groups_per_batch=3, total_batches=1, critic_learning_rate=0.02)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
     claimed, state = workflow._next_batch(state)
-    chosen = workflow._select(claimed)
+    chosen = workflow.claims.select(claimed, state)
     batch = build(chosen.experiences, chosen.advantages, policy_version=0)
     members = range(len(batch.experiences))
     losses = []
     for _ in range(15):
         scored, gauges = workflow.token_credit.assign(batch, members)
         losses.append(gauges["value_loss"])
-        workflow.agent.optimizer_step(state.optimizer, scored, members, proximal=None, is_first=False)
+        workflow.agent.gradient(state.optimizer, scored, members)
+        workflow.agent.step(state.optimizer)
     workflow.close()
     assert losses[-1] < losses[0] / 2
 
@@ -184,7 +183,7 @@ def test_a_critic_that_was_not_saved_starts_with_new_weights(tmp_path, model, ca
     settings = play(tmp_path, model, groups_per_batch=1, total_batches=1, estimator="rloo")
     train(settings)
     train(settings.model_copy(update={"total_batches": 2, "estimator": "gae"}))
-    assert "the checkpoint has no critic of kind 'head'" in caplog.text
+    assert "the checkpoint has no critic" in caplog.text
 
 
 def test_a_critic_is_refused_with_several_processes(tmp_path, model):

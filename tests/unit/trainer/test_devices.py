@@ -16,13 +16,13 @@ from support.trainer_ledger import Rollouts, make_model, new_ledger, settings_fo
 
 from trainer.build import make_agent
 from trainer.learning.batch import build
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import _optional_recorders
 from trainer.parallel import World, leave_world
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.inputs import ahead
 from trainer.policy.loading import allocate, empty_model, load_model
 from trainer.policy.model import Policy, PolicySpec, resolve_device
+from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import queries
 
@@ -81,13 +81,10 @@ def test_an_error_of_a_row_that_is_prepared_ahead_is_raised_where_the_row_is_due
         next(rows)
 
 
-@pytest.mark.parametrize("sync_every_row", [False, True])
-def test_gradients_are_reduced_with_the_last_row_of_a_step_only(tmp_path, model, ledger, monkeypatch, sync_every_row):
+def test_gradients_are_reduced_with_the_last_row_of_a_step_only(tmp_path, model, ledger, monkeypatch):
     Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=1)
     reduced, real = [], torch.Tensor.backward
-    settings = settings_for(
-        tmp_path, model, total_batches=1, row_tokens=20, groups_per_batch=1, sync_every_row=sync_every_row
-    )
+    settings = settings_for(tmp_path, model, total_batches=1, row_tokens=20, groups_per_batch=1)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
     wanted = [True]
@@ -102,7 +99,7 @@ def test_gradients_are_reduced_with_the_last_row_of_a_step_only(tmp_path, model,
     workflow.learn(state)
     workflow.close()
     assert len(reduced) > 2
-    assert reduced == ([True] * len(reduced) if sync_every_row else [*[False] * (len(reduced) - 1), True])
+    assert reduced == [*[False] * (len(reduced) - 1), True]
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -161,7 +158,8 @@ def test_rows_that_fit_are_found_at_the_start(tmp_path, model, ledger, monkeypat
     caplog.set_level(logging.INFO)
     Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=3)
     small_memory(monkeypatch, 60)
-    settings = settings_for(tmp_path, model, total_batches=1, row_tokens=200, probe_rows=True)
+    monkeypatch.setattr(PolicyAgent, "_probes_rows", lambda _: True)
+    settings = settings_for(tmp_path, model, total_batches=1, row_tokens=200)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.setup(0)
     assert workflow.agent.row_tokens == 50
@@ -172,12 +170,12 @@ def test_rows_that_fit_are_found_at_the_start(tmp_path, model, ledger, monkeypat
     assert "does not fit into the device's memory" not in caplog.text
 
 
-@pytest.mark.parametrize("critic", ["head", "model"])
-def test_the_critic_is_computed_and_counted_where_rows_that_fit_are_found(tmp_path, model, ledger, monkeypatch, critic):
-    """A second model computes a row as well, and its optimizer's moments take 8 bytes a weight too."""
+def test_the_critic_is_computed_and_counted_where_rows_that_fit_are_found(tmp_path, model, ledger, monkeypatch):
+    """Its optimizer's moments take 8 bytes a weight too."""
+    monkeypatch.setattr(PolicyAgent, "_probes_rows", lambda _: True)
     computed, reserved = [], []
     forward, allocate_bytes = Policy._output, torch.empty
-    settings = settings_for(tmp_path, model, row_tokens=32, probe_rows=True, estimator="gae", critic=critic)
+    settings = settings_for(tmp_path, model, row_tokens=32, estimator="gae")
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     monkeypatch.setattr(Policy, "_output", lambda self, inputs: computed.append(self) or forward(self, inputs))
 
@@ -190,14 +188,15 @@ def test_the_critic_is_computed_and_counted_where_rows_that_fit_are_found(tmp_pa
     workflow.setup(0)
     agent = workflow.agent
     workflow.close()
-    assert len(computed) == (2 if critic == "model" else 1)
+    assert len(computed) == 1
     assert 8 * sum(value.numel() for value in agent.policy.parameters() + agent.critic.parameters()) in reserved
     assert all(value.grad is None for value in agent.critic.parameters())
 
 
 def test_a_model_that_leaves_no_memory_for_a_row_ends_the_start_with_advice(tmp_path, model, ledger, monkeypatch):
     small_memory(monkeypatch, 10)
-    settings = settings_for(tmp_path, model, row_tokens=64, probe_rows=True)
+    monkeypatch.setattr(PolicyAgent, "_probes_rows", lambda _: True)
+    settings = settings_for(tmp_path, model, row_tokens=64)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     with pytest.raises(SettingsError, match="a row of 16 tokens does not fit into the memory of cpu"):
         workflow.setup(0)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from support.experience_factory import experience
 from support.trainer_ledger import Rollouts, load_model, settings_for, train
+from turnwise_fake_engine import running_fake_engine
+from turnwise_fake_engine.sampling import logprobs_of
 
 from trainer.learning.batch import build
 from trainer.learning.distillation import DistillationRule, Teacher, TeacherScores, with_teachers
 from trainer.settings import TrainerSettings
 from trainer.teachers import Teachers
-from turnwise.fake_engine import running_fake_engine
-from turnwise.fake_engine.sampling import logprobs_of
 
 Answer = Callable[[dict], tuple[int, object]]
 

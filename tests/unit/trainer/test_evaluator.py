@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from support.ledger_samples import add_session, finish, make_turn
 from support.waiting import WAIT_SECONDS, wait_until
 
-from trainer.loop.evaluator import LedgerEvaluator
+from trainer.evaluate import LedgerEvaluator
 from turnwise.errors import StoreUnavailable
 from turnwise.store import evaluations, policies
 from turnwise.store import ledger as ledger_rows

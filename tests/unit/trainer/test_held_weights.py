@@ -8,8 +8,8 @@ import transformers
 from safetensors.torch import load_file
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
 
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.policy.model import Policy, PolicySpec
+from trainer.train import OnPolicyWorkflow
 from turnwise.store import weight_servers
 
 SIZES = {
@@ -37,7 +37,7 @@ def test_the_sent_weights_equal_the_directory_of_the_version_bit_for_bit(tmp_pat
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    policy = Policy(PolicySpec(model=str(tmp_path / "model"), device="cpu", publish_dtype=dtype))
+    policy = Policy(PolicySpec(model=str(tmp_path / "model"), device="cpu", dtype=dtype))
     policy.load(0)
     with torch.no_grad():
         for parameter in policy.parameters():

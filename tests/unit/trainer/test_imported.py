@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.trainer_ledger import load_model, make_model, settings_for
+from turnwise_fake_engine import tokens
 
-from trainer.loop.workflows import OnPolicyWorkflow
+from trainer.train import OnPolicyWorkflow
 from turnwise.commands.cli import main
-from turnwise.fake_engine import tokens
 from turnwise.store import claims
 from turnwise.store.database import Database
 
@@ -96,5 +96,5 @@ def test_a_trainer_with_a_loss_over_behaviour_logprobs_claims_no_imports(
     import_lines(tmp_path, model, [{"messages": [*PROMPT, {"role": "assistant", "content": GOOD}]}])
     database = Database(f"sqlite:///{tmp_path / 'ledger.db'}")
     with database.read() as conn:
-        assert (claims.num_claimable(conn), claims.num_claimable(conn, with_imported=True)) == (0, 1)
+        assert (claims.num_claimable(conn), claims.num_claimable(conn, with_imported=True)) == ((0, 0), (1, 0))
     database.close()

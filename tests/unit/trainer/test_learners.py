@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger
 
 from trainer.learning.optimizer import make_scheduler
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.main import run
 from trainer.settings import TrainerSettings, num_parameters
+from trainer.train import OnPolicyWorkflow
 from turnwise.errors import SettingsError
 from turnwise.store import experiences
 
@@ -32,7 +32,6 @@ def settings_for(tmp_path, model, **changes):
         "total_batches": 1,
         "learning_rate": 5e-3,
         "wait_seconds": 0.0,
-        "poll_seconds": 0.05,
         "progress": False,
     }
     return TrainerSettings(**(values | changes))

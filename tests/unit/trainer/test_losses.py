@@ -58,6 +58,16 @@ def test_masked_importance_sampling_excludes_tokens_out_of_bounds_by_hand():
     close(loss, [0.0, 0.0, 2.2])
 
 
+def test_dppo_truncates_the_ratio_of_a_rare_token_and_its_gradient():
+    """A token goes from 1e-7 to 0.02: its ratio is 200,000 and moves less than the bound, but weighs 20."""
+    new = torch.log(torch.tensor([0.02, 0.4])).requires_grad_()
+    old = torch.log(torch.tensor([1e-7, 0.2]))
+    found = losses.dppo(new, old, torch.tensor([1.0, 1.0]), 0.2, 0.3)
+    torch.testing.assert_close(found.detach(), torch.tensor([-20.0, -2.0]))
+    found.sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([-20.0, -2.0]))
+
+
 def test_dppo_masks_by_the_change_of_probability_by_hand():
     """From 0.01 to 0.04 the ratio is 4 and only 0.03 of probability moved: kept. From 0.4 to 0.8, 0.4 moved: masked."""
     new, old = tensor([0.04, 0.8, 0.8]).log(), tensor([0.01, 0.4, 0.4]).log()

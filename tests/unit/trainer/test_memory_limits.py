@@ -6,11 +6,11 @@ import pytest
 import torch
 from support.trainer_ledger import Rollouts, load_model, make_model, new_ledger, settings_for
 
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World
 from trainer.policy.agent import OutOfMemory
-from trainer.policy.memory_limits import MemoryLimits, read_limits
+from trainer.policy.memory import MemoryLimits, read_limits
 from trainer.policy.model import Policy
+from trainer.train import OnPolicyWorkflow
 
 
 def test_a_row_of_several_chains_halves_the_rows_and_a_single_chain_bounds_the_chains():

@@ -4,11 +4,11 @@ import numpy as np
 from support.ledger_samples import add_session, finish
 from support.trainer_ledger import Rollouts, load_model, settings_for
 
-from trainer.loop.off_policy import OffPolicyWorkflow, ReplayBuffer
+from trainer.off_policy import OffPolicyWorkflow, ReplayBuffer
 from trainer.pacing import Position, SourceRule
 from trainer.source import LedgerSource
 from turnwise.errors import StoreUnavailable
-from turnwise.store import experiences
+from turnwise.store import experiences, queries
 
 
 def workflow_for(tmp_path, model, **changes):
@@ -32,6 +32,9 @@ def test_the_buffer_warms_up_then_trains_and_evicts_the_oldest(tmp_path, model, 
     _, state = workflow.step(state)
     assert [entry.arrived for entry in buffer.entries(state.buffer)] == [2, 3, 4, 5]
     assert state.progress.policy_version == 2
+    # Of each sample: all but those of equal rewards.
+    last = last_update(ledger)
+    assert last.num_groups == last.metrics["num_groups"] - last.metrics["num_refused_groups"] > 0
     workflow.close()
 
 
@@ -70,10 +73,22 @@ def test_a_sample_is_read_again_after_an_outage_of_the_database(tmp_path, model,
     workflow.close()
 
 
+def last_update(ledger):
+    with ledger.read() as conn:
+        return queries.last_update(conn)
+
+
 def buffer_json(priorities):
     return {
         "entries": [
-            {"group_pk": pk, "group_id": str(pk), "arrived": pk, "num_uses": 0, "priority": priority}
+            {
+                "group_pk": pk,
+                "group_id": str(pk),
+                "tenant": "default",
+                "arrived": pk,
+                "num_uses": 0,
+                "priority": priority,
+            }
             for pk, priority in enumerate(priorities)
         ]
     }
@@ -119,7 +134,7 @@ def test_a_group_that_has_the_number_of_a_deleted_group_is_not_sampled(tmp_path,
 
 
 def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_name(database):
-    """Zeta's group gets the number of acme's group after that is deleted. An older release stored no tenant."""
+    """Zeta's group gets the number of acme's group after that is deleted."""
     for tenant in ("acme", "zeta"):
         add_session(database, "kim", tenant=tenant)
         finish(database, "kim", 1, tenant)
@@ -127,25 +142,12 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
     buffer = ReplayBuffer(database, capacity=10, min_groups=1, sampling="uniform")
     batch = LedgerSource(database, rule).next_batch(Position())
     stored = buffer.add({}, batch)
-    of_tenant = dict(zip(stored["tenants"], stored["entries"], strict=True))
+    of_tenant = {entry["tenant"]: entry for entry in stored["entries"]}
     zeta_pk = of_tenant["zeta"]["group_pk"]
     renumbered = {**of_tenant["acme"], "group_pk": zeta_pk}
 
     def sampled(stored):
         return [each.group_key for each in buffer.read(stored, [zeta_pk], rule)]
 
-    assert sampled({"entries": [of_tenant["zeta"]], "tenants": ["zeta"]}) == [("zeta", "kim")]
-    assert sampled({"entries": [renumbered], "tenants": ["acme"]}) == []
-    assert sampled({"entries": [renumbered]}) == [("zeta", "kim")]
-
-
-def test_an_older_release_reads_the_entries_of_the_buffer(database):
-    """It refuses an entry with a value that it does not know, and the trainer would not start after a rollback."""
-    add_session(database, "kim", tenant="acme")
-    finish(database, "kim", 1, "acme")
-    buffer = ReplayBuffer(database, capacity=10, min_groups=1, sampling="uniform")
-    batch = LedgerSource(database, SourceRule(groups_per_batch=1, wait_seconds=0.0)).next_batch(Position())
-    _, stored = buffer.sample(buffer.add({}, batch), 1, np.random.default_rng(0))
-    (entry,) = stored["entries"]
-    assert set(entry) == {"group_pk", "group_id", "arrived", "num_uses", "priority"}
-    assert [each.tenant for each in buffer.entries(stored)] == ["acme"]
+    assert sampled({"entries": [of_tenant["zeta"]]}) == [("zeta", "kim")]
+    assert sampled({"entries": [renumbered]}) == []

@@ -9,6 +9,7 @@ import pytest
 from support.ledger_samples import add_session, finish
 from support.waiting import wait_until
 
+from trainer import source as trainer_source
 from trainer.pacing import Look, PacingRule, Position, Rewind, SourceRule, describe_wait, why_held
 from trainer.source import LedgerSource
 from turnwise.store import claims, policies, queries
@@ -56,12 +57,19 @@ def test_versions_are_counted_along_the_ancestry_of_the_weights():
     assert Position(recent_versions=(2, 3, 8)).lead_over(8) == 1
 
 
+RULE = SourceRule(groups_per_batch=32, singles_per_group=8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((4, 32, 41.4, None), "waiting: 4 of 32 groups are ready, starts in 41 s"),
-        ((0, 32, None, None), "waiting: 0 of 32 groups are ready"),
-        ((4, 32, 1.0, "why"), "4 of 32 groups are ready; why"),
+        ((Look(num_ready=4), RULE, 41.4, None), "waiting: 4 of 32 groups are ready, starts in 41 s"),
+        ((Look(num_ready=0), RULE, None, None), "waiting: 0 of 32 groups are ready"),
+        ((Look(num_ready=4), RULE, 1.0, "why"), "4 of 32 groups are ready; why"),
+        (
+            (Look(num_ready=0, num_singles=37), RULE, None, None),
+            "waiting: 0 of 32 groups are ready, and 37 single sessions, of which 8 count as a group",
+        ),
     ],
 )
 def test_the_reason_of_a_wait_is_described_in_one_line(arguments, line):
@@ -69,7 +77,7 @@ def test_the_reason_of_a_wait_is_described_in_one_line(arguments, line):
 
 
 def source_for(database: Database, **changes) -> LedgerSource:
-    values = {"groups_per_batch": 2, "wait_seconds": 0.0, "poll_seconds": 0.02}
+    values = {"groups_per_batch": 2, "singles_per_group": 1, "wait_seconds": 0.0}
     return LedgerSource(database, SourceRule(**(values | changes)))
 
 
@@ -110,12 +118,39 @@ def test_while_an_old_version_is_pinned_no_group_is_claimed_or_dropped(database,
     assert statuses(database) == {"ready": 1}
 
 
-def test_the_wait_for_the_first_batch_is_shorter(database):
+def test_the_wait_for_the_first_batch_is_shorter(database, monkeypatch):
     add_session(database, "s", group_id="g", group_size=1)
     finish(database, "s")
-    patient = {"wait_seconds": 3600.0, "first_wait_seconds": 0.0}
+    monkeypatch.setattr(trainer_source, "FIRST_WAIT_SECONDS", 0.0)
+    patient = {"wait_seconds": 3600.0}
     assert next_batch_within(source_for(database, **patient), Position()) is None
     assert next_batch_within(source_for(database, **patient), Position(is_first_batch=True), 60.0) is not None
+
+
+def test_single_sessions_wait_for_a_whole_batch_and_fill_it(database):
+    """Two places of three sessions each: five wait however long it takes, six are one batch, and the seventh waits."""
+    rule = {"groups_per_batch": 2, "singles_per_group": 3}
+    for number in range(5):
+        add_session(database, f"s{number}")
+        finish(database, f"s{number}")
+    assert next_batch_within(source_for(database, **rule), Position()) is None
+    for number in (5, 6):
+        add_session(database, f"s{number}")
+        finish(database, f"s{number}")
+    batch = next_batch_within(source_for(database, **rule), Position(), 60.0)
+    assert [group.group_id for group in batch.claim.groups] == [f"s{number}" for number in range(6)]
+    assert batch.claim.size(3) == 2
+
+
+def test_single_sessions_that_are_ready_join_a_small_batch_of_groups(database):
+    """The batch does not wait for them, and they need not wait for a whole one."""
+    for name, group in (("single", {}), ("a", {"group_id": "g", "group_size": 2})):
+        add_session(database, name, **group)
+        finish(database, name)
+    add_session(database, "b", group_id="g", group_size=2)
+    finish(database, "b")
+    batch = next_batch_within(source_for(database, groups_per_batch=4, singles_per_group=8), Position(), 60.0)
+    assert sorted(group.group_id for group in batch.claim.groups) == ["g", "single"]
 
 
 def test_dropped_groups_are_named_in_the_log_when_nothing_else_is_ready(database, caplog):

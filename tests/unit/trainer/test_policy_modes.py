@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.learning.batch import Batch, build
 from trainer.learning.optimizer import OptimizerRule, make_optimizer
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.parallel import World
 from trainer.policy.agent import AgentRule, PolicyAgent
 from trainer.policy.model import Policy, PolicySpec
 from trainer.policy.tuning import memory_of_training, needs_checkpointing
 from trainer.settings import TrainerSettings
+from trainer.train import OnPolicyWorkflow
 from turnwise.store import experiences
 from turnwise.types import PolicyKind
 
@@ -57,7 +57,7 @@ def policy_for(model, *, compiled=False, **spec) -> Policy:
 
 def loss_and_gradient(policy, batch) -> tuple[float, torch.Tensor]:
     agent = PolicyAgent(policy, AgentRule(entropy_coef=0.01, row_tokens=ROW_TOKENS))
-    gauges = agent.accumulate_gradient(batch, range(len(batch.experiences)))
+    gauges, _ = agent.accumulate_gradient(batch, range(len(batch.experiences)))
     return gauges.read()["loss"], torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
 
@@ -165,7 +165,8 @@ def test_bfloat16_weights_with_float32_masters_train_as_float32_weights_do(model
         optimizer = make_optimizer(policy.parameters(), OptimizerRule(learning_rate=1e-5))
         learner = PolicyAgent(policy, AgentRule(max_logprob_gap=100.0))
         for _ in range(8):
-            learner.optimizer_step(optimizer, batch, range(len(batch.experiences)), proximal=None, is_first=False)
+            learner.gradient(optimizer, batch, range(len(batch.experiences)))
+            learner.step(optimizer)
         weights = policy.parameters()
         assert {weight.dtype for weight in weights} == {getattr(torch, dtype)}
         assert {weight.grad.dtype for weight in weights} == {torch.float32}
@@ -191,7 +192,8 @@ def test_an_optimizer_in_host_memory_gives_the_weights_of_torchs_own_and_resumes
             if step == 2:
                 saved, optimizer = optimizer.state_dict(), make_optimizer(policy.parameters(), rule)
                 optimizer.load_state_dict(saved)
-            learner.optimizer_step(optimizer, batch, range(len(batch.experiences)), proximal=None, is_first=False)
+            learner.gradient(optimizer, batch, range(len(batch.experiences)))
+            learner.step(optimizer)
         ends.append(torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-6, rtol=0)
 

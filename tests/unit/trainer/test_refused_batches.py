@@ -19,7 +19,7 @@ from turnwise.store import ledger as ledger_of
 from turnwise.store import queries
 from turnwise.types import Reward, Session, Split
 
-GAE = {"estimator": "gae", "critic": "head", "critic_learning_rate": 1e-2}
+GAE = {"estimator": "gae", "critic_learning_rate": 1e-2}
 
 
 class RefusingLoss:

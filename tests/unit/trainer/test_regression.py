@@ -11,8 +11,8 @@ from support.killed_trainer import STAGES, dying
 from support.ledger_samples import add_session
 from support.trainer_ledger import Rollouts, load_model, train
 
+from trainer.gate import GateRule, Shift, judge, shifts_of
 from trainer.learning.batch import build
-from trainer.learning.regression import GateRule, Shift, judge, shifts_of
 from trainer.pacing import Look, PacingRule, Position, Rewind, why_held
 from turnwise.store import ledger as ledger_of
 from turnwise.store import policies, queries, regression, session_changes

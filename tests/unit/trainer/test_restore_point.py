@@ -12,8 +12,7 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 from trainer.learning.master_weights import MasterAdamW
-from trainer.loop.restore_point import RestorePoint
-from trainer.loop.state import State
+from trainer.state import RestorePoint, State
 
 
 class Weights:

@@ -16,11 +16,12 @@ from support.waiting import wait_until
 
 from trainer.learning.batch import build
 from trainer.learning.selection import SelectionRule, select
-from trainer.loop.workflows import OnPolicyWorkflow
 from trainer.outages import SteadyClock, StopFlag, outlast
 from trainer.pacing import Position, SourceRule
 from trainer.source import FinishedBatch, LedgerSource
+from trainer.train import OnPolicyWorkflow
 from turnwise.errors import StoreUnavailable
+from turnwise.store import groups as groups_of
 from turnwise.store import ledger as ledger_of
 from turnwise.store import policies, queries
 from turnwise.store.database import Database, to_micros
@@ -35,9 +36,8 @@ def source_for(database: Database, **changes) -> LedgerSource:
     values = {
         "trainer_id": "t",
         "groups_per_batch": 1,
+        "singles_per_group": 1,
         "wait_seconds": 0.0,
-        "lease_seconds": 60.0,
-        "poll_seconds": 0.05,
         "stalled_seconds": STALLED_SECONDS,
     }
     return LedgerSource(database, SourceRule(**(values | changes)))
@@ -63,6 +63,28 @@ def test_a_stalled_group_is_trained_on_its_finished_sessions(database):
     assert time.monotonic() - started > STALLED_SECONDS / 2
     assert [group.group_id for group in batch.claim.groups] == ["g"]
     assert [experience.session_id for experience in batch.experiences] == ["finished"]
+
+
+@pytest.mark.parametrize("rule", [{}, {"unrewarded_seconds": 3600.0}, {"unrewarded_seconds": 0.0}])
+def test_an_ended_session_without_a_reward_counts_as_failed_by_a_setting(database, rule):
+    """Of a group of two, one has a reward. The other one holds the group until it ended, and for the set time."""
+    for session_id in ("finished", "unrewarded"):
+        add_session(database, session_id, group_id="g", group_size=2)
+    finish(database, "finished")
+    source = source_for(database, stalled_seconds=3600.0, **rule)
+    assert source._look(Position()).num_ready == 0
+    with database.read() as connection:
+        said = groups_of.describe_training(connection, queries.session(connection, "default", "unrewarded"))
+    assert "Missing: 1 not ended." in said
+    with database.write() as connection:
+        ledger_of.end_session(connection, "default", "unrewarded")
+    with database.read() as connection:
+        said = groups_of.describe_training(connection, queries.session(connection, "default", "unrewarded"))
+    assert "Missing: 1 ended without a reward (`unrewarded_seconds`)." in said
+    if rule.get("unrewarded_seconds") == 0.0:
+        wait_until(lambda: source._look(Position()).num_ready == 1, "the group is ready")
+    else:
+        assert source._look(Position()).num_ready == 0
 
 
 def test_a_stalled_group_is_dropped_if_the_policy_is_drop(database):

@@ -12,7 +12,7 @@ from support.gloo_worlds import WorldFailed, run_world, sessions
 from support.trainer_ledger import Rollouts, load_model, settings_for
 from support.world_tasks import refuse_routing, train_ledger
 
-from trainer.policy.memory_limits import MemoryLimits, read_limits
+from trainer.policy.memory import MemoryLimits, read_limits
 from turnwise.store import queries
 
 

@@ -127,14 +127,17 @@ def test_a_changed_value_is_named(
     assert place in [mismatch["place"][-len(place) :] for mismatch in report["mismatches"]]
 
 
-def test_turns_of_older_releases_are_reported_as_not_checked(trained: Database, database_url: str) -> None:
+def test_turns_and_reward_lines_without_a_digest_are_named(trained: Database, database_url: str) -> None:
     with trained.write() as connection:
-        connection.execute(sa.update(turns).values(digest=None))
-        connection.execute(sa.update(rewards).values(digest=None))
+        connection.execute(sa.update(turns).where(turns.c.turn_id == "a-t1").values(digest=None))
+        connection.execute(sa.update(rewards).where(rewards.c.reward_id == 1).values(digest=None))
         connection.execute(sa.update(updates).values(batch_digest=None))
     status, report = check(trained, database_url)
-    assert (status, report["not_checked"]["digests of turns of older releases"]) == (0, 4)
-    assert report["not_checked"]["digests of reward lines of older releases"] == 2
+    assert (status, report["not_checked"]["updates that trained nothing, or deleted turns"]) == (1, 1)
+    assert [each["place"] for each in report["mismatches"] if "has no digest" in str(each)] == [
+        "session 'a' turn 'a-t1'",
+        "session 'a' reward line 1",
+    ]
 
 
 def test_an_update_with_deleted_sessions_is_reported_as_not_checked(trained: Database, database_url: str) -> None:

@@ -13,10 +13,10 @@ import sqlalchemy as sa
 from click.testing import CliRunner
 from support.ledger_samples import add_session
 from support.migrated import migrated
+from turnwise_fake_engine import running_fake_engine
 
 from turnwise.commands.cli import main
-from turnwise.commands.records import progress_bar
-from turnwise.fake_engine import running_fake_engine
+from turnwise.commands.verify import progress_bar
 from turnwise.store.database import Database
 from turnwise.store.policies import publish_policy
 from turnwise.store.tables import sessions, turns

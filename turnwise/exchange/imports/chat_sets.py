@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnwise.exchange.imports.drafts import BadLine, Conversation, Draft, conversation_of
+from turnwise.errors import BadLine
+from turnwise.exchange.imports.drafts import Conversation, Draft, conversation_of
 from turnwise.exchange.imports.messages import chat_messages, tool_schemas
 from turnwise.exchange.imports.openai_chat import completed
 from turnwise.types import Json

@@ -5,15 +5,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 
+from turnwise.errors import BadLine
 from turnwise.types import Json
-
-
-class BadLine(Exception):
-    """A line that cannot be imported; the message says why."""
-
-
-class SkippedLine(Exception):
-    """A line that holds no conversation, such as a failed call of a log; the message says what it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from turnwise.errors import InvalidRequest
-from turnwise.exchange.imports.drafts import BadLine
+from turnwise.errors import BadLine, InvalidRequest
 from turnwise.types import Json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")

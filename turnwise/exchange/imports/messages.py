@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from turnwise.exchange.imports.drafts import BadLine
+from turnwise.errors import BadLine
 from turnwise.types import Json
 
 ROLES = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import httpx2
 
-from turnwise.errors import EngineUnavailable, EngineUnsuitable
-from turnwise.exchange.imports.drafts import BadLine
+from turnwise.errors import BadLine, EngineUnavailable, EngineUnsuitable
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.template_messages import ContentFormat
 from turnwise.types import Json

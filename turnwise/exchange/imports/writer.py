@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from turnwise.errors import InvalidRequest
-from turnwise.exchange.imports.drafts import BadLine, Draft, SkippedLine
+from turnwise.errors import BadLine, InvalidRequest, SkippedLine
+from turnwise.exchange.imports.drafts import Draft
 from turnwise.exchange.imports.files import Documents, IndexedDocuments, open_files
 from turnwise.exchange.imports.tokenise import Tokeniser
 from turnwise.store import ledger
@@ -31,14 +31,12 @@ BAD_LINES_KEPT = 1000
 
 
 class Format(Protocol):
-    """A module that reads one format."""
+    """What reads one format: a module, or an object."""
 
-    @staticmethod
-    def key_of(document: Json) -> str | None:
+    def key_of(self, document: Json) -> str | None:
         """Return the session that the document belongs to; None if it is a separate session."""
 
-    @staticmethod
-    def drafts_of(document: Json) -> list[Draft]:
+    def drafts_of(self, document: Json) -> list[Draft]:
         """Return the sessions of a document.
 
         Raises:

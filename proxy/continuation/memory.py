@@ -1,0 +1,158 @@
+"""The sessions in memory: their turns up to a number of bytes, and the token ids of these turns up to another.
+
+The store has everything, so what is dropped is read back. The ids of a whole session are kept or dropped together,
+because its turns share them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+import orjson
+
+from proxy.continuation.forest import Forest, KnownTurn
+from turnwise.types import Session, SessionKey
+
+SESSION_BYTES = 1_000
+"""Memory of a session without turns and documents."""
+DECODED = 10
+"""Memory of a decoded document, in bytes for each byte of its JSON."""
+
+
+@dataclasses.dataclass(slots=True)
+class LiveSession:
+    """A session in memory."""
+
+    session: Session
+    forest: Forest = dataclasses.field(default_factory=Forest)
+    _document_bytes: int = dataclasses.field(init=False)
+    num_read: int = 0
+    """The `seq` up to which stored turns have been read, or were found to be known."""
+
+    @property
+    def key(self) -> SessionKey:
+        """Tenant and id."""
+        return self.session.tenant, self.session.session_id
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, roughly, without the tokens of its turns."""
+        return SESSION_BYTES + self._document_bytes + self.forest.num_bytes
+
+    def __post_init__(self) -> None:
+        """Count the session's documents, which do not change while it is in memory."""
+        self._document_bytes = DECODED * len(orjson.dumps([self.session.metadata, self.session.sampling]))
+
+
+@dataclasses.dataclass(slots=True)
+class Placement:
+    """The session that a call belongs to, and how it was found."""
+
+    live: LiveSession
+    inferred_by: str | None = None
+    """The API key whose conversations identified the session; None if the call names its session."""
+    parent: KnownTurn | None = None
+    """The turn that the call extends, while it is reserved for the call."""
+
+
+class TokenCache:
+    """Keeps the ids of whole sessions, because the turns of a session share them; evicts the least recently used."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._cached: collections.OrderedDict[int, tuple[LiveSession, int]] = collections.OrderedDict()
+        """The sessions and the bytes of their ids, by the session's identity."""
+
+    def add(self, live: LiveSession, turn: KnownTurn) -> None:
+        """Count a new turn's ids, without those that it shares with its parent; evict sessions above the limit."""
+        own = _own_bytes(live, turn)
+        _, size = self._cached.pop(id(live), (live, 0))
+        self._cached[id(live)] = (live, size + own)
+        self._num_bytes += own
+        while self._num_bytes > self._max_bytes:
+            self.drop(next(iter(self._cached.values()))[0])
+
+    def drop(self, live: LiveSession) -> None:
+        """Forget the ids of a session."""
+        entry = self._cached.pop(id(live), None)
+        if entry is not None:
+            self._num_bytes -= entry[1]
+            for turn in live.forest.by_id.values():
+                turn.tokens = None
+
+
+def _own_bytes(live: LiveSession, turn: KnownTurn) -> int:
+    """Return the bytes of a turn's ids without those of its parent that are in memory."""
+    if turn.tokens is None:
+        return 0
+    parent = live.forest.by_id.get(turn.parent_turn_id or "")
+    shared = 0 if parent is None or parent.tokens is None else parent.tokens.num_bytes
+    return turn.tokens.num_bytes - shared
+
+
+class LiveSessions:
+    """Keeps the sessions that were used last."""
+
+    def __init__(self, max_sessions: int, max_bytes: int, token_cache: TokenCache) -> None:
+        self.num_bytes = 0
+        """Memory of all sessions, roughly, without their tokens."""
+        self._max_sessions = max_sessions
+        self._max_bytes = max_bytes
+        self._token_cache = token_cache
+        self._live: collections.OrderedDict[SessionKey, LiveSession] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        """Return the number of sessions."""
+        return len(self._live)
+
+    def find(self, key: SessionKey) -> LiveSession | None:
+        """Return a session, which counts as its use; None if it is not in memory."""
+        live = self._live.get(key)
+        if live is not None:
+            self._live.move_to_end(key)
+        return live
+
+    def put(self, live: LiveSession) -> None:
+        """Add a session; drop others above the limits."""
+        self.drop(live.key)
+        self._live[live.key] = live
+        self.num_bytes += live.num_bytes
+        self._evict()
+
+    def add_turns(self, live: LiveSession, turns: Iterable[KnownTurn]) -> None:
+        """Add turns to a session, which may have been dropped meanwhile; drop others above the limits."""
+        before = live.num_bytes
+        for turn in turns:
+            live.forest.add(turn)
+            self.keep_tokens(live, turn)
+        if self._holds(live):
+            self.num_bytes += live.num_bytes - before
+            self._evict()
+
+    def keep_tokens(self, live: LiveSession, turn: KnownTurn) -> None:
+        """Count the tokens of a turn, which may drop those of the sessions that were used least recently."""
+        if self._holds(live):
+            self._token_cache.add(live, turn)
+
+    def _holds(self, live: LiveSession) -> bool:
+        return self._live.get(live.key) is live
+
+    def drop(self, key: SessionKey) -> None:
+        """Remove a session."""
+        live = self._live.pop(key, None)
+        if live is not None:
+            self.num_bytes -= live.num_bytes
+            self._token_cache.drop(live)
+
+    def clear(self) -> None:
+        """Remove all sessions."""
+        for key in list(self._live):
+            self.drop(key)
+
+    def _evict(self) -> None:
+        """Drop the least recently used sessions; a single session above the limit is kept until the next."""
+        while len(self._live) > 1 and (len(self._live) > self._max_sessions or self.num_bytes > self._max_bytes):
+            self.drop(next(iter(self._live)))

@@ -1,0 +1,391 @@
+"""What the served model's chat template renders after a sampled reply, for any template, without code per model family.
+
+Nothing about a template is assumed. Each continuation renders the conversation with the engine's own template and
+tokenizer and finds the answer in the text: a marker in place of the reply's content shows where the reply ends, and
+the text before the reply must be the text that was sent before. If that does not hold, the answer is a named reason
+and the call starts a new chain.
+"""
+
+from __future__ import annotations
+
+import functools
+import os.path
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import orjson
+
+from proxy.continuation.digests import CALL_IDS, NAME
+from proxy.continuation.outline import NO_THINKING, Outliner, Outlines, answers_earlier_call, marks_of, restored
+from proxy.continuation.reply import MARKER, Reply, with_marker, without_thinking
+from proxy.continuation.template_probes import OTHER_PROBE_VALUE, PROBE_VALUE, PROBES, LongProbe, long_probes
+from turnwise.template_messages import ContentFormat, shape_conversation
+from turnwise.types import Json, TokenIds
+
+SAMPLE = "\n\n  user: Žofie — 誰? 🙂\t<tool_call>{'a': [1, 20]}</tool_call> \r\n"
+"""Text that both must tokenise alike, with the special tokens around it."""
+
+
+def text_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Return a function that tokenises text as the tokenizer's `encode` does without special tokens.
+
+    If the tokenizer's class overrides `encode`, that method is called.
+    """
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def encode_fast(text: str) -> list[int]:
+        (found,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = found.ids
+        return ids
+
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not hasattr(backend, "encode_batch_fast") or not _encodes_in_the_usual_way(type(tokenizer)):
+        return encode
+    sample = SAMPLE.join(["", *tokenizer.all_special_tokens, ""])
+    expected = encode(sample)  # switches off truncation and padding that the tokenizer sets
+    return encode_fast if encode_fast(sample) == expected else encode
+
+
+def _encodes_in_the_usual_way(kind: type) -> bool:
+    """Return whether a tokenizer's class overrides none of the methods that lead to the Rust tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    methods = ("encode", "_encode_plus")
+    return all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name) for name in methods)
+
+
+MAX_CLOSINGS = 1024
+"""Kinds of conversations whose closing text is known."""
+GIVEN_BYTES = 16
+"""Length of the digest of tools and template arguments in the key of a closing text."""
+
+Reason = Literal["template_unsafe", "thinking_stripped", "tokenizer_differs"]
+
+
+class Unsafe(Exception):
+    """The stored tokens cannot be extended faithfully; `reason` goes into the turn."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+class Checked(NamedTuple):
+    """A continuation of the whole conversation."""
+
+    ids: TokenIds
+    """The tokens between the sampled reply and the next one."""
+    closing: str
+    """The text that closes the reply as the last message."""
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is needed here."""
+
+    chat_template: Any
+    all_special_tokens: list[str]
+
+    def apply_chat_template(self, conversation: list[Json], **kwargs: Any) -> Any:
+        """Render a conversation."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise text."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        """Return the text of tokens."""
+
+
+class ChatTemplate:
+    """Renders conversations as the engine does."""
+
+    def __init__(self, tokenizer: ChatTokenizer, end_tokens: Sequence[int], content_format: ContentFormat) -> None:
+        self._tokenizer = tokenizer
+        self._encode = text_encoder(tokenizer)
+        self._format = content_format
+        self._ends = {token: tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens}
+        self._renders_developer = "developer" in str(tokenizer.chat_template)
+        self._outliner: Outliner | None = None
+        self._lock = threading.Lock()
+        self._closings: dict[Hashable, str] = {}
+        """The text that closes a reply, by what decides it, of conversations in which the tokens could be extended."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end a turn."""
+        return frozenset(self._ends)
+
+    @functools.cached_property
+    def fields_read(self) -> frozenset[str]:
+        """What the template prints besides role, content and tool calls: `NAME`, `CALL_IDS`.
+
+        Found by rendering: the same conversation with other names or ids gives another text. Both values are nine
+        letters and digits, because some templates refuse other ids.
+        """
+        return frozenset(field for field in (NAME, CALL_IDS) if self._prints(field))
+
+    def _prints(self, field: str) -> bool:
+        for probe in PROBES:
+            values = {NAME: PROBE_VALUE, CALL_IDS: PROBE_VALUE}
+            try:
+                texts = {
+                    self.render(probe({**values, field: value}), None, {}, generate=False)
+                    for value in (PROBE_VALUE, OTHER_PROBE_VALUE)
+                }
+            except Unsafe:
+                continue  # the template refuses this kind of conversation, so no such conversation is ever extended
+            if len(texts) > 1:
+                return True
+        return False
+
+    def render(self, messages: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
+        """Return the prompt's text.
+
+        Raises:
+            Unsafe: when the template refuses the conversation.
+        """
+        try:
+            conversation = shape_conversation(messages, self._format, has_developer=self._renders_developer)
+            text = self._tokenizer.apply_chat_template(
+                conversation, tools=tools or None, tokenize=False, **{**arguments, "add_generation_prompt": generate}
+            )
+        except Exception as error:
+            raise Unsafe("template_unsafe") from error
+        return str(text)
+
+    def tokenise(self, text: str) -> list[int]:
+        """Return the ids of a rendered prompt."""
+        return self._encode(text)
+
+    def token_texts(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """Return the text of each of these tokens on its own; a part of a character becomes U+FFFD."""
+        return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in token_ids}
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Texts of the tokens that mark structure, such as the ends of turns."""
+        return frozenset(self._tokenizer.all_special_tokens)
+
+    def shorten_if_alike(self) -> None:
+        """Render long conversations in short from now on, if probes show that this template continues both alike."""
+        if not self.end_tokens:
+            return
+        for shortens_tools in (True, False):
+            self.shorten(tools=shortens_tools)
+            if self._outliner is None or all(map(self._continues_alike, long_probes(min(self.end_tokens)))):
+                return
+        self._outliner = None
+
+    def shorten(self, *, tools: bool) -> None:
+        """Render long conversations in short from now on, and with `tools` long lists of tools too, unchecked."""
+        marks = marks_of(self._tokenizer.chat_template) if isinstance(self._tokenizer.chat_template, str) else None
+        self._outliner = None if marks is None else Outliner(marks, shortens_tools=tools)
+        self._closings = {}
+
+    @property
+    def shortens_tools(self) -> bool | None:
+        """Whether long lists of tools are rendered in short too; None where nothing is."""
+        return None if self._outliner is None else self._outliner.shortens_tools
+
+    @property
+    def shortens(self) -> bool:
+        """Whether long conversations are rendered in short."""
+        return self._outliner is not None
+
+    def renders_in_short(self, messages: Sequence[Json], replied: int) -> bool:
+        """Return whether what is before the reply at index `replied` is rendered in short.
+
+        A template may print the function of the call that a result answers, so that call must not be left out.
+        """
+        return self.shortens and not answers_earlier_call(messages[replied:])
+
+    def _continues_alike(self, probe: LongProbe) -> bool:
+        """Return whether the short way answers like the whole way, also once it knows the kind of conversation."""
+        probes = [probe] if probe.reply.reasoning else [probe, probe.with_other_text()]
+        return all(
+            self._answer(self.continuation, each) == self._answer(self.whole_continuation, each) for each in probes
+        )
+
+    @staticmethod
+    def _answer(continuation: Callable[..., TokenIds], probe: LongProbe) -> list[int] | Reason:
+        """Return the answer to a probe: ids, or the reason of a refusal."""
+        try:
+            found = continuation(
+                probe.messages, probe.replied, probe.reply, probe.tools, {}, keep_thinking=probe.keep_thinking
+            )
+            return list(map(int, found))
+        except Unsafe as unsafe:
+            return unsafe.reason
+
+    def continuation(
+        self,
+        messages: Sequence[Json],
+        replied: int,
+        reply: Reply,
+        tools: Any,
+        arguments: Json,
+        *,
+        keep_thinking: bool,
+        outlines: Outlines | None = None,
+        thinking: Mapping[int, str] = NO_THINKING,
+    ) -> TokenIds:
+        """Return the tokens between the sampled reply and the next one, as `whole_continuation` does.
+
+        A long conversation before the reply is replaced by its outline, where that was shown to make no difference.
+        Of conversations with the same kinds of messages, only the first is rendered and checked as a whole. Of the
+        others only the text after the reply is rendered; they are checked as a whole if the reply does not close as
+        the first one's, for example where a call's id is printed. `outlines` are of the same messages; they are used
+        again and completed. `thinking` is what is put into replies, by their positions.
+
+        Raises:
+            Unsafe: as `whole_continuation`.
+        """
+        if self._outliner is None or not self.renders_in_short(messages, replied):
+            messages = restored(messages, thinking)
+            return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+        messages, replied, kinds = self._outliner.shortened(messages, replied, outlines, thinking)
+        tools = self._outliner.outline_tools(tools)
+        if reply.reasoning:  # whether a template prints thinking may depend on its text
+            return self.whole_continuation(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+        end_token = reply.last_token if reply.ended else None
+        given = orjson.dumps([tools, arguments], option=orjson.OPT_SORT_KEYS)
+        key = (kinds, replied, end_token, keep_thinking, blake2b(given, digest_size=GIVEN_BYTES).digest())
+        if keep_thinking:
+            messages = [without_thinking(message) for message in messages]
+        known = self._closings.get(key)
+        if known is not None:
+            has_calls = bool(messages[replied].get("tool_calls"))
+            try:
+                rest = self._after_marker(with_marker(messages, replied), tools, arguments, generate=True)
+                return self._tokenise(reply, *self._split_at_end(rest, known, reply, has_calls=has_calls))
+            except Unsafe:
+                pass  # the check of the whole decides
+        checked = self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking)
+        self._keep_closing(key, checked.closing)
+        return checked.ids
+
+    def _keep_closing(self, key: Hashable, closing: str) -> None:
+        """Keep the text that closes a reply in place of the oldest one; calls do this in several threads."""
+        with self._lock:
+            while len(self._closings) >= MAX_CLOSINGS:
+                del self._closings[next(iter(self._closings))]
+            self._closings[key] = closing
+
+    def whole_continuation(
+        self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
+    ) -> TokenIds:
+        """Return the tokens between the sampled reply and the next one.
+
+        Args:
+            messages: the whole conversation, thinking put back where it was sampled.
+            replied: index in `messages` of the reply that is extended.
+            reply: how that reply ended.
+            tools: tool schemas.
+            arguments: the template's own arguments.
+            keep_thinking: stay on the chain although the template drops earlier thinking.
+
+        Raises:
+            Unsafe: when the template does not put the same text before, or no recognisable text after the reply.
+        """
+        return self._checked(messages, replied, reply, tools, arguments, keep_thinking=keep_thinking).ids
+
+    def _checked(
+        self, messages: Sequence[Json], replied: int, reply: Reply, tools: Any, arguments: Json, *, keep_thinking: bool
+    ) -> Checked:
+        """Do what `whole_continuation` does."""
+        if keep_thinking:
+            messages = [without_thinking(message) for message in messages]
+        whole = self.render(messages, tools, arguments, generate=True)
+        marked = with_marker(messages, replied)
+        closing = self._after_marker(marked[: replied + 1], tools, arguments, generate=False)
+        rest = self._after_marker(marked, tools, arguments, generate=True)
+        end, after = self._split_at_end(rest, closing, reply, has_calls=bool(messages[replied].get("tool_calls")))
+        if not whole.endswith(end + after):
+            raise Unsafe("template_unsafe")
+        reply_end = len(whole) - len(end + after)
+        self._check_unchanged(whole, reply_end, messages, replied, reply, tools, arguments, keep_thinking)
+        return Checked(self._tokenise(reply, end, after), closing)
+
+    def _tokenise(self, reply: Reply, end: str, after: str) -> TokenIds:
+        """Tokenise the text after a reply; `end` is its sampled end-of-turn token, empty without one."""
+        if not end or reply.last_token is None:
+            return np.asarray(self.tokenise(after), np.int32)
+        return self._tokenise_after(reply.last_token, end, after)
+
+    def _after_marker(self, marked: Sequence[Json], tools: Any, arguments: Json, *, generate: bool) -> str:
+        """Return the text after the marked reply's content."""
+        _, found, rest = self.render(marked, tools, arguments, generate=generate).rpartition(MARKER)
+        if not found:
+            raise Unsafe("template_unsafe")
+        return rest
+
+    def _split_at_end(self, rest: str, closing: str, reply: Reply, *, has_calls: bool) -> tuple[str, str]:
+        """Return the sampled end-of-turn token, empty where none was sampled, and the text that follows the reply.
+
+        Args:
+            rest: the text after the reply's content, with the messages that follow.
+            closing: the same for the reply as the last message.
+            reply: how it ended.
+            has_calls: whether it calls tools; then syntax that was sampled stands between content and end.
+        """
+        if reply.ended and reply.last_token is not None:
+            end = self._ends[reply.last_token]
+            at = _last_common(closing, rest, end)
+            # Some templates have no closing: the token that opens the next message is what ends the turn.
+            if at is None and end not in closing and rest.startswith(closing + end):
+                at = len(closing)
+            if at is None:
+                raise Unsafe("template_unsafe")
+            return end, rest[at + len(end) :]
+        if not has_calls:
+            return "", rest
+        found = [at for end in self._ends.values() if (at := _last_common(closing, rest, end)) is not None]
+        if not found:
+            raise Unsafe("template_unsafe")
+        return "", rest[max(found) :]
+
+    def _check_unchanged(
+        self,
+        whole: str,
+        reply_end: int,
+        messages: Sequence[Json],
+        replied: int,
+        reply: Reply,
+        tools: Any,
+        arguments: Json,
+        keep_thinking: bool,
+    ) -> None:
+        """Check that the text before the reply is the text that the reply was sampled after."""
+        before = self.render(messages[:replied], tools, arguments, generate=True)
+        thinking_shown = keep_thinking or reply.reasoning.strip() in whole[len(before) : reply_end]
+        if whole.startswith(before) and len(before) <= reply_end and thinking_shown:
+            return
+        plain = [without_thinking(message) for message in messages]
+        history = self.render(plain[:replied], tools, arguments, generate=False)
+        if not self.render(plain, tools, arguments, generate=True).startswith(history):
+            raise Unsafe("template_unsafe")
+        if not keep_thinking:
+            raise Unsafe("thinking_stripped")
+
+    def _tokenise_after(self, token: int, spelled: str, text: str) -> TokenIds:
+        """Tokenise text that follows a special token: some tokenizers treat the start of a text differently."""
+        ids = self.tokenise(spelled + text)
+        if not ids or ids[0] != token:
+            raise Unsafe("tokenizer_differs")
+        return np.asarray(ids[1:], np.int32)
+
+
+def _last_common(closing: str, rest: str, end: str) -> int | None:
+    """Return the last position of `end` in the common prefix of both texts; None without one."""
+    shared = os.path.commonprefix([closing, rest])  # noqa: RUF071  of texts, one character at a time, as it does
+    at = shared.rfind(end)
+    return None if at < 0 else at

@@ -1,0 +1,141 @@
+"""Conversations that show what a chat template prints, and whether it continues long ones as their outlines."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from proxy.continuation.digests import CALL_IDS, NAME
+from proxy.continuation.reply import Reply
+from turnwise.types import Json
+
+PROBE_VALUE, OTHER_PROBE_VALUE = "probe0001", "probe0002"
+"""Nine letters and digits, because some templates refuse other ids of tool calls."""
+
+
+def _named_probe(values: dict[str, str]) -> list[Json]:
+    """Return a conversation with names."""
+    name = values[NAME]
+    return [
+        {"role": "user", "content": "a", "name": name},
+        {"role": "assistant", "content": "b", "name": name},
+        {"role": "user", "content": "c", "name": name},
+    ]
+
+
+def _system_probe(values: dict[str, str]) -> list[Json]:
+    """Return a conversation with a named system message."""
+    return [{"role": "system", "content": "a", "name": values[NAME]}, {"role": "user", "content": "b"}]
+
+
+def _tool_probe(values: dict[str, str]) -> list[Json]:
+    """Return a conversation with a tool call."""
+    call = {"id": values[CALL_IDS], "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": values[CALL_IDS], "name": values[NAME], "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+PROBES: Sequence[Callable[[dict[str, str]], list[Json]]] = (_named_probe, _system_probe, _tool_probe)
+"""Kinds of conversations; a template may refuse some of them."""
+
+
+REPEATED = 12
+"""Repetitions of a pattern: enough for most of them to be left out of the outline."""
+LONG_TEXT = "Some text that is long enough to lose its middle in the outline. " * 8
+OTHER_TEXT = "Words of another length, none of which the first text has. " * 6
+CALLED, OTHER_CALLED = "look_up", "write_down"
+TOOLS: list[Json] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": LONG_TEXT,
+            "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        },
+    }
+    for name in (CALLED, OTHER_CALLED, "send_off")
+]
+SYSTEM: Json = {"role": "system", "content": LONG_TEXT}
+USER: Json = {"role": "user", "content": LONG_TEXT}
+ANSWER: Json = {"role": "assistant", "content": LONG_TEXT}
+THOUGHT: Json = {**ANSWER, "reasoning": LONG_TEXT}
+EMBEDDED_THOUGHT: Json = {"role": "assistant", "content": f"<think>\n{LONG_TEXT}\n</think>\n\n{LONG_TEXT}"}
+
+
+class LongProbe(NamedTuple):
+    """A conversation whose reply at index `replied` is continued."""
+
+    messages: list[Json]
+    replied: int
+    reply: Reply
+    tools: list[Json] | None
+    keep_thinking: bool
+
+    def with_other_text(self) -> LongProbe:
+        """Return a conversation with the same kinds of messages: with other texts, functions and ids of calls."""
+        text = json.dumps([self.messages, self.reply.reasoning]).replace(LONG_TEXT, OTHER_TEXT)
+        messages, reply = json.loads(text.replace(CALLED, OTHER_CALLED).replace("call_", "made_"))
+        return self._replace(messages=messages, reply=dataclasses.replace(self.reply, reasoning=reply))
+
+
+def _call(number: int, content: str = "", *, name: str = CALLED, first: int = 0, **fields: Any) -> Json:
+    """Return a reply with calls; their ids have nine characters, because some templates refuse others."""
+    arguments = json.dumps({"name": LONG_TEXT})
+    calls = [
+        {"id": f"call_{each:04}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for each in range(first, first + number)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls, **fields}
+
+
+def _results(number: int, *, first: int = 0, **fields: Any) -> list[Json]:
+    return [
+        {"role": "tool", "tool_call_id": f"call_{each:04}", "content": LONG_TEXT, **fields}
+        for each in range(first, first + number)
+    ]
+
+
+WORK = [_call(1), *_results(1, name=CALLED)]
+OTHER_WORK = [_call(1, first=9), *_results(1, first=9)]
+SAME_ID = [_call(1, name="send_off"), *_results(1)]
+"""Another function with the id of a later call, which a template may take for the later one."""
+BEFORE: Sequence[list[Json]] = (
+    [SYSTEM, USER, *[ANSWER, USER] * REPEATED],
+    [USER, *[ANSWER, USER] * REPEATED],
+    [SYSTEM, USER, *[THOUGHT, USER] * REPEATED],
+    [USER, *[EMBEDDED_THOUGHT, USER] * REPEATED],
+    [SYSTEM, USER, *WORK * REPEATED],
+    [USER, *[_call(1, reasoning=LONG_TEXT), *_results(1, name=CALLED)] * REPEATED],
+    [SYSTEM, USER, *[_call(2, LONG_TEXT), *_results(2, name=CALLED)] * REPEATED],
+    [SYSTEM, USER, *OTHER_WORK * REPEATED, *SAME_ID, *OTHER_WORK * REPEATED],
+    [SYSTEM, USER, *WORK * REPEATED, ANSWER, USER, *WORK * REPEATED],
+    [SYSTEM, USER, *WORK * REPEATED, THOUGHT, USER, *[ANSWER, USER] * REPEATED],
+)
+"""What stands before the reply."""
+REPLIES: Sequence[tuple[Json, list[Json]]] = (
+    (ANSWER, [USER]),
+    (THOUGHT, [USER]),
+    (_call(1), _results(1)),
+    (_call(2, reasoning=LONG_TEXT), [*_results(2, name=CALLED), USER]),
+)
+"""Replies, and what follows them."""
+
+
+def long_probes(end_token: int) -> Iterator[LongProbe]:
+    """Yield the probes; `end_token` is what ends a reply that was not cut off."""
+    for before, (reply, after), keep_thinking in itertools.product(BEFORE, REPLIES, (False, True)):
+        has_calls = any(message.get("tool_calls") for message in [*before, reply])
+        yield LongProbe(
+            [*before, reply, *after],
+            len(before),
+            Reply(last_token=end_token, ended=True, reasoning=reply.get("reasoning", "")),
+            TOOLS if has_calls else None,
+            keep_thinking,
+        )

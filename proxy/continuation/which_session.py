@@ -1,0 +1,287 @@
+"""Which session a call belongs to: by what the request names, or by the conversation that it continues.
+
+A session is named by, in this order: the URL's path, `X-Session-Id`, `metadata.session_id`, and the native ids of
+`NATIVE_IDS`. A session of a native id is called `<entry>:<id>`, so that ids of different kinds never meet. Each entry
+is turned off by its name in the setting `ignored_ids`. With `x-parent-session-id` the session is the parent's, and
+`X-Session-Id` names the agent. A name whose session is over continues as `id~2`, `id~3`, in this order.
+
+Without a name, parallel rollouts of one task may send equal prompts and get equal replies. The ids of tool calls are
+unique to a run and come back with the next request. Without them, runs with equal conversations are interchangeable, so
+each one continues a turn that nothing extends yet. If every candidate has been extended, the choice is not decidable.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import orjson
+
+from proxy.continuation.forest import KnownTurn, is_free
+from proxy.continuation.memory import LiveSession
+from proxy.dialects.base import Call
+from proxy.http.session_headers import AFFINITY, CLAUDE_SESSION, CODEX_SESSION, LITELLM_SESSION, OWN, PARENT, THREAD
+from turnwise.errors import InvalidRequest
+from turnwise.store import history
+from turnwise.store.database import Database
+from turnwise.types import Json
+
+Headers = Mapping[bytes, bytes]
+SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
+"""Valid session ids. They are part of URLs and headers, so no character needs escaping, and no id is `..`."""
+_SESSION_ID = re.compile(SESSION_ID)
+_MAX_NATIVE_ID = 200
+_UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
+_CLAUDE_SESSION = re.compile(rf"_session_({_UUID.pattern})$")
+
+
+class NativeId(NamedTuple):
+    """One way in which harnesses name their session."""
+
+    name: str
+    """In the setting `ignored_ids`, and before the id in the session's id."""
+    read: Callable[[Headers, Json], object]
+    """Returns the id from headers and body; None, or anything but text, for none."""
+    agent: Callable[[Headers], str | None] = lambda _: None
+    """Returns the id of the agent within the session; None for the main agent."""
+
+
+def _header(*names: bytes) -> Callable[[Headers, Json], str | None]:
+    return lambda headers, _: next((found for name in names if (found := _text(headers, name))), None)
+
+
+def _text(headers: Headers, name: bytes) -> str | None:
+    return headers.get(name, b"").decode("latin-1") or None
+
+
+def _unique_cache_key(_: Headers, body: Json) -> str | None:
+    """Return `prompt_cache_key` if it contains a UUID: applications also send one key for all their conversations."""
+    key = body.get("prompt_cache_key")
+    return key if isinstance(key, str) and _UUID.search(key) else None
+
+
+def _claude_user(_: Headers, body: Json) -> object:
+    """Return the session in Claude Code's `metadata.user_id`: `user_…_session_<uuid>`, or JSON with `session_id`."""
+    metadata = body.get("metadata")
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user_id, str):
+        return None
+    if user_id.startswith("{"):
+        try:
+            decoded: Any = orjson.loads(user_id)
+        except orjson.JSONDecodeError:
+            return None
+        return decoded.get("session_id") if isinstance(decoded, dict) else None
+    found = _CLAUDE_SESSION.search(user_id)
+    return found[1] if found else None
+
+
+def _conversation(_: Headers, body: Json) -> object:
+    """Return the id of a Responses API conversation."""
+    conversation = body.get("conversation")
+    return conversation.get("id") if isinstance(conversation, dict) else conversation
+
+
+def _codex_agent(headers: Headers) -> str | None:
+    """Return the thread of a Codex sub-agent; the main thread has the session's own id."""
+    thread = _text(headers, THREAD)
+    return thread if thread != _header(*CODEX_SESSION)(headers, {}) else None
+
+
+CLAUDE_AGENT = b"x-claude-code-agent-id"
+AGENT_HEADERS = frozenset({CLAUDE_AGENT, THREAD})
+"""The headers that can name an agent."""
+NATIVE_IDS = (
+    NativeId("claude-code", _header(CLAUDE_SESSION), lambda headers: _text(headers, CLAUDE_AGENT)),
+    NativeId("codex", _header(*CODEX_SESSION, THREAD), _codex_agent),
+    NativeId("litellm", _header(LITELLM_SESSION)),
+    NativeId("session-affinity", _header(AFFINITY)),
+    NativeId("claude-user", _claude_user),
+    NativeId("conversation", _conversation),
+    NativeId("prompt-cache-key", _unique_cache_key),
+)
+"""In the order in which they are tried."""
+OWN_HEADER = OWN.decode()
+
+
+def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Collection[str]) -> None:
+    """Set the session that a call names, where it names it, and its agent.
+
+    Args:
+        call: the call.
+        path_id: the session in the URL's path.
+        headers: of the request.
+        ignored: names of the entries that are turned off.
+
+    Raises:
+        InvalidRequest: a session id that is not valid.
+    """
+    if not AGENT_HEADERS.isdisjoint(headers):
+        agents = (entry.agent(headers) for entry in NATIVE_IDS if entry.name not in ignored)
+        call.agent_id = next(filter(None, agents), None)
+    metadata = call.body.get("metadata") or {}
+    explicit = {
+        "path": path_id,
+        OWN_HEADER: None if OWN_HEADER in ignored else _own_session(call, headers),
+        "metadata": metadata.get("session_id"),
+    }
+    for source, session_id in explicit.items():
+        if session_id:
+            call.session_id, call.session_source = check_id(session_id), source
+            return
+    body = {**call.body, **call.original}
+    for entry in NATIVE_IDS:
+        native = None if entry.name in ignored else entry.read(headers, body)
+        if isinstance(native, str) and native:
+            call.session_id, call.session_source = _native_session_id(entry.name, native), entry.name
+            return
+
+
+def _own_session(call: Call, headers: Headers) -> str | None:
+    """Return the session of `X-Session-Id`; of a sub-agent the parent's, and set its own id as the agent's."""
+    own, parent = _text(headers, OWN), _text(headers, PARENT)
+    if parent is None:
+        return own
+    call.agent_id = call.agent_id or own
+    return parent
+
+
+def _native_session_id(name: str, native: str) -> str:
+    """Return the session id of a native id; one that is too long or has special characters is replaced by a digest."""
+    session_id = f"{name}:{native}"
+    if len(native) <= _MAX_NATIVE_ID and _SESSION_ID.fullmatch(session_id):
+        return session_id
+    return f"{name}:{blake2b(native.encode(errors='replace'), digest_size=16).hexdigest()}"
+
+
+def check_id(session_id: object) -> str:
+    """Return the id if it is valid.
+
+    Raises:
+        InvalidRequest: when it is empty, too long, or contains a character that needs escaping in a URL.
+    """
+    if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
+        raise InvalidRequest(
+            "a session id has 1 to 256 ASCII letters, digits or any of -_.:@~, and does not start with a dot, "
+            f"not {session_id!r:.80}",
+            param="session_id",
+        )
+    return session_id
+
+
+MAX_NAME = 240
+"""Characters of a session id that its continuations keep; a number follows."""
+
+
+def next_id(session_id: str, number: int) -> str:
+    """Return the id of the `number`-th session of an application's id; the second is the first with a suffix."""
+    return f"{session_id[:MAX_NAME]}~{number}"
+
+
+def newest_turn(database: Database, tenant: str, session_id: str, conversation_id: str) -> str | None:
+    """Return the newest turn with a whole reply in a conversation; None if it has none.
+
+    Args:
+        database: the store.
+        tenant: of the session.
+        session_id: the first session of the conversation.
+        conversation_id: the conversation.
+    """
+    newest = None
+    with database.read() as connection:
+        for number in itertools.count(1):
+            name = session_id if number == 1 else next_id(session_id, number)
+            exists, turn_id = history.newest_in_conversation(connection, tenant, name, conversation_id)
+            if not exists:
+                return newest
+            newest = turn_id or newest
+    raise AssertionError("an endless count has ended")
+
+
+MAX_COMPARED = 1_000
+"""Sessions with the same conversation that one call is compared with, the newest ones."""
+
+
+class Caller(NamedTuple):
+    """Whose conversations a call may continue. Key ids are unique only within a tenant."""
+
+    tenant: str
+    key_id: str
+
+
+class InferredSessions:
+    """Keeps ids of sessions by their conversations, up to a number in all; the oldest are dropped."""
+
+    def __init__(self, max_ids: int) -> None:
+        self._max_ids = max_ids
+        self._num_ids = 0
+        self._found: collections.OrderedDict[tuple[Caller, bytes], dict[str, None]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        """Return the number of ids."""
+        return self._num_ids
+
+    def find(self, caller: Caller, digest: bytes) -> list[str]:
+        """Return the sessions of this caller that contain the conversation with this digest, the oldest first."""
+        return list(self._found.get((caller, digest), ()))[-MAX_COMPARED:]
+
+    def add(self, caller: Caller, digest: bytes, session_id: str) -> None:
+        """Add a session as the newest of its conversation."""
+        session_ids = self._found.setdefault((caller, digest), {})
+        self._found.move_to_end((caller, digest))
+        self._num_ids += session_id not in session_ids
+        session_ids[session_id] = None
+        while self._num_ids > self._max_ids:
+            self._drop_oldest()
+
+    def clear(self) -> None:
+        """Drop all of them."""
+        self._found.clear()
+        self._num_ids = 0
+
+    def _drop_oldest(self) -> None:
+        """Drop the oldest session of the conversation that got no session for the longest time."""
+        key, session_ids = next(iter(self._found.items()))
+        del session_ids[next(iter(session_ids))]
+        self._num_ids -= 1
+        if not session_ids:
+            del self._found[key]
+
+
+class Candidate(NamedTuple):
+    """A session that contains the conversation, and the turn that the call would extend in it."""
+
+    live: LiveSession
+    turn: KnownTurn
+
+
+def choose_candidate(
+    candidates: Sequence[Candidate], call_ids: frozenset[str], reserved: Container[str], *, is_complete: bool
+) -> Candidate | None:
+    """Return the candidate that the call continues; None where that is not decidable.
+
+    Args:
+        candidates: the oldest first.
+        call_ids: ids of the tool calls that the conversation repeats.
+        reserved: ids of turns that running calls extend.
+        is_complete: whether these are all candidates of the store, not only those in memory.
+    """
+    candidates = [candidate for candidate in candidates if not candidate.turn.is_aborted] or candidates
+    known_ids = [candidate.live.forest.call_ids(candidate.turn) for candidate in candidates]
+    same_run = [candidate for candidate, ids in zip(candidates, known_ids, strict=True) if ids & call_ids]
+    if same_run:
+        free = [candidate for candidate in same_run if is_free(candidate.turn, reserved)]
+        return (free or same_run)[-1]
+    is_other_run = bool(call_ids) and any(known_ids)
+    if is_other_run and not is_complete:
+        return None
+    free = [candidate for candidate in candidates if is_free(candidate.turn, reserved)]
+    if free:
+        return free[-1]
+    num_sessions = len({candidate.live.session.session_id for candidate in candidates})
+    is_branch = is_complete and num_sessions == 1 and not is_other_run
+    return candidates[-1] if is_branch else None

@@ -1,0 +1,77 @@
+"""A call passes few functions of the project, so that one engineer can follow it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from support.in_process import in_process_proxy
+from support.waiting import wait_until
+
+import proxy
+import turnwise
+from proxy.http.asgi import App
+from turnwise.types import Outcome
+
+ROOTS = tuple(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (proxy, turnwise))
+MAX_FUNCTIONS, MAX_FILES = 283, 47
+"""Of a streamed second turn."""
+COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
+"""Code that some versions of Python call as functions."""
+
+
+class Trace:
+    """Notes the project's functions that the event loop calls while a request is served."""
+
+    def __init__(self) -> None:
+        self.functions: set[CodeType] = set()
+
+    def wrap(self, app: App) -> App:
+        """Return the app with each request traced; the last one counts."""
+
+        async def serve(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            self.functions.clear()
+            sys.setprofile(self._note)
+            try:
+                await app(scope, receive, send)
+            finally:
+                sys.setprofile(None)
+
+        return serve
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOTS) and code.co_name not in COMPREHENSIONS:
+            self.functions.add(code)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The number of functions by file."""
+        names = [code.co_filename for code in self.functions]
+        return {name: names.count(name) for name in sorted(set(names))}
+
+
+def test_a_streamed_second_turn_passes_few_functions_in_few_files(tmp_path: Path) -> None:
+    """From the route to the end of the reply, in the serving process; the turn extends the first one exactly."""
+    trace = Trace()
+    with in_process_proxy(tmp_path, engine_check="strict", wrap=trace.wrap) as (http, _):
+        wait_until(lambda: http.get("/readyz").status_code == 200, "the proxy is ready")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello."}]
+        for _ in range(2):
+            body = {"model": "fake", "messages": messages, "stream": True, "max_tokens": 20}
+            http.post("/sessions/s/v1/chat/completions", json=body).raise_for_status()
+            functions, files = set(trace.functions), trace.files
+            turns = http.get("/v1/sessions/s/turns").raise_for_status().json()["data"]
+            messages += [turns[-1]["response"], {"role": "user", "content": "Go on."}]
+    assert [turn["outcome"] for turn in turns] == [Outcome.EXACT] * 2
+    assert turns[1]["parent_turn_id"] == turns[0]["turn_id"]
+    listed = sorted(f"{code.co_filename}: {code.co_qualname}" for code in functions)
+    print(f"{len(functions)} functions in {len(files)} files", *listed, sep="\n")
+    assert len(functions) <= MAX_FUNCTIONS
+    assert len(files) <= MAX_FILES

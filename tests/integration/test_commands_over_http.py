@@ -1,0 +1,68 @@
+"""Commands that read over HTTP: a URL and a key instead of the database, by flag or environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from support.proxies import running_proxy
+from turnwise_fake_engine import running_fake_engine
+
+from turnwise.client import Client
+from turnwise.commands.cli import main
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), env=environment)
+
+
+def lines_of(result: Result) -> list[dict]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What HTTP gives is what the database gives."""
+    pytest.importorskip("openai")
+    monkeypatch.chdir(tmp_path)
+    url = f"sqlite:///{tmp_path}/turnwise.db"
+    made = json.loads(run("keys", "create", "--role", "admin", "--database", url, "--json").stdout)
+    with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path) as proxy:
+        with Client(proxy.url, made["key"]) as client:
+            for name in ("a", "b"):
+                session = client.create_session(session_id=name, task_id=f"task-{name}")
+                messages = [{"role": "user", "content": f"Hello from {name}"}]
+                session.openai().chat.completions.create(model="fake", messages=messages)
+                session.end(reward=0.25)
+        there = ("--url", proxy.url, "--api-key", made["key"])
+        variables = {"TURNWISE_URL": proxy.url, "TURNWISE_API_KEY": made["key"]}
+        by_http = json.loads(run("sessions", "--json", *there).stdout)
+        assert [each["session_id"] for each in by_http] == ["b", "a"]
+        assert json.loads(run("sessions", "--json", **variables).stdout) == by_http
+        filtered = json.loads(run("sessions", "--json", "--task-id", "task-a", *there).stdout)
+        assert [each["session_id"] for each in filtered] == ["a"]
+        assert "task-b" in run("sessions", **variables).stdout
+        for options in (("--format", "openai"), ("--merge", "chain")):
+            stored = lines_of(run("export", *options, "--database", url))
+            served = lines_of(run("export", *options, **variables))
+            key = lambda line: json.dumps(line["messages"] if "messages" in line else line["tokens"])  # noqa: E731
+            assert sorted(map(key, served)) == sorted(map(key, stored))
+        (document,) = lines_of(run("export", "--format", "sessions", "--session-id", "a", *there))
+        (whole,) = lines_of(run("export", "--format", "sessions", "--session-id", "a", "--database", url))
+        assert set(document) == set(whole)
+        assert document["turns"][0]["prompt_token_ids"] == whole["turns"][0]["prompt_token_ids"]
+        assert [line["value"] for line in document["rewards"]] == [0.25]
+        assert json.loads(run("policies", "--json", *there).stdout) == []
+        assert json.loads(run("updates", "--json", *there).stdout) == []
+        missing, wrong = (
+            run("sessions", "--url", proxy.url),
+            run("sessions", "--url", proxy.url, "--api-key", "tw-wrong"),
+        )
+    assert (missing.exit_code, "none was given" in missing.stderr) == (2, True)
+    assert (wrong.exit_code, "none was given" in wrong.stderr) == (2, False)
+    assert "not both" in run("sessions", "--url", "http://x", "--database", url).stderr
+    assert "--tenant needs the database" in run("sessions", "--url", "http://x", "--tenant", "t").stderr

@@ -1,0 +1,87 @@
+"""Exports of the store: each format's lines, the same bytes for the same input, and formats of packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from support.exchanged import CALL, TOOLS, captured, export, lines_of
+from support.ledger_samples import add_session
+from support.migrated import migrated
+
+from turnwise.commands.cli import main
+from turnwise.exchange import plugins
+from turnwise.store.database import Database
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = captured(tmp_path)
+    yield database
+    database.close()
+
+
+def test_a_conversation_becomes_a_line_of_openais_format(database: Database, tmp_path: Path) -> None:
+    first, second = lines_of(export(tmp_path, "--format", "openai"))
+    assert first["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who is kim's boss?"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"boss": "lea"}'},
+        {"role": "assistant", "content": "lea"},
+    ]
+    assert first["tools"] == TOOLS
+    assert [message["role"] for message in second["messages"]][-2:] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("format_name", ["jsonl", "sessions", "openai", "parquet", "hf"])
+def test_the_same_input_gives_the_same_bytes(format_name: str, database: Database, tmp_path: Path) -> None:
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        export(tmp_path, "--format", format_name, "--output", str(place))
+    files = [sorted(path for path in [place, *place.rglob("*")] if path.is_file()) for place in places]
+    assert files[0]
+    assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+def test_a_data_set_directory_is_read_by_the_datasets_library(database: Database, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    export(tmp_path, "--format", "hf", "--output", str(tmp_path / "set"), "--merge", "chain")
+    rows = datasets.load_dataset(str(tmp_path / "set"), split="train", cache_dir=str(tmp_path / "cache"))
+    jsonl = lines_of(export(tmp_path, "--format", "jsonl", "--merge", "chain"))
+    assert [row["tokens"] for row in rows] == [line["tokens"] for line in jsonl]
+    assert [row["logprobs"][row["prompt_length"] :] for row in rows] == [line["logprobs"] for line in jsonl]
+    assert [row["reward"] for row in rows] == [0.5, 0.5]
+
+
+def test_a_binary_format_requires_an_output_path(database: Database, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        main, ["export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", "parquet"]
+    )
+    assert result.exit_code == 2
+    assert "--output" in result.stderr
+
+
+def test_sessions_are_streamed_oldest_first(tmp_path: Path) -> None:
+    database = Database(migrated(f"sqlite:///{tmp_path}/turnwise.db"))
+    for number in range(40):  # more than one read returns
+        add_session(database, f"s{number}")
+    database.close()
+    found = lines_of(export(tmp_path, "--format", "sessions"))
+    assert [line["session_id"] for line in found] == [f"s{number}" for number in range(40)]
+
+
+def test_a_format_that_is_not_installed_names_its_package_or_the_formats(database: Database, tmp_path: Path) -> None:
+    for name, expected in (
+        ("nonsense", "installed are jsonl, parquet, hf, sessions, openai"),
+        ("atif", "extras/formats"),
+    ):
+        if name in plugins.installed(plugins.EXPORTS):
+            continue
+        command = ["export", "--database", f"sqlite:///{tmp_path}/turnwise.db", "--format", name]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 2
+        assert expected in result.stderr
+    assert "openai" in CliRunner().invoke(main, ["export", "--format", "list"]).stdout.split()

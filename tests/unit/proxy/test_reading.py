@@ -1,0 +1,155 @@
+"""What is captured of a stream, and what the client gets, do not depend on how it is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.conversations import history_of
+
+from proxy.calls.reading import take_events
+from proxy.calls.replays import RequestIdentity
+from proxy.calls.running import Running
+from proxy.continuation.memory import LiveSession, Placement
+from proxy.continuation.plan import Plan
+from proxy.dialects import sse
+from proxy.dialects.base import Dialect
+from proxy.dialects.chat import ChatCompletions
+from proxy.dialects.engine_reply import read_logprobs
+from proxy.dialects.gemini import Gemini
+from proxy.dialects.messages import Messages
+from proxy.dialects.responses import Responses
+from proxy.engines.engine import Engine, Lane
+from turnwise.types import Json, Session
+
+TRAPS = [
+    '"},"logprobs":{',
+    '},"finish_reason":null,"token_ids":[',
+    "]}]}\n\n",
+    'data: {"choices":[',
+    "\\",
+    '"',
+    "ü\u2028\x00",
+]
+MODEL = "inside"
+PROMPT_IDS = [1, 22, 333]
+TEXTS = st.text(max_size=5) | st.sampled_from(TRAPS)
+HEAD = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
+
+
+def chunk(delta: Json, logprobs: Json | None = None, finish_reason: str | None = None, **known: Any) -> Json:
+    """Return a chunk with vLLM's order of fields; `rest` has the fields after its choices."""
+    rest = known.pop("rest", {})
+    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **known}
+    return {**HEAD, "choices": [choice], **rest}
+
+
+def logprobs_of(token_ids: list[int]) -> Json:
+    entry: Json = {"token": TRAPS[0] + TRAPS[1], "bytes": None, "top_logprobs": []}
+    return {"content": [{**entry, "logprob": -token / 8} for token in token_ids]}
+
+
+@st.composite
+def text_chunks(draw: st.DrawFn) -> Json:
+    """Draw one of the chunks between the first and the finishing one."""
+    ids = draw(st.lists(st.integers(0, 200_000), max_size=3))
+    field = draw(st.sampled_from(["content", "content", "content", "reasoning"]))
+    delta: Json = {field: draw(TEXTS)}
+    arguments = {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": draw(TEXTS)}}]}
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+    return draw(
+        st.sampled_from(
+            [
+                *[chunk(delta, logprobs_of(ids), token_ids=ids)] * 6,
+                chunk({}, logprobs_of(ids), token_ids=ids),
+                chunk(delta, None, token_ids=ids),
+                chunk(delta, logprobs_of(ids), token_ids=ids, rest=usage),
+                chunk(delta, logprobs_of(ids)),
+                chunk({**delta, "refusal": None}, logprobs_of(ids), token_ids=ids),
+                chunk(arguments, logprobs_of(ids), token_ids=ids),
+            ]
+        )
+    )
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[bytes]:
+    """Draw the events of a stream, with their line ends."""
+    opening = chunk({"role": "assistant", "content": ""}, rest={"prompt_token_ids": PROMPT_IDS})
+    last = chunk({"content": draw(TEXTS)}, logprobs_of([7]), "stop", stop_reason=None, token_ids=[7])
+    usage = {**HEAD, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}}
+    body = draw(st.lists(text_chunks(), max_size=12))
+    if draw(st.booleans()):  # continuous_usage_stats
+        body = [{**each, "usage": {"prompt_tokens": 3, "details": {"cached_tokens": 1}}} for each in body]
+    error: Json = {"error": {"message": "m", "code": 500}}
+    if draw(st.booleans()):
+        body.insert(draw(st.integers(0, len(body))), error)
+    ending = draw(st.sampled_from([[last], [last, usage], [last, error], []]))
+    separators = draw(st.sampled_from([(",", ":")] * 5 + [(", ", ": ")]))
+    ascii_only = draw(st.booleans())
+    events = [
+        b"data: " + json.dumps(each, separators=separators, ensure_ascii=ascii_only).encode(errors="replace") + b"\n\n"
+        for each in [opening, *body, *ending]
+    ]
+    for at in draw(st.lists(st.integers(0, len(events)), max_size=2)):
+        events.insert(at, b": keep-alive\n\n")
+    if ending:
+        events.append(b"data: [DONE]\n\n")
+    return [event.replace(b"\n", b"\r\n") for event in events] if draw(st.booleans()) else events
+
+
+def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
+    """Return a call that has been sent to an engine, with a planned prompt."""
+    call = dialect.parse(body, max_choices=4, max_messages=10)
+    plan = Plan(history=history_of(call))
+    placement = Placement(LiveSession(Session(session_id="s", tenant="team")))
+    state = Running(call, placement, plan, RequestIdentity("team", "", "s", None, b"", ("", True)), "call")
+    engine = Engine("http://127.0.0.1:9", timeout_seconds=1.0)
+    engine.model = MODEL
+    return state, Lane(engine)
+
+
+def captured(state: Running) -> Json:
+    """Return all that is stored of a reply."""
+    found = dataclasses.asdict(state.captured)
+    for choice in found["choices"].values():
+        choice["logprobs"] = read_logprobs(choice["logprobs"])
+    return found
+
+
+QUESTION = {"model": "outside", "stream": True, "messages": [{"role": "user", "content": "Hi."}]}
+CALLS: list[tuple[type[Dialect], Json]] = [
+    (ChatCompletions, QUESTION),
+    (ChatCompletions, {**QUESTION, "model": MODEL}),
+    (ChatCompletions, {**QUESTION, "logprobs": True}),
+    (ChatCompletions, {**QUESTION, "return_token_ids": True}),
+    (ChatCompletions, {**QUESTION, "logprobs": True, "return_token_ids": True}),
+    (ChatCompletions, {**QUESTION, "include_reasoning": False}),
+    (ChatCompletions, {**QUESTION, "n": 2}),
+    (Messages, {**QUESTION, "max_tokens": 9}),
+    (Responses, {"model": "outside", "stream": True, "input": "Hi.", "store": False}),
+    (Gemini, {"model": "outside", "stream": True, "contents": [{"role": "user", "parts": [{"text": "Hi."}]}]}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "body"), CALLS)
+@given(events=streams(), cuts=st.lists(st.integers(1, 900), max_size=12))
+def test_a_stream_gives_the_same_reply_however_it_is_cut(
+    dialect: type[Dialect], body: Json, events: list[bytes], cuts: list[int]
+) -> None:
+    """The expected reply is that of events which arrive one by one."""
+    plain, lane = running(dialect(), body)
+    expected = b"".join(take_events(sse.data_of(event.replace(b"\r\n", b"\n")), plain, lane) for event in events)
+    cut, lane = running(dialect(), body)
+    buffer, stream, found = sse.EventBuffer(), b"".join(events), b""
+    for size in [*cuts, len(stream)]:
+        part, stream = stream[:size], stream[size:]
+        found += take_events(sse.data_of(buffer.feed(part)), cut, lane)
+    assert found == expected
+    assert captured(cut) == captured(plain)
+    assert (cut.first_token_at is None) == (plain.first_token_at is None)
+    assert buffer.pending == b""

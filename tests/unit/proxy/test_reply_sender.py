@@ -1,0 +1,45 @@
+"""The reply of a stream: what it keeps in memory, and its comments."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+from proxy.dialects.chat import ChatCompletions
+from proxy.http.asgi import Message
+from proxy.routes.reply_sender import KEEP_ALIVE, ReplySender
+
+
+async def test_the_events_of_a_stream_are_freed_without_a_garbage_collection() -> None:
+    async def send(_: Message) -> None:
+        """Send nothing."""
+
+    gc.disable()
+    try:
+        reply = ReplySender(send, ChatCompletions())
+        with reply.kept_alive(60.0):
+            await reply.part(b"data: {}\n\n")
+        freed = weakref.ref(reply)
+        del reply
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+async def test_a_silent_stream_gets_comments_until_it_ends() -> None:
+    sent: list[bytes] = []
+    has_two = asyncio.Event()
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+        if sent.count(KEEP_ALIVE) == 2:
+            has_two.set()
+
+    reply = ReplySender(send, ChatCompletions())
+    async with asyncio.timeout(60):
+        with reply.kept_alive(0.01):
+            await has_two.wait()
+    num_sent = len(sent)
+    await asyncio.sleep(0.05)  # five times the interval of the comments
+    assert len(sent) == num_sent

@@ -1,0 +1,198 @@
+"""Evaluation: an agent plays held-out sessions through the proxy; their rewards are read from the ledger.
+
+The trainer does not generate itself. It starts a command, the same agent that a user runs, and reads the result from
+the ledger, so the served model is measured through the proxy. The result names the version that sampled the sessions.
+The command's processes end with its time limit, with a stop of the trainer, and also if the trainer is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from trainer.outages import StopFlag
+from turnwise.client.connection import DEFAULT_BASE_URL
+from turnwise.errors import StoreUnavailable
+from turnwise.processes import guard
+from turnwise.processes.limited import GRACE_SECONDS
+from turnwise.settings import child_environment, variable_name
+from turnwise.store import evaluations, experiences, keys, policies, queries
+from turnwise.store.database import Database
+from turnwise.types import Json, PolicyStatus, Session, SessionKey, SessionStatus, Split, utc_now
+
+log = logging.getLogger(__name__)
+
+NEWEST_SESSIONS = 1000
+"""How many eval sessions are looked at, at most."""
+SERVED_SECONDS = 60.0
+"""How long an evaluation waits for the version to be served."""
+POLL_SECONDS = 0.1
+KEY_MARGIN_SECONDS = 3600.0
+"""How much longer than the evaluation its key is valid at most; the proxy's clock may differ by nearly so much."""
+COMING = (PolicyStatus.PUBLISHED, PolicyStatus.CANARY)
+"""States of a version that engines may serve soon."""
+
+
+class Evaluator(Protocol):
+    """Measures the served policy on held-out tasks."""
+
+    def evaluate(self, policy_version: int) -> Json:
+        """Return gauges; empty when nothing was played."""
+
+
+class LedgerEvaluator:
+    """Starts the command, if there is one, and sums up the eval sessions that ended meanwhile."""
+
+    def __init__(
+        self,
+        db: Database,
+        command: Sequence[str] = (),
+        timeout_seconds: float = 600.0,
+        proxy_url: str = DEFAULT_BASE_URL,
+    ) -> None:
+        self._db = db
+        self._proxy_url = proxy_url.rstrip("/")
+        self._command = list(command)
+        self._timeout_seconds = timeout_seconds
+        self._stopped = StopFlag()
+        self._counted: set[SessionKey] | None = None
+        """The sessions that were over at the last evaluation. Known by name: clocks of other machines may be off."""
+
+    def stop(self) -> None:
+        """End an evaluation in progress; safe in a signal handler."""
+        self._stopped.set()
+
+    def evaluate(self, policy_version: int) -> Json:
+        """Return mean reward, turns and count of the eval sessions that ended during the evaluation.
+
+        Without a command, of those that ended since the last evaluation. When a single version sampled them, the result
+        is also stored with that version. A command that the time limit ended has played a part of its sessions: its
+        gauges have `is_partial`, and are not stored. A stop of the trainer, or an outage of the database, gives no
+        result.
+        """
+        try:
+            return self._evaluate(policy_version)
+        except StoreUnavailable as error:
+            log.warning("policy version %d is not evaluated: %s", policy_version, error)
+            return {}
+
+    def _evaluate(self, policy_version: int) -> Json:
+        is_partial = False
+        if self._command:
+            # Read before each evaluation: after an outage, sessions of the evaluation that failed must not count here.
+            self._counted = {_key(one) for one in self._over()}
+            self._wait_until_served(policy_version)
+            is_partial = not self._play(policy_version)
+            if is_partial and self._stopped.is_set():
+                return {}
+        over = self._over()
+        ended = [one for one in over if _key(one) not in (self._counted or ())]
+        self._counted = {_key(one) for one in over}
+        rewards = [one.reward for one in ended if one.reward is not None]
+        if not rewards:
+            return {}
+        with self._db.read() as conn:
+            sampled = evaluations.versions_sampled(conn, [_key(one) for one in ended])
+        gauges: Json = {
+            "policy_version": sampled.newest,
+            "oldest_policy_version": sampled.oldest,
+            "reward_mean": sum(rewards) / len(rewards),
+            "turns_mean": sum(one.num_turns for one in ended) / len(ended),
+            "num_sessions": len(rewards),
+        }
+        if is_partial:
+            # Not comparable with the evaluations of other versions, by which the best ones are chosen.
+            return gauges | {"is_partial": True}
+        if sampled.newest is not None and sampled.oldest == sampled.newest:
+            with self._db.write() as conn:
+                evaluations.record_evaluation(conn, sampled.newest, gauges)
+        return gauges
+
+    def _over(self) -> list[Session]:
+        """Return the newest eval sessions that are over."""
+        with self._db.read() as conn:
+            found, _ = queries.sessions(conn, experiences.SessionFilter(split=Split.EVAL), limit=NEWEST_SESSIONS)
+        return [one for one in found if one.status is not SessionStatus.OPEN]
+
+    def _wait_until_served(self, version: int) -> None:
+        """Wait until the proxy serves the version, unless it will not: the version failed, or another one is pinned."""
+        deadline = time.monotonic() + SERVED_SECONDS
+        while time.monotonic() < deadline and not self._stopped.is_set():
+            with self._db.read() as conn:
+                policy, pinned = policies.get_policy(conn, version), policies.pinned_version(conn)
+            if policy.status not in COMING or pinned not in (None, version):
+                return
+            self._stopped.wait(POLL_SECONDS)
+        log.warning("policy version %d is not served yet; what is served is evaluated instead", version)
+
+    def _play(self, version: int) -> bool:
+        """Run the command; return whether it exited by itself."""
+        guarded = guard.guarded(self._command, GRACE_SECONDS)
+        with self._temporary_key() as key:
+            environment = child_environment(evaluation_environment(self._proxy_url, key, version))
+            with subprocess.Popen(guarded, env=environment, start_new_session=True) as process:  # noqa: S603  the operator's
+                reason = self._wait_for(process)
+        if reason is not None:
+            log.error("the evaluation command %r was ended: %s", self._command, reason)
+        elif process.returncode:
+            log.error("the evaluation command %r exited with status %d", self._command, process.returncode)
+        return reason is None
+
+    def _wait_for(self, process: subprocess.Popen[bytes]) -> str | None:
+        """Wait until the command exits, or end its processes; return why they were ended."""
+        started = time.monotonic()
+        try:
+            while process.poll() is None:
+                if self._stopped.is_set():
+                    return "the trainer stops"
+                if time.monotonic() - started > self._timeout_seconds:
+                    return f"it ran longer than {self._timeout_seconds:g} s (evaluation_seconds); its result is partial"
+                self._stopped.wait(POLL_SECONDS)
+        finally:
+            process.terminate()
+        return None
+
+    @contextlib.contextmanager
+    def _temporary_key(self) -> Iterator[str]:
+        """Create an agent key for one evaluation and revoke it afterwards; `none` where the proxy asks for no key.
+
+        It expires by itself, because a trainer that is killed revokes nothing.
+        """
+        lifetime = datetime.timedelta(seconds=self._timeout_seconds + KEY_MARGIN_SECONDS)
+        with self._db.write() as conn:
+            made = None
+            if keys.any_keys(conn):
+                expires_at = utc_now() + lifetime
+                made = keys.create_key(conn, "default", keys.KeyRole.AGENT, "evaluation", expires_at=expires_at)
+        if made is None:
+            yield "none"
+            return
+        key_id, key = made
+        try:
+            yield key
+        finally:
+            with self._db.write() as conn:
+                keys.revoke_key(conn, key_id)
+
+
+def evaluation_environment(proxy_url: str, key: str, version: int) -> dict[str, str]:
+    """Return address, key and version for an evaluation command, also under the names of OpenAI and `turnwise run`."""
+    base_url = f"{proxy_url}/v1"
+    return {
+        "TURNWISE_BASE_URL": base_url,
+        "TURNWISE_API_KEY": key,
+        "TURNWISE_POLICY_VERSION": str(version),
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+        variable_name("run", "proxy"): proxy_url,
+        variable_name("run", "api_key"): key,
+    }
+
+
+def _key(session: Session) -> SessionKey:
+    return session.tenant, session.session_id

@@ -1,0 +1,211 @@
+"""The publishing gate: what a version does to held-out sessions, before engines get it.
+
+The set holds sessions of split `eval` and sessions that a person or a judge labelled. Their tokens and behaviour
+logprobs are in the ledger, so the check is one forward pass and needs no engine. A version fails if it makes the
+replies of good sessions less likely than they were when they were sampled, or raises those of bad sessions above those
+of good ones. Legend: S sessions of the set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from pydantic import Field
+
+from trainer.learning.batch import Batch, Reals, build
+from trainer.policy.engine import TrainingEngine
+from trainer.policy.memory import OutOfMemory
+from trainer.source import Source
+from turnwise.experience import Experience
+from turnwise.settings import Settings
+from turnwise.types import Json, SessionKey
+
+log = logging.getLogger(__name__)
+
+NUM_STANDARD_ERRORS = 2.0
+"""Confidence of a refusal: about 2.5 % of normal draws lie beyond."""
+NUM_NAMED = 5
+"""Sessions that a refusal names, those that fell most first."""
+
+
+GOOD_LABELS = ("golden",)
+"""Sessions with one of these labels are good, of any split and with any reward."""
+BAD_LABELS = ("failure",)
+"""Sessions with one of these labels are bad."""
+
+
+class GateRule(Settings):
+    """The regression set, and how far a version may fall on it."""
+
+    gate_sessions: int = Field(default=0, ge=0)
+    """Publish a version only if it holds on this many held-out sessions (split `eval`), the newest ones with a reward,
+    and on as many with the label `golden` or `failure`. 0 publishes every version."""
+    gate_drop: float = Field(default=0.02, gt=0)
+    """Nats a token by which the replies of good held-out sessions may become less likely than when they were sampled,
+    or by which those of bad ones may gain on them."""
+    gate_good_reward: float = 1.0
+    """Held-out sessions with at least this reward are good."""
+    gate_bad_reward: float = 0.0
+    """Held-out sessions with at most this reward are bad."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """How a version changed the replies of one session."""
+
+    name: str
+    """The session's task, or its id where it has no task."""
+    is_good: bool | None
+    """Whether it is good or bad; None if it is neither."""
+    nats: float
+    """Mean of log π − log μ over the session's tokens; μ is the policy that sampled them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """The verdict on a version."""
+
+    gauges: Json
+    reason: str | None = None
+    """What fell; None if the version may be published."""
+
+
+def shifts_of(
+    batch: Batch, logprobs: Reals, labels: Mapping[SessionKey, Collection[str]], rule: GateRule
+) -> list[Shift]:
+    """Return the mean change of each session's sampled tokens.
+
+    Args:
+        batch: The regression set.
+        logprobs: Of its tokens under the version. [M]
+        labels: Labels of its sessions.
+        rule: What is good and what is bad.
+    """
+    gained = np.asarray(logprobs, np.float64) - batch.table.behaviour
+    by_session: dict[SessionKey, list[int]] = defaultdict(list)
+    for index, experience in enumerate(batch.experiences):
+        by_session[experience.session_key].append(index)
+    shifts = []
+    for members in by_session.values():
+        places = np.concatenate([batch.tokens_of[member] for member in members])
+        if len(places):
+            first = batch.experiences[members[0]]
+            is_good = _is_good(first, labels.get(first.session_key, ()), rule)
+            shifts.append(Shift(name=_name(first), is_good=is_good, nats=float(gained[places].mean())))
+    return shifts
+
+
+class Gate:
+    """Compares the updated weights with held-out sessions; every process calls it in step."""
+
+    def __init__(self, env: Source, agent: TrainingEngine, rule: GateRule) -> None:
+        self._env = env
+        self._agent = agent
+        self._rule = rule
+
+    def check(self, policy_version: int) -> GateResult:
+        """Return whether weights that come from this version may be published as the next one.
+
+        Raises:
+            OutOfMemory: A chain does not fit into the memory of one of several processes.
+        """
+        rule, world = self._rule, self._agent.world
+        labels = [*GOOD_LABELS, *BAD_LABELS]
+        found: Sequence[Experience]
+        found, labels_of = world.share(self._env.regression_set(rule.gate_sessions, labels) if world.is_first else None)
+        found = self._comparable(found)
+        credit = [np.zeros(len(experience.turn_ids)) for experience in found]
+        batch = build(found, credit, policy_version=policy_version)
+        try:
+            logprobs = self._agent.logprobs_of(batch, range(len(found)))
+        except OutOfMemory as error:
+            if world.size > 1:
+                raise
+            log.warning("the publishing gate was not applied: %s; set a smaller max_chain_tokens", error)
+            return GateResult(gauges={})
+        result = judge(shifts_of(batch, logprobs, labels_of, rule), rule)
+        if result.reason is not None:
+            log.error("the version is kept and not served: %s", result.reason)
+        return result
+
+    def _comparable(self, found: Sequence[Experience]) -> list[Experience]:
+        """Return the sessions of the regression set that this model can compute."""
+        kept = [experience for experience in found if self._agent.why_untrainable(experience) is None]
+        if len(kept) < len(found):
+            log.warning(
+                "the publishing gate leaves out %d of %d chains, whose turns were routed in another model",
+                len(found) - len(kept),
+                len(found),
+            )
+        return kept
+
+
+def _is_good(experience: Experience, labels: Collection[str], rule: GateRule) -> bool | None:
+    """Return whether a session is good or bad: by its labels, else by its reward."""
+    if any(label in labels for label in BAD_LABELS):
+        return False
+    if any(label in labels for label in GOOD_LABELS) or experience.reward >= rule.gate_good_reward:
+        return True
+    return False if experience.reward <= rule.gate_bad_reward else None
+
+
+def judge(shifts: Sequence[Shift], rule: GateRule) -> GateResult:
+    """Return whether a version with these shifts may be published.
+
+    A set of fewer than two good sessions refuses nothing. A mean counts as fallen when it is below the limit by
+    `NUM_STANDARD_ERRORS` standard errors. A version that gives a session no finite logprob is refused in any case: a
+    mean with a NaN in it compares as neither above nor below a limit.
+    """
+    broken = [shift for shift in shifts if not math.isfinite(shift.nats)]
+    if broken:
+        reason = (
+            f"the logprobs of {len(broken)} of {len(shifts)} sessions are not finite under these weights: "
+            f"{_named(broken[:NUM_NAMED])}"
+        )
+        return GateResult(gauges={"gate_num_not_finite": len(broken)}, reason=reason)
+    good = [shift for shift in shifts if shift.is_good]
+    bad = [shift for shift in shifts if shift.is_good is False]
+    kept, kept_error = _mean([shift.nats for shift in good])
+    rise, rise_error = _mean([shift.nats for shift in bad])
+    gauges: Json = {"gate_num_good": len(good), "gate_num_bad": len(bad)}
+    if good:
+        gauges["gate_good_shift"] = kept
+    if bad:
+        gauges["gate_bad_shift"] = rise
+    if len(good) > 1 and kept + NUM_STANDARD_ERRORS * kept_error < -rule.gate_drop:
+        worst = sorted(good, key=lambda shift: shift.nats)[:NUM_NAMED]
+        reason = (
+            f"good replies of {len(good)} sessions are {-kept:.3g} nats a token less likely than when they "
+            f"were sampled; the limit is {rule.gate_drop:g} (gate_drop). What fell most: {_named(worst)}"
+        )
+        return GateResult(gauges=gauges, reason=reason)
+    error = math.hypot(kept_error, rise_error)
+    if min(len(good), len(bad)) > 1 and rise - kept - NUM_STANDARD_ERRORS * error > rule.gate_drop:
+        worst = sorted(bad, key=lambda shift: -shift.nats)[:NUM_NAMED]
+        reason = (
+            f"replies of {len(bad)} bad sessions gained {rise - kept:.3g} nats a token on those of "
+            f"{len(good)} good ones; the limit is {rule.gate_drop:g} (gate_drop). What rose most: {_named(worst)}"
+        )
+        return GateResult(gauges=gauges, reason=reason)
+    return GateResult(gauges=gauges)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error; 0 without values."""
+    if not values:
+        return 0.0, 0.0
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return float(np.mean(values)), error
+
+
+def _named(shifts: Sequence[Shift]) -> str:
+    return ", ".join(f"{shift.name} {shift.nats:+.2f}" for shift in shifts)
+
+
+def _name(experience: Experience) -> str:
+    return experience.eid.task or experience.session_id

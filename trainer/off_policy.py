@@ -1,0 +1,192 @@
+"""Off-policy training: a replay buffer over the ledger, and the workflow that samples from it.
+
+The buffer holds no tokens. It is an index of groups: when each arrived, how often it was used, and the spread of its
+rewards. Each sample reads the ledger again, so late rewards count and a checkpoint stays small. Ratios are taken to
+the captured behaviour logprobs, which is what corrects for old rollouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.build import OptimizerLike, make_agent, optimizer_factory
+from trainer.evaluate import Evaluator, LedgerEvaluator
+from trainer.outages import StopFlag, outlast
+from trainer.pacing import SourceRule
+from trainer.policy.agent import PolicyAgent
+from trainer.settings import TrainerSettings
+from trainer.source import ClaimedBatch, LedgerSource, Source
+from trainer.state import State
+from trainer.train import OnPolicyWorkflow
+from turnwise.experience import Experience
+from turnwise.store import experiences
+from turnwise.store.database import Database
+from turnwise.types import Json
+
+Sampling = Literal["uniform", "recency", "priority"]
+
+RECENCY_HALF_LIFE = 0.25
+"""Share of the buffer after which a group is half as likely to be drawn."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One group in the buffer."""
+
+    group_pk: int
+    group_id: str
+    tenant: str
+    arrived: int
+    """Count of arrivals: the order in which groups leave."""
+    num_uses: int = 0
+    priority: float = 1.0
+    """Spread of the group's rewards: without one, a group has no advantage."""
+
+
+class ReplayBuffer:
+    """The rules of the buffer; its contents are in `State.buffer` alone."""
+
+    def __init__(self, db: Database, *, capacity: int, min_groups: int, sampling: Sampling) -> None:
+        self._db = db
+        self._capacity = capacity
+        self._min_groups = min_groups
+        self._sampling: Sampling = sampling
+        self.stopped = StopFlag()
+        """Once it is set, a read that fails is not repeated."""
+
+    def add(self, buffer: Json, claimed: ClaimedBatch) -> Json:
+        """Return the buffer with a claim's groups in it; the oldest leave when it is full."""
+        entries = self.entries(buffer)
+        arrived = entries[-1].arrived + 1 if entries else 0
+        for number, group in enumerate(claimed.claim.groups):
+            rewards = {e.session_key: e.reward for e in claimed.experiences if e.group_key == group.key}
+            entries.append(
+                Entry(
+                    group_pk=group.group_pk,
+                    group_id=group.group_id,
+                    tenant=group.tenant,
+                    arrived=arrived + number,
+                    priority=float(np.std(list(rewards.values()))) if rewards else 0.0,
+                )
+            )
+        return _as_json(entries[-self._capacity :])
+
+    def sample(self, buffer: Json, num_groups: int, rng: np.random.Generator) -> tuple[list[int], Json]:
+        """Draw groups without replacement; return their keys in the store, and the buffer with its use counts."""
+        entries = self.entries(buffer)
+        drawn = rng.choice(len(entries), size=min(num_groups, len(entries)), replace=False, p=self._chances(entries))
+        chosen = {int(index) for index in drawn}
+        used = [
+            dataclasses.replace(entry, num_uses=entry.num_uses + 1) if index in chosen else entry
+            for index, entry in enumerate(entries)
+        ]
+        return [entries[int(index)].group_pk for index in drawn], _as_json(used)
+
+    def can_sample(self, buffer: Json) -> bool:
+        """Return whether the buffer contains enough groups for an update."""
+        return len(self.entries(buffer)) >= self._min_groups
+
+    def is_full(self, buffer: Json) -> bool:
+        """Return whether the next group replaces the oldest one."""
+        return len(self.entries(buffer)) >= self._capacity
+
+    def read(self, buffer: Json, group_pks: Sequence[int], rule: SourceRule) -> list[Experience]:
+        """Return the experiences of groups of the buffer with the rewards that they have by now.
+
+        A group that has left the store has none, even if its number in the store belongs to another group by now.
+        """
+        held = {(entry.tenant, entry.group_id) for entry in self.entries(buffer) if entry.group_pk in group_pks}
+
+        def read() -> list[Experience]:
+            with self._db.read() as conn:
+                found = experiences.experiences_of_groups(
+                    conn, group_pks, reward_bonus_coeff=rule.reward_bonus_coeff, roles=rule.train_roles
+                )
+                return [each for each in found if each.group_key in held]
+
+        return outlast(read, self.stopped)
+
+    @staticmethod
+    def entries(buffer: Json) -> list[Entry]:
+        """Return what is in the buffer, oldest first."""
+        return [Entry(**entry) for entry in buffer.get("entries", [])]
+
+    def _chances(self, entries: Sequence[Entry]) -> npt.NDArray[np.float64]:
+        if self._sampling == "recency":
+            age = np.arange(len(entries))[::-1] / len(entries)
+            weights = 0.5 ** (age / RECENCY_HALF_LIFE)
+        elif self._sampling == "priority":
+            weights = np.array([entry.priority for entry in entries]) + 1e-3
+        else:
+            weights = np.ones(len(entries))
+        chances: npt.NDArray[np.float64] = weights / weights.sum()
+        return chances
+
+
+class OffPolicyWorkflow(OnPolicyWorkflow):
+    """Moves finished groups into a buffer and trains on samples of it."""
+
+    has_buffer = True
+
+    def __init__(
+        self,
+        env: Source,
+        agent: PolicyAgent,
+        optimizer: OptimizerLike,
+        evaluator: Evaluator | None,
+        replay_buffer: ReplayBuffer,
+        config: TrainerSettings | Mapping[str, Any],
+    ) -> None:
+        super().__init__(env, agent, optimizer, evaluator, config)
+        self.replay_buffer = replay_buffer
+
+    @classmethod
+    def _build(cls, settings: TrainerSettings) -> Self:
+        db = Database(settings.database.get_secret_value())
+        buffer = ReplayBuffer(
+            db,
+            capacity=settings.buffer_groups,
+            min_groups=settings.buffer_min_groups,
+            sampling=settings.buffer_sampling,
+        )
+        return cls(
+            LedgerSource(db, settings),
+            make_agent(settings),
+            optimizer_factory(settings),
+            LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url),
+            buffer,
+            settings,
+        )
+
+    def stop(self) -> None:
+        """End the loop after the batch in progress; safe in a signal handler."""
+        self.replay_buffer.stopped.set()
+        super().stop()
+
+    def step(self, state: State) -> tuple[Json, State]:
+        """Move finished groups into the buffer; once it holds enough, train on a sample of it.
+
+        The arrivals' claim is acked with the update, so each group enters the buffer exactly once. A sampled group
+        that left the ledger's claims long ago is only read again.
+        """
+        claimed, state = self._next_batch(state)
+        if claimed is None:
+            return {}, state
+        state = dataclasses.replace(state, buffer=self.replay_buffer.add(state.buffer, claimed))
+        if not self.replay_buffer.can_sample(state.buffer):
+            metrics = {"num_buffered_groups": len(state.buffer["entries"])}
+            return self.commits.finish_untrained(state, claimed, metrics, None)
+        pks, buffer = self.replay_buffer.sample(state.buffer, self.config.groups_per_batch, state.rng())
+        state = dataclasses.replace(state, buffer=buffer)
+        sampled = self.replay_buffer.read(buffer, pks, self.config)
+        return self._train(state, dataclasses.replace(claimed, experiences=sampled))
+
+
+def _as_json(entries: Sequence[Entry]) -> Json:
+    """Return the buffer as it is stored."""
+    return {"entries": [dataclasses.asdict(entry) for entry in entries]}

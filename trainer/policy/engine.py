@@ -1,0 +1,47 @@
+"""The seam between the loop and the model that it trains: what another distributed engine would have to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.learning.batch import Batch, Reals
+from trainer.learning.gauges import Gauges
+from trainer.parallel import World
+from turnwise.experience import Experience
+
+
+class TrainingEngine(Protocol):
+    """What the loop asks of the model that it trains: the seam at which another engine fits.
+
+    What changes is in the `State` that the loop keeps: the engine makes its parts, and reads and fills its tensors.
+    """
+
+    world: World
+    """The processes that train together."""
+
+    def load(self, seed: int, *, with_weights: bool = True) -> None:
+        """Load the base model, unless a saved state replaces its weights."""
+
+    def gradient(
+        self, optimizer: torch.optim.Optimizer, batch: Batch, members: Sequence[int], proximal: Reals | None = None
+    ) -> tuple[Gauges, Reals]:
+        """Compute the gradient of an optimizer step over the members; return gauges and logprobs. [M]."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> float:
+        """Update the weights; return the gradient's norm, NaN where it was not finite and changed nothing."""
+
+    def logprobs_of(self, batch: Batch, members: Sequence[int]) -> Reals:
+        """Return the logprobs of the members' sampled tokens under the present weights. [M]."""
+
+    def proximal_logprobs(self, batch: Batch, members: Sequence[int]) -> Reals | None:
+        """Return the same where the loss takes ratios to the weights at the start of a batch. [M]."""
+
+    def why_untrainable(self, experience: Experience) -> str | None:
+        """Return why the model cannot compute a chain; None where it can."""
+
+    def export(self) -> dict[str, Tensor]:
+        """Return the weights of a version, whole and on the CPU; in all processes together."""

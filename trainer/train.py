@@ -1,0 +1,315 @@
+"""Training, readable from top to bottom: `OnPolicyWorkflow.step` is one batch from its claim to its acknowledgement.
+
+All that changes is in the `State` that `setup` makes and `step` returns; a workflow itself keeps no state of the run.
+So after a crash at any point, the run resumes from the last committed `State`, and the batch that was in progress is
+repeated with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from trainer.build import OptimizerLike, as_settings, make_agent, optimizer_factory
+from trainer.claims import Claims, group_keys, num_minibatches
+from trainer.commit import Commits
+from trainer.evaluate import Evaluator, LedgerEvaluator
+from trainer.gap_check import GapCheck
+from trainer.gate import Gate
+from trainer.learning.singles import moved_on
+from trainer.pacing import Rewind
+from trainer.parallel import join_world
+from trainer.policy.agent import PolicyAgent
+from trainer.policy.memory import MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
+from trainer.publish import directory
+from trainer.publish.checkpoint import Checkpoints
+from trainer.publish.weight_server import WeightServer
+from trainer.recorders import ChainRecorder, JsonLines, Recorder
+from trainer.resume import States
+from trainer.settings import TrainerSettings
+from trainer.source import ClaimedBatch, LedgerSource, Source
+from trainer.state import State
+from trainer.update import TokenCredit, Updates
+from turnwise.errors import BatchRefused
+from turnwise.store.database import Database
+from turnwise.types import Json, PolicyKind, UpdateRecord
+from turnwise.version_directory import read_manifest
+
+log = logging.getLogger(__name__)
+
+
+class RLWorkflow(abc.ABC):
+    """What every workflow is: five parts, a `State`, and the loop over `step`."""
+
+    has_buffer = False
+    """Whether claimed groups go into a replay buffer, from which batches are sampled."""
+
+    def __init__(
+        self,
+        env: Source,
+        agent: PolicyAgent,
+        optimizer: OptimizerLike,
+        evaluator: Evaluator | None,
+        config: TrainerSettings | Mapping[str, Any],
+    ) -> None:
+        self.env = env
+        self.agent = agent
+        self.optimizer = optimizer
+        self.evaluator = evaluator
+        self.config = as_settings(config)
+        self.recorder = ChainRecorder([])
+        self.checkpoints = Checkpoints(self.config.policies_dir, keep=self.config.keep_versions)
+        self.states = States(agent, self.checkpoints, optimizer, self.config)
+        self.claims = Claims(env, agent, self.config, is_sample=self.has_buffer)
+        self.token_credit = TokenCredit.of(agent, self.config)
+        self.updates = Updates(agent, GapCheck(agent, self.checkpoints, self.config), self.config)
+        self.gate = Gate(env, agent, self.config) if self.config.gate_sessions else None
+        self.commits = Commits(env, agent, self.checkpoints, self.config, keeps_refused=self.has_buffer)
+        self.weights: WeightServer | None = None
+        """Hands weights to engines; None where they read directories. In the first process alone."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the workflow's name for logs."""
+        return cls.__name__
+
+    @classmethod
+    def build_from_config(
+        cls,
+        config: TrainerSettings | Mapping[str, Any],
+        enable_multi_devices: bool = False,
+        enable_jit: bool = True,
+    ) -> Self:
+        """Return a workflow over the ledger that the config names."""
+        settings = as_settings(config)
+        workflow = cls._build(settings)
+        workflow.add_recorders([JsonLines(settings.policies_dir / "trainer.jsonl")])
+        if enable_multi_devices:
+            workflow.enable_multi_devices()
+        if enable_jit:
+            workflow.enable_jit()
+        return workflow
+
+    @classmethod
+    @abc.abstractmethod
+    def _build(cls, settings: TrainerSettings) -> Self:
+        """Return a workflow from its resolved settings."""
+
+    def add_recorders(self, recorders: Sequence[Recorder]) -> None:
+        """Record with these too."""
+        for recorder in recorders:
+            self.recorder.add(recorder)
+
+    def enable_jit(self) -> None:
+        """Compile this instance's layers with `torch.compile`; before `setup`."""
+        self.agent.policy.compiled = True
+
+    def enable_multi_devices(self) -> None:
+        """Train with all processes that `torchrun` started; before `setup`."""
+        self.agent.world = join_world()
+        self.enable_shmap("data")
+
+    def enable_shmap(self, axis_name: str) -> None:
+        """Shard this instance's policy with FSDP2 over a device mesh whose dimension has this name; before `setup`."""
+        self.agent.shard(axis_name)
+
+    def setup(self, seed: int) -> State:
+        """Return the state of the last committed batch, or that of a new run on an empty ledger.
+
+        Raises:
+            BadCheckpoint: The ledger names a version whose state is not on disk.
+            SettingsError: A setting changed that cannot change within a run, or the directory of the versions belongs
+                to another trainer or run.
+        """
+        world = self.agent.world
+        if world.is_first:
+            self.checkpoints.open()
+        self._apply_memory_limits(world.share(read_limits(self.config.policies_dir) if world.is_first else None))
+        last: UpdateRecord | None = world.share(self.env.last_update() if world.is_first else None)
+        state = self.states.of_version(last.policy_version if last else 0, seed, reports_changes=True)
+        if world.is_first:
+            self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version if last else 0))
+            self.env.open(directory.base_version(self.config.model))
+            self._serve_weights()
+        self.commits.start(last.policy_version if last else 0)
+        self.agent.find_row_tokens(0 if last else self.states.moments_bytes())
+        if last is None:
+            return self._post_setup(state)
+        log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
+        if last.policy_version:
+            place = self.checkpoints.policy_directory(last.policy_version)
+            self._hold(state, last.policy_version, read_manifest(place).get("probe"))
+        if "buffer" in last.metrics:
+            state = dataclasses.replace(state, buffer=last.metrics["buffer"])
+        state = self.states.with_missed_singles(state, self.env)
+        # Refused batches leave no checkpoint; the ledger's count includes them.
+        return self._post_setup(state.with_progress(num_batches=last.update_id))
+
+    @abc.abstractmethod
+    def step(self, state: State) -> tuple[Json, State]:
+        """Train on one batch; return its gauges, empty when the source was closed."""
+
+    def evaluate(self, state: State) -> tuple[Json, State]:
+        """Measure the served policy on held-out tasks."""
+        if self.evaluator is None or not self.agent.world.is_first:
+            return {}, state
+        return self.evaluator.evaluate(state.progress.policy_version), state
+
+    def learn(self, state: State) -> State:
+        """Step until the configured end, or until the source is closed."""
+        total = self.config.total_batches
+        while total is None or state.progress.num_batches < total:
+            metrics, state = self.step(state)
+            if not metrics:
+                break
+            done = state.progress.num_batches
+            self._record(metrics, done)
+            every = self.config.evaluate_every
+            if every is not None and (done % every == 0 or done == total):
+                metrics, state = self.evaluate(state)
+                self._record({f"eval/{name}": value for name, value in metrics.items()}, done)
+        self.commits.flush(state)
+        return state
+
+    def stop(self) -> None:
+        """End the loop after the batch in progress, and an evaluation at once; safe in a signal handler."""
+        self.env.stop()
+        if isinstance(self.evaluator, LedgerEvaluator):
+            self.evaluator.stop()
+
+    def close(self) -> None:
+        """Release what is held, and flush."""
+        self.commits.close()
+        if self.token_credit is not None:
+            self.token_credit.close()
+        if self.weights is not None:
+            self.env.announce_weights(None)
+            self.weights.close()
+        self.env.close()
+        self.recorder.close()
+        self.checkpoints.close()
+
+    def _post_setup(self, state: State) -> State:
+        """Return the state a run begins with; a place for warm-up."""
+        return state
+
+    def _apply_memory_limits(self, limits: MemoryLimits) -> None:
+        """Avoid what did not fit into memory before a restart."""
+        self.agent.bound_rows(limits.row_tokens)
+        if limits.chain_tokens is not None:
+            longest = min(self.config.max_chain_tokens or limits.chain_tokens, limits.chain_tokens)
+            self.config = self.claims.config = self.config.model_copy(update={"max_chain_tokens": longest})
+
+    def _serve_weights(self) -> None:
+        """Hand weights to engines from memory, and tell the proxy where."""
+        if self.weights is not None:
+            return
+        sends = self.config.weight_transfer and self.config.kind is PolicyKind.FULL
+        if sends or self.config.engine_sleep_level:
+            device = self.agent.policy.device
+            self.weights = WeightServer(self.config, device if device.type == "cuda" else None)
+        self.env.announce_weights(None if self.weights is None else self.weights.url)
+
+    @contextlib.contextmanager
+    def _engines_asleep(self) -> Iterator[None]:
+        """Let engines on the same GPU sleep for the block, in which the trainer computes."""
+        if not self.config.engine_sleep_level:
+            yield
+            return
+        with contextlib.nullcontext() if self.weights is None else self.weights.engines_asleep():
+            self.agent.world.share(None)  # the other processes wait for the first one
+            try:
+                yield
+            finally:
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+
+    def _hold(self, state: State, version: int, probe: Json | None) -> None:
+        """Keep a version's weights in memory for engines; in all processes, which gather sharded weights together."""
+        if not (self.config.weight_transfer and self.config.kind is PolicyKind.FULL):
+            return
+        weights = state.policy.published_weights()
+        if self.weights is not None and not self.weights.held.hold(version, weights, probe):
+            log.error("version %d has weights that are not finite; engines will refuse its directory", version)
+
+    def _record(self, metrics: Json, step: int) -> None:
+        """Record gauges in the first process."""
+        if self.agent.world.is_first and metrics:
+            self.recorder.write(metrics, step)
+
+
+class OnPolicyWorkflow(RLWorkflow):
+    """Claims rewarded groups, trains on them, publishes a version, and acknowledges them."""
+
+    @classmethod
+    def _build(cls, settings: TrainerSettings) -> Self:
+        db = Database(settings.database.get_secret_value())
+        evaluator = LedgerEvaluator(db, settings.evaluation_command, settings.evaluation_seconds, settings.proxy_url)
+        source = LedgerSource(db, settings, with_imported=settings.reads_no_behaviour)
+        return cls(source, make_agent(settings), optimizer_factory(settings), evaluator, settings)
+
+    def step(self, state: State) -> tuple[Json, State]:
+        """Train on one claimed batch: claim, advantages, optimizer steps, gate, publish, acknowledge."""
+        claimed, state = self._next_batch(state)
+        if claimed is None:
+            return {}, state
+        return self._train(state, self.claims.refilled(claimed, state))
+
+    def _next_batch(self, state: State) -> tuple[ClaimedBatch | None, State]:
+        """Return the next batch, and the state to train it from: the source may ask to go back to another version."""
+        claimed = self._claim(state)
+        while isinstance(claimed, Rewind):
+            state = self.states.rewound(state, claimed)
+            self.commits.go_back(state.progress.policy_version)
+            claimed = self._claim(state)
+        if claimed is not None and claimed.pinned is None:
+            state = state.with_progress(rewound_to=None)
+        return claimed, state
+
+    def _claim(self, state: State) -> ClaimedBatch | Rewind | None:
+        self.commits.settle()
+        return self.claims.next(state)
+
+    def _train(self, state: State, claimed: ClaimedBatch) -> tuple[Json, State]:
+        """Train on a batch's experiences and finish its claim."""
+        try:
+            return self._trained(state, claimed, time.monotonic())
+        except OutOfMemory as error:  # of one of several processes: they all end, and are started again
+            note_out_of_memory(self.config.policies_dir, error, is_pairs=self.config.algorithm == "dpo")
+            raise
+
+    def _trained(self, state: State, claimed: ClaimedBatch, started: float) -> tuple[Json, State]:
+        chosen, num_imported, metrics = self.claims.selected(claimed, state)
+        state = dataclasses.replace(state, singles=moved_on(state.singles, chosen.single_rows))
+        if not chosen.experiences:
+            return self.commits.finish_untrained(state, claimed, metrics, chosen)
+        batch = self.claims.batch_of(chosen, num_imported, state)
+        try:
+            with self._engines_asleep():
+                credited = self.updates.with_token_credit(batch, chosen, self.token_credit)
+                count = num_minibatches(claimed, credited.batch, self.config)
+                done = self.updates.take(state, credited, count, self._record)
+        except BatchRefused as error:
+            log.error("batch %d refused: %s", state.progress.num_batches + 1, error)  # noqa: TRY400  no defect
+            reasons = dict.fromkeys(group_keys(claimed), f"refused: {error}")
+            none = dataclasses.replace(chosen, refused=reasons)
+            return self.commits.finish_untrained(state, claimed, metrics | {"refused": str(error)}, none)
+        chosen, metrics = done.chosen, metrics | done.gauges
+        if not done.num_steps:
+            return self.commits.finish_untrained(state, claimed, metrics, chosen)
+        metrics |= {"num_updates": done.num_steps, "seconds": time.monotonic() - started}
+        refusal = None
+        if self.gate is not None:
+            gate = self.gate.check(state.progress.policy_version)
+            metrics, refusal = metrics | gate.gauges, gate.reason
+        version = self.commits.next_version(state)
+        probe = directory.probe_of(state.policy, chosen.experiences)
+        self._hold(state, version, probe)
+        return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, version, probe, refusal)

@@ -1,0 +1,233 @@
+"""The optimizer steps of a batch, and the groups that drop out on the way: too large, not finite, or wrongly sampled.
+
+A group is refused alone, with a reason, and the others of its batch are trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from trainer.gap_check import BatchGap, GapCheck
+from trainer.learning.batch import Batch, Reals, minibatches
+from trainer.learning.distillation import with_teachers
+from trainer.learning.gauges import Gauges, finite
+from trainer.learning.selection import LARGEST_VALUE, Selection, without_groups
+from trainer.learning.values import turn_advantages, with_values
+from trainer.policy.agent import PolicyAgent
+from trainer.policy.engine import TrainingEngine
+from trainer.policy.memory import OutOfMemory
+from trainer.settings import TrainerSettings
+from trainer.state import RestorePoint, State
+from trainer.teachers import Teachers
+from turnwise.errors import BatchRefused
+from turnwise.types import GroupKey, Json
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Refused = dict[GroupKey, str]
+"""Groups that are not trained, each with the reason."""
+Record = Callable[[Json, int], None]
+
+OUT_OF_MEMORY = "out_of_memory"
+
+
+@dataclasses.dataclass(slots=True)
+class Credited:
+    """A batch with the advantages of its tokens."""
+
+    batch: Batch
+    chosen: Selection
+    refused: Refused
+    gauges: Json
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """What was trained of a batch."""
+
+    num_steps: int
+    chosen: Selection
+    """Without the groups that dropped out, which are in `refused`."""
+    gauges: Json
+
+
+class TokenCredit:
+    """Adds the advantages that need a model to those of a batch's tokens."""
+
+    def __init__(self, agent: PolicyAgent, rule: TrainerSettings) -> None:
+        self._agent = agent
+        self._rule = rule
+        self._teachers = Teachers(rule) if rule.teachers else None
+
+    @classmethod
+    def of(cls, agent: PolicyAgent, rule: TrainerSettings) -> TokenCredit | None:
+        """Return it where the settings ask for such advantages."""
+        return cls(agent, rule) if agent.critic is not None or rule.teachers else None
+
+    def assign(self, batch: Batch, members: Sequence[int]) -> tuple[Batch, Json]:
+        """Return the batch with the advantages of the members' tokens, and gauges.
+
+        Raises:
+            BatchRefused: All advantages are those of teachers, and they scored nothing.
+            OutOfMemory: A single chain does not fit into memory.
+        """
+        gauges: Json = {}
+        if self._agent.critic is not None:
+            batch, gauges = with_values(batch, members, self._agent.values_of(batch, members), self._rule)
+        if self._teachers is None:
+            return batch, gauges
+        world = self._agent.world
+        scores = world.share(self._teachers.score(batch, members) if world.is_first else None)
+        if self._rule.estimator == "teacher" and not scores.is_scored.any():
+            raise BatchRefused(f"no teacher scored a chain ({scores.unscored}); the log names what was wrong")
+        batch, more = with_teachers(batch, scores, self._rule.teacher_coef)
+        return batch, gauges | more
+
+    def close(self) -> None:
+        """Close the connections to teachers."""
+        if self._teachers is not None:
+            self._teachers.close()
+
+
+class Updates:
+    """Takes the optimizer steps of a batch; every process calls it in step."""
+
+    def __init__(self, agent: TrainingEngine, gap_check: GapCheck, config: TrainerSettings) -> None:
+        self._agent = agent
+        self._gap_check = gap_check
+        self._config = config
+
+    def with_token_credit(self, batch: Batch, chosen: Selection, credit: TokenCredit | None) -> Credited:
+        """Return batch and selection with the advantages that need a model; without the groups that cannot be trained.
+
+        Raises:
+            BatchRefused: No teacher scored a chain.
+            OutOfMemory: A row does not fit into the memory of one of several processes.
+        """
+        refused = self._cannot_train(batch) | not_finite(batch)
+        if credit is None:
+            return Credited(batch, chosen, refused, {})
+        members = range(batch.num_sampled)
+        found = self._fitting(batch, members, refused, lambda fit: credit.assign(batch, fit))
+        if found is None:
+            return Credited(batch, chosen, refused, {})
+        batch, gauges = found
+        chosen = dataclasses.replace(chosen, advantages=turn_advantages(batch))
+        return Credited(batch, chosen, refused | not_finite(batch), gauges)
+
+    def take(self, state: State, credited: Credited, num_minibatches: int, record: Record) -> Done:
+        """Take so many optimizer steps in each of `reuse_epochs` passes.
+
+        Raises:
+            BatchRefused: A custom loss refused the batch. The state is as it was.
+            EngineDisagrees: Nearly all groups have other logprobs than the trainer computes.
+            OutOfMemory: A row does not fit into the memory of one of several processes.
+        """
+        may_refuse_late = self._config.custom_loss is not None and num_minibatches * self._config.reuse_epochs > 1
+        before = RestorePoint(state) if may_refuse_late else None
+        gaps = BatchGap(credited.batch)
+        try:
+            num_steps, gauges = self._steps(state, credited.batch, num_minibatches, credited.refused, gaps, record)
+        except BatchRefused:
+            if before is not None:
+                before.restore(state)
+            raise
+        refused, chosen = credited.refused, credited.chosen
+        for key, reason in refused.items():
+            log.error("group %s is not trained: %s", key[1], reason)
+        if refused:
+            chosen = without_groups(chosen, refused)
+            num_too_large = sum(reason.startswith(OUT_OF_MEMORY) for reason in refused.values())
+            gauges |= {"num_refused_groups": len(chosen.refused), "num_groups_out_of_memory": num_too_large}
+        return Done(num_steps, chosen, gauges | credited.gauges | gaps.read(refused))
+
+    def _steps(
+        self, state: State, batch: Batch, num_minibatches: int, refused: Refused, gaps: BatchGap, record: Record
+    ) -> tuple[int, Json]:
+        """Take the steps; return how many, and the gauges. Groups that drop out are added to `refused`."""
+        rng = state.rng()
+        sampled = range(batch.num_sampled)
+        proximal = self._fitting(batch, sampled, refused, lambda fit: self._agent.proximal_logprobs(batch, fit))
+        gradient = functools.partial(self._agent.gradient, state.optimizer, batch, proximal=proximal)
+        total, norms = Gauges(), list[float]()
+        for epoch in range(self._config.reuse_epochs):
+            for members in minibatches(batch, num_minibatches, rng):
+                taken = self._fitting(batch, members, refused, gradient)
+                if taken is not None and epoch == 0 and self._differs(gaps, members, taken[1], refused, norms):
+                    taken = self._fitting(batch, members, refused, gradient)
+                if taken is None:
+                    continue
+                norms.append(self._agent.step(state.optimizer))
+                state.scheduler.step()
+                total.add(taken[0])
+                number = state.progress.num_optimizer_steps + len(norms)
+                if not np.isfinite(norms[-1]):
+                    log.warning("optimizer step %d is skipped: a gradient is not finite", number)
+                gauges = taken[0].read() | {"grad_norm": finite(norms[-1])}
+                record({"update": number, **gauges}, state.progress.num_batches + 1)
+        finite_norms = [norm for norm in norms if np.isfinite(norm)]
+        return len(norms), total.read() | {
+            "grad_norm": float(np.mean(finite_norms)) if finite_norms else None,
+            "num_skipped_updates": len(norms) - len(finite_norms),
+            "learning_rate": state.optimizer.param_groups[0]["lr"],
+        }
+
+    def _differs(
+        self, gaps: BatchGap, members: Sequence[int], logprobs: Reals, refused: Refused, norms: Sequence[float]
+    ) -> bool:
+        """Refuse the groups of a step whose logprobs are not the engine's; return whether there are any."""
+        fit = _members_without(gaps.batch, members, refused)
+        differing = self._gap_check.observe(gaps, fit, logprobs, has_moved=bool(norms))
+        refused |= differing
+        return bool(differing)
+
+    def _fitting(
+        self,
+        batch: Batch,
+        members: Sequence[int],
+        refused: Refused,
+        compute: Callable[[list[int]], Result],
+    ) -> Result | None:
+        """Compute over the members of the groups that are not refused; None where there are none.
+
+        A group that does not fit into the memory of the only process is refused.
+        """
+        while fit := _members_without(batch, members, refused):
+            try:
+                return compute(fit)
+            except OutOfMemory as error:
+                if self._agent.world.size > 1:
+                    raise
+                for member in error.units.values():
+                    key = batch.experiences[member].group_key
+                    refused[key] = f"{OUT_OF_MEMORY}: {error}; set max_chain_tokens below that"
+        return None
+
+    def _cannot_train(self, batch: Batch) -> Refused:
+        """Return the groups that this model cannot compute."""
+        reasons = [(one.group_key, self._agent.why_untrainable(one)) for one in batch.experiences]
+        return {key: reason for key, reason in reasons if reason is not None}
+
+
+def not_finite(batch: Batch) -> Refused:
+    """Return the groups with an advantage or a return that float32 cannot train on."""
+    table = batch.table
+    refused: Refused = {}
+    for name, values in {"advantage": table.advantages, "return": table.returns}.items():
+        if values is None:
+            continue
+        for token in np.flatnonzero(~(np.abs(values) <= LARGEST_VALUE)):
+            key = batch.experiences[table.experience[token]].group_key
+            refused.setdefault(key, f"not_finite: a token has the {name} {values[token]:g}")
+    return refused
+
+
+def _members_without(batch: Batch, members: Sequence[int], refused: Refused) -> list[int]:
+    return [member for member in members if batch.experiences[member].group_key not in refused]

@@ -1,0 +1,53 @@
+"""A captured session as the conversations that its agent had: one for each leaf of its forest of turns.
+
+It reads a session's JSON with its `turns`, each with its whole prompt, so it serves formats in and outside of Turnwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from turnwise.types import Json
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """A path from a root to a leaf: the messages of its last prompt and the last reply."""
+
+    session: Json
+    path: list[Json]
+    """Turns from the root on, each the parent of the next."""
+
+    @property
+    def messages(self) -> list[Json]:
+        """All messages in order, the last reply included."""
+        return [*self.path[-1]["messages"], self.path[-1]["response"]]
+
+    @property
+    def tools(self) -> list[Json] | None:
+        """Tool schemas that the model saw; None without any."""
+        tools: list[Json] | None = self.path[-1]["tools"]
+        return tools
+
+    @property
+    def replies(self) -> dict[int, Json]:
+        """The turns by the place of their reply among the messages."""
+        return {len(turn["messages"]): turn for turn in self.path}
+
+
+def conversations(session: Json) -> Iterator[Conversation]:
+    """Yield the conversations of a session in the order of their last turns; turns without a reply are left out."""
+    answered: list[Json] = [turn for turn in session["turns"] if turn["response"]]
+    by_id = {turn["turn_id"]: turn for turn in answered}
+    parents = {turn["parent_turn_id"] for turn in answered}
+    for turn in answered:
+        if turn["turn_id"] not in parents:
+            yield Conversation(session, _path_to(turn, by_id))
+
+
+def _path_to(leaf: Json, by_id: dict[str, Json]) -> list[Json]:
+    path: list[Json] = [leaf]
+    while (parent := by_id.get(path[-1]["parent_turn_id"] or "")) is not None:
+        path.append(parent)
+    return path[::-1]

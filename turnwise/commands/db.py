@@ -1,0 +1,76 @@
+"""`turnwise db`: the tables, the password of a container deployment, and backups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from turnwise.commands.location import database_option, database_url, json_option
+from turnwise.commands.output import print_records
+from turnwise.commands.secrets_files import OWNER_MODE, make_database_password, write_once
+
+
+@click.group("db")
+def db() -> None:
+    """Manage the database."""
+
+
+@db.command("upgrade")
+@click.option(
+    "--admin-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Create an admin key where there is no key yet; print it once and write it to this file, for its owner alone.",
+)
+@database_option
+@json_option
+def db_upgrade(database: str | None, admin_key_file: Path | None, *, as_json: bool) -> None:
+    """Bring the tables to this release; safe to repeat, and to run from several machines at once."""
+    from turnwise.commands.store import opened
+
+    url = database_url(database)
+    with opened(url, make_ready=False) as store:
+        store.upgrade()
+    click.echo(json.dumps({"upgraded": True}) if as_json else "Database is up to date.")
+    if admin_key_file is not None and (key := _create_first_key(url, admin_key_file)) is not None:
+        click.echo(f"First admin key, shown once and kept in {admin_key_file}: {key}")
+
+
+@db.command("make-password")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--host", default="postgres", show_default=True, help="Host of the database.")
+@click.option("--port", type=click.IntRange(1, 65535), default=5432, show_default=True, help="Port of the database.")
+@click.option("--name", default="turnwise", show_default=True, help="Name of the database.")
+@click.option("--user", default="turnwise", show_default=True, help="User of the database.")
+def db_make_password(directory: Path, host: str, port: int, name: str, user: str) -> None:
+    """Write a random database password into a directory, for the server and for clients; keep an existing one."""
+    is_new = make_database_password(directory, host=host, port=port, database=name, user=user)
+    click.echo(f"wrote a new password to {directory}" if is_new else f"{directory} has a password already")
+
+
+@db.command("backup")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@database_option
+@json_option
+def db_backup(file: Path, database: str | None, *, as_json: bool) -> None:
+    """Copy an SQLite database to a new file, consistently, while agents and trainer use it."""
+    from turnwise.commands.store import opened
+
+    with opened(database_url(database), make_ready=False) as store:
+        store.backup(file)
+    print_records({"backup": str(file), "num_bytes": file.stat().st_size}, as_json=as_json)
+
+
+def _create_first_key(url: str, file: Path) -> str | None:
+    """Create an admin key where there is no key yet, and write it to a file; return it, None where there are keys."""
+    from turnwise.commands.store import opened
+    from turnwise.store import keys
+
+    with opened(url) as database, database.write() as conn:
+        if keys.any_keys(conn):
+            return None
+        _, key = keys.create_key(conn, "default", keys.KeyRole("admin"), "first admin key")
+        file.unlink(missing_ok=True)  # of an earlier database, or of a start that was killed before its commit
+        write_once(file, f"{key}\n", OWNER_MODE)
+    return key

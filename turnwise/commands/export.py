@@ -1,0 +1,214 @@
+"""`turnwise export`: experiences as a trainer sees them, or whole sessions in a format of another program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+import click
+
+from turnwise.commands.filters import filter_of, filter_options
+from turnwise.commands.location import database_option, database_url
+from turnwise.commands.remote import api_filters, proxy_options, remote, session_document, sessions_of
+from turnwise.errors import InvalidRequest
+from turnwise.exchange import openai_chat, plugins
+from turnwise.types import Credit, Json
+
+if TYPE_CHECKING:
+    from turnwise.client import Client
+    from turnwise.experience import Experience
+    from turnwise.store.database import Connection, Database
+    from turnwise.store.experiences import SessionFilter
+
+EXPERIENCE_FORMATS = ("jsonl", "parquet", "hf")
+CORE_FORMATS = (*EXPERIENCE_FORMATS, "sessions", "openai")
+LineMaker = Callable[[Json], Iterable[Json]]
+
+
+@click.command("export")
+@filter_options
+@click.option(
+    "--format",
+    "format_name",
+    default="jsonl",
+    show_default=True,
+    metavar="NAME",
+    help="jsonl, parquet and hf are experiences, as a trainer sees them; sessions, openai and those of installed "
+    "packages are whole sessions. `list` prints all names.",
+)
+@click.option("--merge", type=click.Choice(["turn", "chain"]), default="chain", show_default=True)
+@click.option("--credit", type=click.Choice(["step_wise", "propagate"]), help="Another credit policy, as a dry run.")
+@click.option("--gamma", type=float, help="Another discount, as a dry run.")
+@click.option("--reward-bonus-coeff", type=float, default=0.0, show_default=True)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="File to write; for hf, a directory [default: stdout].",
+)
+@click.option(
+    "--archive",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Read the sessions of an archive that `turnwise archive` wrote, instead of the database's.",
+)
+@proxy_options
+@database_option
+@click.option("--json", "as_json", is_flag=True, help="Print the number of lines or rows as JSON, on stderr.")
+def export(
+    database: str | None,
+    output: Path | None,
+    format_name: str,
+    archive: Path | None,
+    url: str | None,
+    api_key: str | None,
+    *,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Write experiences or sessions: JSON Lines, Parquet, a Hugging Face data set, OpenAI's format, or a package's."""
+    if format_name == "list":
+        click.echo("\n".join([*CORE_FORMATS, *sorted(plugins.installed(plugins.EXPORTS))]))
+        return
+    path = None if output is None or str(output) == "-" else output
+    lines = None if format_name in EXPERIENCE_FORMATS else _line_maker(format_name)
+    with remote(None if archive else url, api_key, database) as client:
+        if client is not None:
+            count = _write_lines(_remote_lines(client, format_name, lines, given), path)
+        else:
+            count = _write_stored(database, archive, format_name, lines, path, given)
+    if as_json:
+        click.echo(json.dumps({"format": format_name, "count": count}), err=True)
+
+
+def _remote_lines(client: Client, format_name: str, lines: LineMaker | None, given: dict[str, Any]) -> Iterator[Json]:
+    """Yield the lines of a text format over HTTP.
+
+    Raises:
+        InvalidRequest: the format is not text.
+    """
+    filters = api_filters(given)
+    if lines is not None:
+        for session in sessions_of(client, filters):
+            yield from lines(session_document(client, session))
+        return
+    if format_name != "jsonl":
+        raise InvalidRequest(f"--format {format_name} needs the database; over HTTP export jsonl, or whole sessions")
+    yield from client.experiences(**filters, **{name: value for name, value in given.items() if value is not None})
+
+
+def _write_stored(
+    database: str | None,
+    archive: Path | None,
+    format_name: str,
+    lines: LineMaker | None,
+    output: Path | None,
+    given: dict[str, Any],
+) -> int:
+    wanted = filter_of(given)
+    with _opened_source(database_url(database), archive) as store, store.read() as conn:
+        if lines is None:
+            return _write_experiences(conn, wanted, format_name, output, **given)
+        return _write_lines(_session_lines(conn, wanted, lines), output)
+
+
+def _line_maker(format_name: str) -> LineMaker:
+    """Return the function of a format of whole sessions.
+
+    Raises:
+        SettingsError: there is no such format, or its package is not installed.
+    """
+    if format_name == "sessions":
+        return lambda session: [session]
+    if format_name == "openai":
+        return openai_chat.lines
+    maker: LineMaker = plugins.load(plugins.EXPORTS, format_name, CORE_FORMATS).lines
+    return maker
+
+
+def _session_lines(conn: Connection, wanted: SessionFilter, lines: LineMaker) -> Iterator[Json]:
+    from turnwise.exchange import session_document as documents
+    from turnwise.store.session_records import session_records
+
+    for record in session_records(conn, wanted):
+        yield from lines(documents.session_document(record))
+
+
+def _write_experiences(
+    conn: Connection,
+    wanted: SessionFilter,
+    format_name: str,
+    output: Path | None,
+    *,
+    merge: Literal["turn", "chain"],
+    credit: str | None,
+    gamma: float | None,
+    reward_bonus_coeff: float,
+) -> int:
+    from turnwise.store.experiences import experiences
+
+    policy = None if credit is None else Credit(credit)
+    found = experiences(conn, wanted, merge=merge, credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff)
+    if format_name == "jsonl":
+        return _write_lines(map(experience_json, found), output)
+    if output is None:
+        kind = "directory" if format_name == "hf" else "file"
+        raise InvalidRequest(f"--format {format_name} is not text; name the {kind} to write by --output")
+    from turnwise.exchange.experience_table import write_dataset, write_parquet
+
+    return (write_dataset if format_name == "hf" else write_parquet)(found, output)
+
+
+def experience_json(experience: Experience) -> Json:
+    """Return an experience as in the API: mask and logprobs cover the tokens after the prompt."""
+    from turnwise.exchange.session_document import as_json
+
+    after = experience.prompt_length
+    shown: Json = as_json(experience)
+    shown["loss_mask"], shown["logprobs"] = shown["loss_mask"][after:], shown["logprobs"][after:]
+    shown["return"] = shown.pop("turn_returns")
+    del shown["turn_index"]
+    return shown
+
+
+def _opened_source(url: str, archive: Path | None) -> contextlib.AbstractContextManager[Database]:
+    from turnwise.commands.store import opened
+
+    return opened(url) if archive is None else _opened_archive(archive)
+
+
+@contextlib.contextmanager
+def _opened_archive(directory: Path) -> Iterator[Database]:
+    """Open a temporary database with the sessions of an archive."""
+    from turnwise.exchange.archive import restore
+    from turnwise.store.database import Database
+
+    with tempfile.TemporaryDirectory(prefix="turnwise-archive-") as temporary:
+        database = Database(f"sqlite:///{temporary}/archive.db")
+        try:
+            database.upgrade()
+            restore(database, directory)
+            yield database
+        finally:
+            database.close()
+
+
+def _write_lines(lines: Iterable[Json], output: Path | None) -> int:
+    count = 0
+    with _opened_output(output) as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+@contextlib.contextmanager
+def _opened_output(output: Path | None) -> Iterator[TextIO]:
+    if output is None:
+        yield sys.stdout
+        return
+    with output.open("w", encoding="utf-8") as file:
+        yield file

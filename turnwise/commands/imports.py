@@ -1,0 +1,166 @@
+"""`turnwise import`: conversations of other tools into the store."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from turnwise.commands.location import database_option, database_url
+from turnwise.errors import NotFound, SettingsError
+from turnwise.exchange import plugins
+from turnwise.types import Json, Split
+
+if TYPE_CHECKING:
+    from turnwise.exchange.imports.tokenise import Tokeniser
+    from turnwise.exchange.imports.writer import Format
+    from turnwise.store.database import Database
+
+CORE_FORMATS = ("openai", "hf")
+
+
+@click.command("import")
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--format",
+    "format_name",
+    required=True,
+    metavar="NAME",
+    help="What the file holds: openai, hf, or a format of an installed package.",
+)
+@click.option(
+    "--tokenizer",
+    metavar="PATH",
+    help="Directory or id of the served model [default: that of policy version 0].",
+)
+@click.option("--engine", metavar="URL", help="Engine whose tokens of a few conversations must be the same.")
+@click.option("--template-arguments", metavar="JSON", help="Arguments of the chat template, as chat_template_kwargs.")
+@click.option("--tenant", default="default", show_default=True, help="Whose sessions they become.")
+@click.option("--split", type=click.Choice(["train", "eval"]), default="train", show_default=True)
+@click.option("--reward", type=float, default=1.0, show_default=True, help="Of sessions without one in the file.")
+@click.option("--no-reward", is_flag=True, help="Leave sessions without a reward in the file to a judge.")
+@click.option("--dry-run", is_flag=True, help="Read and tokenise everything and store nothing.")
+@database_option
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def imports(path: Path, database: str | None, template_arguments: str | None, *, as_json: bool, **given: Any) -> None:
+    """Store conversations as sessions for SFT, DPO and judges; exit 1 if a line is bad.
+
+    PATH is a file of JSON Lines, a JSON array, a Parquet file, or a directory of such files. Nothing that is imported
+    counts as sampled, so reinforcement learning never trains it. A second import of the same file adds nothing.
+    """
+    is_shown = sys.stderr.isatty() and not as_json
+
+    def show_progress(report: Any) -> None:
+        if is_shown:
+            click.echo(f"\r{report.lines} lines, {report.sessions} sessions", nl=False, err=True)
+
+    reward = None if given.pop("no_reward") else given["reward"]
+    report = _import(
+        database_url(database),
+        path,
+        arguments=_arguments(template_arguments),
+        progress=show_progress,
+        **given | {"reward": reward},
+    )
+    if as_json:
+        click.echo(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        _print_report(report, is_dry_run=given["dry_run"])
+    if report["num_bad"]:
+        sys.exit(1)
+
+
+def _print_report(report: dict[str, Any], *, is_dry_run: bool) -> None:
+    for bad in report["bad"]:
+        click.echo(f"{click.style('bad line', fg='red')}  {bad['file']}:{bad['line']}: {bad['reason']}", err=True)
+    for reason, number in report["skipped"].items():
+        click.echo(f"{click.style('skipped', fg='yellow')}  {number}: {reason}", err=True)
+    done = "would be stored" if is_dry_run else "stored"
+    click.echo(
+        f"{report['lines']} lines read: {report['sessions']} sessions with {report['turns']} replies of "
+        f"{report['tokens']} tokens {done}, {report['already_there']} sessions there already, "
+        f"{report['num_bad']} lines bad"
+    )
+
+
+def _arguments(given: str | None) -> dict[str, Any]:
+    try:
+        found = {} if given is None else json.loads(given)
+    except ValueError as error:
+        raise SettingsError(f"--template-arguments {given!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"--template-arguments {given!r} is not a JSON object")
+    return found
+
+
+def _reader(format_name: str) -> Format:
+    """Return what reads a format.
+
+    Raises:
+        SettingsError: there is no such format, or its package is not installed.
+    """
+    from turnwise.exchange.imports import chat_sets, openai_chat
+    from turnwise.exchange.imports.plugin import PluginFormat
+
+    core: dict[str, Format] = {"openai": openai_chat, "hf": chat_sets}
+    return core.get(format_name) or PluginFormat(plugins.load(plugins.IMPORTS, format_name, CORE_FORMATS))
+
+
+def _import(
+    url: str,
+    path: Path,
+    *,
+    format_name: str,
+    tokenizer: str | None,
+    engine: str | None,
+    arguments: Json,
+    tenant: str,
+    split: str,
+    reward: float | None,
+    dry_run: bool,
+    progress: Callable[[Any], None],
+) -> Json:
+    """Store the conversations of a file; return what became of its lines.
+
+    Raises:
+        InvalidRequest: the file is not of a known kind.
+        SettingsError: there is no tokenizer, or no such format.
+        EngineUnsuitable: the engine tokenises differently.
+    """
+    from turnwise.commands.store import opened
+    from turnwise.exchange.imports import writer as imports
+
+    reader = _reader(format_name)
+    with opened(url) as database:
+        served = _tokeniser(database, tokenizer, arguments)
+        if engine is not None:
+            from turnwise.exchange.imports.served_template import use_engines_template
+
+            use_engines_template(served, engine)
+        rule = imports.ImportRule(
+            format_name=format_name, tenant=tenant, split=Split(split), reward=reward, is_dry_run=dry_run
+        )
+        report = imports.import_files(database, path, reader, served, rule, progress)
+    return report.as_json()
+
+
+def _tokeniser(database: Database, tokenizer: str | None, arguments: Json) -> Tokeniser:
+    """Load the tokenizer that is named, or that of version 0 of the policies."""
+    from turnwise.exchange.imports.tokenise import Tokeniser
+    from turnwise.store import policies
+
+    path = tokenizer
+    if path is None:
+        with database.read() as conn:
+            try:
+                path = policies.get_policy(conn, 0).path
+            except NotFound as error:
+                raise SettingsError("no policy is published yet; name the served model by --tokenizer") from error
+    try:
+        return Tokeniser(path, arguments)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"there is no tokenizer at {path!r}: {error}; name the served model's directory") from error

@@ -1,0 +1,126 @@
+"""The annotated `turnwise.toml` that `turnwise init` writes: every setting of every process, with its default.
+
+The file is made from the settings models, so it has the settings of this release. All settings are commented out: the
+file changes nothing by itself, and does not freeze a default that a later release improves.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import click
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from turnwise.commands.settings_models import DESCRIPTIONS, settings_model
+from turnwise.errors import SettingsError
+from turnwise.settings import DEFAULT_FILE, toml_value
+
+HEAD = """\
+# Settings of Turnwise. Remove the comment sign of a setting to change it; the values shown are the defaults.
+# Precedence: defaults < this file < environment (TURNWISE_<SECTION>_<SETTING>) < flags. Unknown names are errors.
+# `turnwise up` and the separate commands read `turnwise.toml` in the directory where they start.
+#
+# A LoRA adapter instead of all weights, with everything under `turnwise up`:
+#
+#   [up]
+#   model = "path/to/model"
+#   kind = "lora"              # the engine is started for adapters of the trainer's rank
+#
+#   [trainer]
+#   lora_rank = 16
+#   lora_alpha = 32
+#   learning_rate = 1e-5
+"""
+
+
+SHORT_HEAD = """\
+# Settings of Turnwise: those that most people change. `turnwise init --all` writes every setting.
+# Remove the comment sign of a setting to change it; the values shown are the defaults, "..." has none.
+"""
+SHORT = {
+    "up": ("model", "port", "database", "kind"),
+    "trainer": ("learning_rate", "groups_per_batch", "total_batches"),
+    "engine": ("max_model_len", "tool_call_parser", "gpu_memory"),
+    "run": ("tasks", "group_size", "reward_command"),
+}
+"""The settings of the short file, by section."""
+
+
+def short_settings_file() -> str:
+    """Return the text of a file with the settings that most people change, one a line."""
+    sections = []
+    for section, names in SHORT.items():
+        fields = settings_model(section).model_fields
+        sections.append("\n".join([f"[{section}]", *(_assignment(name, fields[name]) for name in names)]))
+    return "\n".join([SHORT_HEAD, "\n\n".join(sections)]) + "\n"
+
+
+def settings_file() -> str:
+    """Return the text of an annotated settings file.
+
+    Raises:
+        ModuleNotFoundError: an extra with a process's settings is not installed.
+    """
+    return "\n".join([HEAD, *(_section(name) for name in DESCRIPTIONS)])
+
+
+def _section(section: str) -> str:
+    lines = ["", *_comment(DESCRIPTIONS[section]), f"[{section}]"]
+    for name, field in settings_model(section).model_fields.items():
+        lines += ["", *_comment(_described(field)), _assignment(name, field)]
+    return "\n".join(lines) + "\n"
+
+
+def _described(field: FieldInfo) -> str:
+    text = " ".join((field.description or "").split())
+    if _default(field) is None:
+        return f"{text} Not set by default.".strip()
+    return text
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, 116)]
+
+
+def _assignment(name: str, field: FieldInfo) -> str:
+    default = _default(field)
+    return f'#{name} = "..."' if default is None else f"#{name} = {toml_value(default)}"
+
+
+def _default(field: FieldInfo) -> object:
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return None
+    if isinstance(default, SecretStr):
+        return default.get_secret_value()
+    if isinstance(default, tuple):
+        return list(default)
+    return default if default is None or isinstance(default, bool | int | float | list | dict) else str(default)
+
+
+@click.command("init")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    default=DEFAULT_FILE,
+    show_default=True,
+    help="File to write; - is stdout.",
+)
+@click.option("--all", "has_all", is_flag=True, help="Every setting of every process, with its description.")
+def init(output: Path, *, has_all: bool) -> None:
+    """Write a settings file with the defaults; never over an existing file."""
+    text = settings_file() if has_all else short_settings_file()
+    if str(output) == "-":
+        click.echo(text)
+        return
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise SettingsError(f"{str(output)!r} exists; name another file with --output, or remove it") from error
+    except OSError as error:
+        raise SettingsError(f"cannot write {str(output)!r}: {error.strerror}; name another file") from error
+    click.echo(f"Wrote {output}. Every setting is a comment; remove the comment sign of those that you change.")

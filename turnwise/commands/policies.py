@@ -1,0 +1,164 @@
+"""Commands about the served model: `policies` with `activate`, `follow` and `merge`, and `updates`."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import click
+
+from turnwise.client import Client
+from turnwise.commands.location import database_option, database_url, json_option
+from turnwise.commands.output import print_records, print_stored
+from turnwise.commands.remote import proxy_options, remote
+from turnwise.types import Json
+
+_COLUMNS = ("version", "status", "pinned", "on_disk", "reward_mean", "reload_seconds", "created_at", "error")
+_UPDATE_COLUMNS = ("update_id", "policy_version", "num_groups", "num_sessions", "num_tokens", "reward_mean", "seconds")
+_SHOWN = ("reward_mean", "seconds")
+"""Metrics of an update that the table shows."""
+
+
+@click.group("policies", invoke_without_command=True)
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@proxy_options
+@database_option
+@json_option
+@click.pass_context
+def policies(
+    context: click.Context, limit: int, database: str | None, url: str | None, api_key: str | None, *, as_json: bool
+) -> None:
+    """List the policy versions, newest first; `activate` and `follow` choose the served one."""
+    if context.invoked_subcommand is not None:
+        return
+    with remote(url, api_key, database) as client:
+        if client is not None:
+            found = [_with_metrics(each, "reward_mean") for each in itertools.islice(client.policies(), limit)]
+            print_stored(found, "policy versions", client.base_url, as_json=as_json, columns=_COLUMNS)
+            return
+    from turnwise.commands.store import opened
+    from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import policies as stored
+
+    place = database_url(database)
+    with opened(place) as store, store.read() as conn:
+        pinned = stored.pinned_version(conn)
+        listed = [
+            _with_metrics(values_of(policy), "reward_mean")
+            | {"pinned": policy.version == pinned, "on_disk": stored.on_disk(policy)}
+            for policy in stored.list_policies(conn, limit=limit)[0]
+        ]
+    print_stored(listed, "policy versions", place, as_json=as_json, columns=_COLUMNS)
+
+
+@policies.command("activate")
+@click.argument("version", type=click.IntRange(min=0))
+@proxy_options
+@database_option
+@json_option
+def activate(version: int, database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+    """Serve this version and stay on it (pin it) until `turnwise policies follow`."""
+    with remote(url, api_key, database) as client:
+        pinned = _pin(database, version) if client is None else client.activate(version)
+    if as_json:
+        print_records(pinned, as_json=True)
+        return
+    click.echo(f"Version {version} is pinned: the proxy loads it now and keeps it, whatever is published later.")
+
+
+def _pin(database: str | None, version: int) -> Json:
+    from turnwise.commands.store import opened
+    from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import policies as stored
+    from turnwise.types import PolicyVersion
+
+    with opened(database_url(database)) as store:
+
+        def newest_versions() -> list[PolicyVersion]:
+            with store.read() as conn:
+                return stored.list_policies(conn, limit=1000)[0]
+
+        with store.read() as conn:
+            policy = stored.get_policy(conn, version)
+        stored.check_files_exist(policy, newest_versions)
+        with store.write() as conn:
+            pinned: Json = values_of(stored.choose_policy(conn, version, pin=True))
+    return pinned
+
+
+@policies.command("follow")
+@proxy_options
+@database_option
+@json_option
+def follow(database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+    """Serve the newest version again, and each later one."""
+    with remote(url, api_key, database) as client:
+        version = _unpin(database) if client is None else _unpin_at(client)
+    if as_json:
+        print_records({"version": version}, as_json=True)
+        return
+    click.echo(
+        "No version is published yet." if version is None else f"The proxy follows the newest version: {version}."
+    )
+
+
+def _unpin(database: str | None) -> int | None:
+    """Serve the newest version; return it, None before the first."""
+    from turnwise.commands.store import opened
+    from turnwise.store import policies as stored
+
+    with opened(database_url(database)) as store, store.write() as conn:
+        stored.pin_policy(conn, None)
+        newest = stored.newest_policy(conn)
+    return None if newest is None else newest.version
+
+
+def _unpin_at(client: Client) -> int | None:
+    newest = next(client.policies(), None)
+    if newest is None:
+        return None
+    client.activate(newest["version"], pin=False)
+    return int(newest["version"])
+
+
+@policies.command("merge")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("destination", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--model", help="Directory or Hub name of the base model [default: the one that the version names].")
+@click.option("--push", "repository", help="Also upload the result to this repository of the Hugging Face Hub.")
+@click.option("--public", is_flag=True, help="Create that repository public, not private.")
+def merge(directory: Path, destination: Path, model: str | None, repository: str | None, *, public: bool) -> None:
+    """Write a version of kind lora, policies/v000007, as a whole model: the adapter added to the base model."""
+    from trainer.publish import merge as merging
+
+    merging.merge_adapter(directory, destination, model=model)
+    click.echo(f"The merged model is in {destination}.")
+    if repository is not None:
+        click.echo(f"Uploaded to {merging.push(destination, repository, is_private=not public)}.")
+
+
+@click.command("updates")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@proxy_options
+@database_option
+@json_option
+def updates(limit: int, database: str | None, url: str | None, api_key: str | None, *, as_json: bool) -> None:
+    """List what was trained: each update with its version, its groups and its mean reward, newest first."""
+    with remote(url, api_key, database) as client:
+        if client is not None:
+            found = [_with_metrics(each, *_SHOWN) for each in itertools.islice(client.updates(), limit)]
+            print_stored(found, "updates", client.base_url, as_json=as_json, columns=_UPDATE_COLUMNS)
+            return
+    from turnwise.commands.store import opened
+    from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import queries
+
+    place = database_url(database)
+    with opened(place) as store, store.read() as conn:
+        listed = [_with_metrics(values_of(each), *_SHOWN) for each in queries.updates(conn, limit=limit)[0]]
+    print_stored(listed, "updates", place, as_json=as_json, columns=_UPDATE_COLUMNS)
+
+
+def _with_metrics(record: Json, *names: str) -> Json:
+    """Return a record with some of its metrics as columns."""
+    return record | {name: (record["metrics"] or {}).get(name) for name in names}

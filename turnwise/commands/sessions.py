@@ -1,0 +1,184 @@
+"""Commands about stored sessions: `sessions`, `prune`, `archive` and `forget`."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from turnwise.commands.filters import filter_of, filter_options
+from turnwise.commands.location import database_option, database_url, json_option
+from turnwise.commands.output import print_records, print_stored
+from turnwise.commands.remote import api_filters, proxy_options, remote, sessions_of
+from turnwise.errors import NotFound, SettingsError
+from turnwise.types import Json, utc_now
+
+if TYPE_CHECKING:
+    from turnwise.store.database import Connection, Database
+    from turnwise.store.retention import Deleted
+
+COLUMNS = (
+    "session_id",
+    "tenant",
+    "status",
+    "split",
+    "task_id",
+    "run",
+    "num_turns",
+    "num_chains",
+    "reward",
+    "created_at",
+)
+
+
+@click.command("sessions")
+@filter_options
+@click.option("--limit", type=click.IntRange(1, 10_000), default=50, show_default=True)
+@proxy_options
+@database_option
+@json_option
+def sessions(
+    database: str | None, url: str | None, api_key: str | None, limit: int, *, as_json: bool, **chosen: Any
+) -> None:
+    """List the newest sessions."""
+    with remote(url, api_key, database) as client:
+        if client is not None:
+            listed = list(itertools.islice(sessions_of(client, api_filters(chosen)), limit))
+            print_stored(listed, "matching sessions", client.base_url, as_json=as_json, columns=COLUMNS)
+            return
+    from turnwise.commands.store import opened
+    from turnwise.exchange.session_document import as_json as values_of
+    from turnwise.store import queries
+
+    place = database_url(database)
+    with opened(place) as store, store.read() as conn:
+        found = [values_of(session) for session in queries.sessions(conn, filter_of(chosen), limit=limit)[0]]
+    print_stored(found, "matching sessions", place, as_json=as_json, columns=COLUMNS)
+
+
+@click.command("prune")
+@click.option(
+    "--older-than-days", type=click.FloatRange(min=0), required=True, help="Age of the last activity, in days."
+)
+@database_option
+@json_option
+def prune(older_than_days: float, database: str | None, *, as_json: bool) -> None:
+    """Delete sessions that are over for so long, with their turns and rewards; what waits for training stays."""
+    from turnwise.commands.store import opened
+    from turnwise.store import retention
+
+    before = utc_now() - dt.timedelta(days=older_than_days)
+    with opened(database_url(database)) as store:
+        deleted = _delete_all(store, lambda conn: retention.prune(conn, before))
+    print_records(deleted, as_json=as_json)
+
+
+@click.command("forget")
+@click.option("--tenant", required=True, help="Whose sessions.")
+@click.option("--session-id", help="Only this session; by default everything of the tenant, its keys included.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@database_option
+@json_option
+def forget(tenant: str, session_id: str | None, database: str | None, *, yes: bool, as_json: bool) -> None:
+    """Delete a session or a tenant for good, and name the policy versions that were trained on it.
+
+    It asks first, and fails where there is nothing to delete.
+    """
+    from turnwise.commands.store import opened
+    from turnwise.store import retention
+
+    with opened(database_url(database)) as store:
+        found = _contents(store, tenant, session_id)
+        if not yes:
+            _confirm(found)
+        if session_id is None:
+            deleted = _delete_all(store, lambda conn: retention.delete_tenant(conn, tenant))
+        else:
+            with store.write() as conn:
+                deleted = _deleted(retention.delete_session(conn, tenant, session_id))
+    print_records(deleted, as_json=as_json)
+
+
+def _contents(store: Database, tenant: str, session_id: str | None) -> str:
+    """Return in words what would be deleted.
+
+    Raises:
+        NotFound: nothing.
+    """
+    from turnwise.store import keys
+    from turnwise.store.experiences import SessionFilter
+    from turnwise.store.session_records import count_sessions
+
+    with store.read() as conn:
+        num_sessions = count_sessions(conn, SessionFilter(tenant=tenant, session_id=session_id))
+        num_keys = len(keys.list_keys(conn, tenant)) if session_id is None else 0
+        tenants = sorted({key.tenant for key in keys.list_keys(conn, None)})
+    if session_id is not None and not num_sessions:
+        raise NotFound(f"tenant {tenant!r} has no session {session_id!r}; `turnwise sessions` lists them")
+    if not num_sessions and not num_keys:
+        known = f"; tenants with keys are {', '.join(map(repr, tenants))}" if tenants else ""
+        raise NotFound(f"tenant {tenant!r} has no session and no key: nothing is deleted{known}")
+    if session_id is not None:
+        return f"session {session_id!r} of tenant {tenant!r}"
+    return f"all {num_sessions} sessions and {num_keys} keys of tenant {tenant!r}"
+
+
+def _confirm(found: str) -> None:
+    """Ask on the terminal.
+
+    Raises:
+        SettingsError: there is nobody to ask.
+        Abort: the answer is no.
+    """
+    try:
+        click.confirm(f"Delete {found} for good?", abort=True, err=True)
+    except click.Abort as error:
+        raise SettingsError(f"not deleted: {found}; answer y, or pass --yes") from error
+
+
+@click.command("archive")
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--older-than-days", type=click.FloatRange(min=0), help="Age of the last activity, in days.")
+@click.option("--restore", is_flag=True, help="Store the archive's sessions again; the archive stays as it is.")
+@database_option
+@json_option
+def archive(
+    directory: Path, older_than_days: float | None, database: str | None, *, restore: bool, as_json: bool
+) -> None:
+    """Move sessions that are over for so long to Parquet files in DIRECTORY; what waits for training stays."""
+    if restore == (older_than_days is not None):
+        raise click.UsageError("give either --older-than-days or --restore")
+    from turnwise.commands.store import opened
+    from turnwise.exchange import archive as archives
+
+    with opened(database_url(database)) as store:
+        if older_than_days is None:
+            print_records({"restored_sessions": archives.restore(store, directory)}, as_json=as_json)
+            return
+        moved = archives.archive(store, directory, utc_now() - dt.timedelta(days=older_than_days))
+    print_records({"archived_sessions": len(moved.sessions), "archived_turns": moved.num_turns}, as_json=as_json)
+
+
+def _delete_all(database: Database, delete_some: Callable[[Connection], Deleted]) -> Json:
+    """Repeat a deletion, one short transaction each time, until nothing is left."""
+    from turnwise.store.retention import Deleted
+
+    total = Deleted()
+    while True:
+        with database.write() as conn:
+            deleted = delete_some(conn)
+        if not deleted.sessions:
+            return _deleted(total)
+        total += deleted
+
+
+def _deleted(deleted: Deleted) -> Json:
+    return {
+        "num_sessions": len(deleted.sessions),
+        "num_turns": deleted.num_turns,
+        "policy_versions": list(deleted.policy_versions),
+    }

@@ -1,0 +1,33 @@
+"""`turnwise train`: the trainer."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from turnwise.commands.flags import SettingsCommand
+
+if TYPE_CHECKING:
+    from trainer.settings import TrainerSettings
+
+
+def _run(settings: TrainerSettings) -> None:
+    """Run the trainer until it is told to stop."""
+    from trainer.main import check_startable, run
+    from turnwise.commands.preflight import check_model
+    from turnwise.commands.store import prepare
+    from turnwise.processes.engine_command import is_directory
+
+    check_startable(settings)
+    if is_directory(settings.model):
+        check_model(settings.model)
+    prepare(settings.database.get_secret_value())
+    sys.exit(run(settings))
+
+
+train = SettingsCommand(
+    "train",
+    section="trainer",
+    run=_run,
+    help="Run the trainer: claim experiences, update the weights, publish versions.",
+)

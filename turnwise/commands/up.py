@@ -1,0 +1,109 @@
+"""`turnwise up`: engine, proxy and trainer together, on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from turnwise.commands import running_stack
+from turnwise.commands.flags import SettingsCommand
+from turnwise.commands.output import print_process_line
+from turnwise.settings import has_sections
+
+if TYPE_CHECKING:
+    from turnwise.processes.stack import Stack, UpSettings
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def _run(settings: UpSettings, config: Path | None) -> None:
+    """Run engine, proxy and trainer until a signal or a child that cannot run ends them."""
+    from turnwise.commands.preflight import check_up
+    from turnwise.processes.printer import print_last_line
+    from turnwise.processes.stack import Stack
+    from turnwise.processes.supervisor import Supervisor
+
+    running_stack.check_none_runs()
+    config = config if config is not None and has_sections(config) else None
+    checked = check_up(settings, config)
+    with _interrupted_by_sigterm():
+        try:
+            model = settings.model or _demo_model(settings)
+            stack = Stack(settings, model=model, gpus=checked.gpus, config=config, lora_rank=checked.lora_rank)
+            logs = settings.runs_dir / "logs"
+            started = Supervisor(stack.children(), log_directory=logs, say=print_process_line)
+            with running_stack.announced(_state_of(stack, settings)), started as running:
+                running.say("up", f"serving {model} at {stack.proxy_url}/v1; page: {stack.proxy_url}/")
+                running.say("up", "ctrl-C stops everything; another terminal: turnwise doctor, turnwise sessions")
+                running.wait(threading.Event())
+        except KeyboardInterrupt:
+            print_last_line(print_process_line, "up", "everything is stopped")
+
+
+def _show(settings: UpSettings, config: Path | None) -> dict[str, Any]:
+    """Return the commands of the processes for `--dry-run`; the database's URL goes by environment.
+
+    The plan may be for another machine: GPUs that the settings name need not exist here.
+    """
+    from turnwise.commands.preflight import load_trainer
+    from turnwise.processes.engine_command import num_gpus
+    from turnwise.processes.stack import Stack
+
+    config = config if config is not None and has_sections(config) else None
+    trainer = load_trainer(settings, config) if settings.trainer else None
+    named = (*(settings.engine_gpus or ()), *(settings.trainer_gpus or ()))
+    stack = Stack(
+        settings,
+        model=settings.model or str(settings.runs_dir / "model"),
+        gpus=settings.gpu_plan(max(num_gpus(), *(gpu + 1 for gpu in (-1, *named)))),
+        config=config,
+        lora_rank=trainer.lora_rank if trainer is not None and trainer.kind == "lora" else None,
+    )
+    gpus = {child.name: child.env[DEVICES] for child in stack.children() if DEVICES in child.env}
+    return {"commands": {child.name: list(child.argv) for child in stack.children()}, "gpus": gpus}
+
+
+def _state_of(stack: Stack, settings: UpSettings) -> running_stack.RunningStack:
+    return running_stack.RunningStack(
+        pid=os.getpid(),
+        database=settings.database.get_secret_value(),
+        proxy=stack.proxy_url,
+        engines=stack.engine_urls,
+    )
+
+
+def _demo_model(settings: UpSettings) -> str:
+    """Build the demo's model unless it is there already; return its directory."""
+    from turnwise.demo.small_model import ensure_small_model
+
+    return str(ensure_small_model(settings.runs_dir / "model", print_process_line))
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM interrupt the start and the run, as ctrl-C does."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+up = SettingsCommand(
+    "up",
+    section="up",
+    run=_run,
+    show=_show,
+    takes_config=True,
+    help="Run engine, proxy and trainer on this machine, with SQLite; ctrl-C stops all.",
+)

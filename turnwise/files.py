@@ -1,0 +1,84 @@
+"""Files that several processes or a kill may meet: locked, appended to, replaced whole, made durable."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+
+def lock(path: Path) -> TextIO:
+    """Open a file and lock it until it is closed; the kernel releases the lock however the process ends.
+
+    The file is a regular one that is open for writing, because NFS passes only locks on such files to other machines.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the file cannot be opened or locked at all.
+    """
+    file = path.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether another process holds the lock of an existing file."""
+    with path.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def synchronise(path: Path) -> None:
+    """Make a file or a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: after a kill the file is complete or as it was."""
+    staged = path.with_suffix(".tmp")
+    staged.write_text(text, encoding="utf-8")
+    staged.replace(path)
+
+
+def append_lines(path: Path, lines: Iterable[str], *, is_durable: bool = False) -> None:
+    """Append lines, after the end of a last line that was cut.
+
+    Args:
+        path: A file, which may not exist yet, or a pipe or a device.
+        lines: Without line ends.
+        is_durable: Return only when the lines are on the disk.
+
+    Raises:
+        OSError: the lines are not written, or only a part of them.
+    """
+    text = "".join(f"{line}\n" for line in lines)
+    start = "\n" if _is_cut(path) else ""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(start + text)
+        if is_durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _is_cut(path: Path) -> bool:
+    """Return whether the last line has no end; only the last byte is read."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

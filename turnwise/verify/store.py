@@ -1,0 +1,91 @@
+"""The check of a whole database: structure, digests, weights' files, and recomputed logprobs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from turnwise.chains import is_trainable
+from turnwise.store import policies
+from turnwise.store.database import Database
+from turnwise.store.experiences import SessionFilter
+from turnwise.store.lineage import TurnView
+from turnwise.store.session_records import SessionRecord, count_sessions, session_records
+from turnwise.store.trained import all_updates
+from turnwise.types import PolicyVersion
+from turnwise.verify.digests import check_record, check_update
+from turnwise.verify.report import Report
+from turnwise.verify.structure import check_structure
+from turnwise.verify.weights import check_weights
+
+
+class Checker(Protocol):
+    """Recomputes the logprobs of turns."""
+
+    def check(self, view: TurnView, place: str, report: Report) -> None:
+        """Compare a trainable turn's logprobs."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+def verify(
+    database: Database,
+    wanted: SessionFilter,
+    *,
+    checker: Checker | None,
+    share: float,
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> Report:
+    """Check what a database holds.
+
+    Args:
+        database: The database.
+        wanted: Which sessions.
+        checker: What recomputes logprobs; None leaves them out. It is closed.
+        share: Share of the trainable turns whose logprobs are recomputed.
+        seed: Chooses them.
+        progress: Called after each session with the number of checked sessions and of all.
+
+    Raises:
+        EngineUnavailable: the engine does not answer.
+        StoreError: the database cannot be read.
+    """
+    report, draw = Report(), random.Random(seed)  # noqa: S311  a sample of turns, no secret
+    report.checked["sessions"] = 0  # so that a filter that selects none is seen
+    try:
+        for policy in all_policies(database):
+            check_weights(policy, report)
+        with database.read() as conn:
+            for update in all_updates(conn):
+                check_update(conn, update, report)
+            num_sessions = count_sessions(conn, wanted)
+            for number, record in enumerate(session_records(conn, wanted), 1):
+                is_sound = check_structure(record, report)
+                check_record(record, report)
+                if is_sound and checker is not None:
+                    _check_logprobs(record, checker, report, lambda: draw.random() < share)
+                progress(number, num_sessions)
+    finally:
+        if checker is not None:
+            checker.close()
+    return report
+
+
+def _check_logprobs(record: SessionRecord, checker: Checker, report: Report, is_drawn: Callable[[], bool]) -> None:
+    for view in record.views():
+        if is_trainable(view.turn) and is_drawn():
+            place = f"session {record.session.session_id!r} turn {view.turn.turn_id!r}"
+            checker.check(view, place, report)
+
+
+def all_policies(database: Database) -> Iterator[PolicyVersion]:
+    """Yield all policy versions, newest first."""
+    after, has_more = None, True
+    while has_more:
+        with database.read() as conn:
+            page, has_more = policies.list_policies(conn, after=after)
+        yield from page
+        after = page[-1].version if page else None
