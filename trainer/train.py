@@ -213,8 +213,7 @@ class RLWorkflow(abc.ABC):
             return
         sends = self.config.weight_transfer and self.config.kind is PolicyKind.FULL
         if sends or self.config.engine_sleep_level:
-            device = self.agent.policy.device
-            self.weights = WeightServer(self.config, device if device.type == "cuda" else None)
+            self.weights = WeightServer(self.config)
         self.env.announce_weights(None if self.weights is None else self.weights.url)
 
     @contextlib.contextmanager

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 from typing import Any, Protocol
 
 from turnwise.errors import EngineRefused, ReloadFailed
 from turnwise.types import Json
-
-BACKENDS = {"TurnwiseWeights": "turnwise", "NCCLWeightTransferEngine": "nccl", "IPCWeightTransferEngine": "ipc"}
-"""The supported backends of vLLM's weight transfer, by the classes that vLLM names in its errors."""
 
 
 class Ask(Protocol):
@@ -28,10 +23,6 @@ class WeightTransfers:
         self._ask = ask
         self.is_unsupported = False
         """Whether the engine has answered that it was started without weight transfers."""
-        self.backend: str | None = None
-        """Their backend; None while it is not known."""
-        self.connection: str | None = None
-        """Id of the trainer's NCCL group that the engine's workers have joined; None for none."""
 
     async def num_workers(self) -> int:
         """Return how many processes hold a part of its model.
@@ -40,49 +31,6 @@ class WeightTransfers:
             EngineRefused: it is a stand-in without that route.
         """
         return int((await self._ask("GET", "/get_world_size"))["world_size"])
-
-    async def find_backend(self, *, seconds: float) -> str:
-        """Return the backend of its weight transfers, which an incomplete request makes it name.
-
-        vLLM has no route that names it cheaply. Its backend `ipc` needs no field, so it accepts the request.
-
-        Raises:
-            EngineRefused: it was not started for transfers, or with a backend that is not supported.
-        """
-        if self.backend is None:
-            try:
-                await self.connect({}, seconds=seconds)
-                self.backend = "ipc"
-            except EngineRefused as refused:
-                self.backend = _backend_of(refused)
-        return self.backend
-
-    async def connect(self, init_info: Json, *, seconds: float) -> None:
-        """Connect its workers with a trainer, in place of an earlier one.
-
-        Raises:
-            EngineRefused: it was not started for transfers, or cannot connect.
-        """
-        with contextlib.suppress(EngineRefused):
-            await self._ask("POST", "/shutdown_weight_transfer_engine", seconds=seconds)
-        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, seconds=seconds)
-
-    async def load_updates(self, updates: list[Json], *, seconds: float) -> None:
-        """Replace the base weights with those that a trainer sends now; the engine is paused.
-
-        Raises:
-            EngineRefused: it did not load all of them.
-        """
-        await self._start(seconds)
-        for update in updates:
-            await self._ask("POST", "/update_weights", {"update_info": update}, seconds=seconds)
-        await self._ask("POST", "/finish_weight_update", {}, seconds=seconds)
-
-    async def abandon_update(self, *, seconds: float) -> None:
-        """End an update that failed: tensors without new values are put back, so that a directory can be loaded."""
-        with contextlib.suppress(EngineRefused):
-            await self._start(seconds)
-            await self._ask("POST", "/finish_weight_update", {}, seconds=seconds)
 
     async def receive(self, init_info: Json, *, seconds: float) -> None:
         """Start to receive a version from a trainer, beside the running calls.
@@ -115,15 +63,3 @@ class WeightTransfers:
         except EngineRefused:
             await self._ask("POST", "/finish_weight_update", {}, seconds=seconds)
             await self._ask("POST", "/start_weight_update", seconds=seconds)
-
-
-def _backend_of(refused: EngineRefused) -> str:
-    """Return the backend whose class vLLM names where it refuses an incomplete request.
-
-    Raises:
-        EngineRefused: it names none, or one that is not supported.
-    """
-    found = re.search(r"Invalid init_info for (\w+)", str(refused))
-    if found is None or found[1] not in BACKENDS:
-        raise refused
-    return BACKENDS[found[1]]

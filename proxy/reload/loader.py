@@ -146,10 +146,9 @@ class Loader:
         offer = await self._transfers.offer(policy, engine)
         if offer is None:
             return None
-        received = await self._transfers.send(offer, engine)
-        if received is not None:
+        if await self._transfers.send(offer, engine):
             self._faults.point("weights_received")
-            return received
+            return offer
         # The check of a version that is in memory is its transfer's.
         await self._check_directory(policy, engine, PATIENCE_SECONDS)
         return None
@@ -198,23 +197,13 @@ class Loader:
             paused = await self._read_weights(engine, policy)
         else:
             paused = await self._replace_weights(
-                engine, lambda: self._load_received(engine, policy, received), policy.version
+                engine,
+                lambda: engine.transfers.load_received(policy.version, seconds=self._settings.reload_timeout_seconds),
+                policy.version,
             )
         probe = received.probe if received else await self.probe(policy, engine, seconds=None)
         await self._verify(engine.base_lane, probe)
         return paused
-
-    async def _load_received(self, engine: Engine, policy: PolicyVersion, received: Offer) -> None:
-        """Load what an engine has received or receives now; read the directory where a transfer fails in the pause."""
-        seconds = self._settings.reload_timeout_seconds
-        if received.staged is None:
-            await engine.transfers.load_received(policy.version, seconds=seconds)
-        elif not await self._transfers.load_staged(received, engine):
-            try:
-                await self._check_directory(policy, engine, None)
-            except BadCheckpoint as error:
-                raise ReloadFailed(str(error)) from error
-            await engine.load_weights(policy.path, seconds=seconds)
 
     async def _read_weights(self, engine: Engine, policy: PolicyVersion) -> float:
         """Load a version from its directory."""

@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from proxy.engines.engine import Engine
 from proxy.metrics import Metrics
-from proxy.reload import staged_transfer
-from proxy.reload.staged_transfer import StagedVersion
 from proxy.reload.trainer_http import ANSWER_SECONDS, CONNECT_SECONDS, ask_trainer
 from turnwise.errors import EngineError, EngineRefused, StoreError
 from turnwise.store import weight_servers
@@ -27,10 +25,8 @@ log = logging.getLogger(__name__)
 
 REFUSED_SECONDS = 60.0
 """How long an engine that refused a transfer gets its versions from directories without being asked again."""
-STAGED_BACKENDS = ("nccl", "ipc")
-"""vLLM's own backends that receive whole versions while the engine is paused."""
-NOT_CONFIGURED = "Weight transfer not configured"
-"""What vLLM answers without the plugin."""
+LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
+"""What vLLM answers without weight transfers, and with another backend than the plugin's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,8 +37,6 @@ class Offer:
     url: str
     """Address of the trainer's weights."""
     probe: Probe | None
-    staged: StagedVersion | None = None
-    """Where it waits for an engine that receives while it is paused; None for engines that receive beforehand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,8 +58,6 @@ class Transfers:
         self._seconds = seconds
         self._refused_at: dict[str, float] = {}
         """Engines that refused a transfer which they may take later, by URL, and when they refused."""
-        self._held: dict[str, int] = {}
-        """The version that each engine received last, by URL: what the next one may be a delta of."""
 
     async def offer(self, policy: PolicyVersion, engine: Engine) -> Offer | None:
         """Return where a version can be had for an engine; None if only from its directory."""
@@ -89,86 +81,49 @@ class Transfers:
         """Tell the trainer that engines sleep."""
         await ask_trainer(wish.url, "POST", "/engines", {"sleeping": True}, CONNECT_SECONDS)
 
-    async def send(self, offer: Offer, engine: Engine) -> Offer | None:
-        """Let an engine receive a version, or prepare that; what the engine serves does not change.
+    async def send(self, offer: Offer, engine: Engine) -> bool:
+        """Let an engine receive a version; what it serves does not change.
 
         Returns:
-            What can be loaded now; None if the version has to be read from its directory.
+            Whether it has all of it; otherwise the version has to be read from its directory.
         """
         try:
             async with asyncio.timeout(self._seconds):
-                found = await self._send(offer, engine)
+                problem = await self._send(offer, engine)
         except TimeoutError:
-            found = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
+            problem = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
         except EngineError as error:
-            found = str(error)
+            problem = str(error)
             if _lacks_transfers(error):
                 engine.transfers.is_unsupported = True
                 log.warning(
-                    "the engine at %s was started without weight transfers, so it reads versions from their "
+                    "the engine at %s was started without Turnwise's weight transfers, so it reads versions from their "
                     "directories until it is restarted; start it with `turnwise engine` to send them from memory",
                     engine.url,
                 )
-                return None
+                return False
             self._refused_at[engine.url] = time.monotonic()
-        if isinstance(found, str):
-            self._note_failure(offer, engine, found)
-            return None
-        if found.staged is None:
-            self._held[engine.url] = offer.version
-            self._metrics.weight_transfers.labels("sent").inc()
-        return found
+        self._metrics.weight_transfers.labels("sent" if problem is None else "failed").inc()
+        if problem is not None:
+            log.warning(
+                "version %d was not sent to the engine at %s, its directory is used: %s",
+                offer.version,
+                engine.url,
+                problem,
+            )
+        return problem is None
 
-    async def load_staged(self, offer: Offer, engine: Engine) -> bool:
-        """Load a version that was prepared into a paused engine; return whether it has all of it.
-
-        Raises:
-            EngineError: it is not known what the engine has loaded.
-        """
-        assert offer.staged is not None
-        reason = await staged_transfer.load(offer.staged, engine, self._seconds)
-        if reason is not None:
-            self._note_failure(offer, engine, reason)
-            return False
-        self._metrics.weight_transfers.labels("sent").inc()
-        return True
-
-    def _note_failure(self, offer: Offer, engine: Engine, reason: str) -> None:
-        self._held.pop(engine.url, None)
-        self._metrics.weight_transfers.labels("failed").inc()
-        log.warning(
-            "version %d was not sent to the engine at %s, its directory is used: %s", offer.version, engine.url, reason
-        )
-
-    async def _send(self, offer: Offer, engine: Engine) -> Offer | str:
-        """Return what the engine can load now, or why it received nothing.
+    async def _send(self, offer: Offer, engine: Engine) -> str | None:
+        """Return why the engine did not receive the version, None if it did.
 
         Raises:
             EngineError: the engine takes no transfers.
         """
-        num_workers = await engine.transfers.num_workers()
-        if await engine.transfers.find_backend(seconds=self._seconds) in STAGED_BACKENDS:
-            staged = await staged_transfer.prepare(offer.url, offer.version, engine, num_workers, self._seconds)
-            return staged if isinstance(staged, str) else dataclasses.replace(offer, staged=staged)
-        base = self._held.get(engine.url)
-        if base is not None:
-            reason = await self._send_once(offer, engine, num_workers, base)
-            if reason is None:
-                return offer
-            log.info("version %d is sent whole to the engine at %s: %s", offer.version, engine.url, reason)
-        return await self._send_once(offer, engine, num_workers, None) or offer
-
-    async def _send_once(self, offer: Offer, engine: Engine, num_workers: int, base: int | None) -> str | None:
-        request: Json = {"version": offer.version, "base": base, "num_workers": num_workers}
+        request: Json = {"version": offer.version, "num_workers": await engine.transfers.num_workers()}
         started = await ask_trainer(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
         if started is None:
             return "the trainer does not hold it any more, or does not answer"
-        try:
-            await engine.transfers.receive(started["init_info"], seconds=self._seconds)
-        except EngineError as error:
-            if base is None:
-                raise
-            return str(error)
+        await engine.transfers.receive(started["init_info"], seconds=self._seconds)
         ended = await ask_trainer(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, self._seconds)
         return "the trainer ended" if ended is None else ended["error"]
 
@@ -212,5 +167,7 @@ class Transfers:
 
 
 def _lacks_transfers(error: EngineError) -> bool:
-    """Return whether an engine has answered that it has no weight transfers, which only a restart changes."""
-    return isinstance(error, EngineRefused) and (error.status in (404, 405) or NOT_CONFIGURED in str(error))
+    """Return whether an engine has answered that it takes no transfers of ours, which only a restart changes."""
+    if not isinstance(error, EngineRefused):
+        return False
+    return error.status in (404, 405) or any(words in str(error) for words in LACKS_TRANSFERS)

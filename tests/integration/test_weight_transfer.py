@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import forward_of, write_perturbed
 from support.control_plane import ask, metric, policy, publish, wait_for_status
-from support.engines import RunningEngine, running_engine
-from support.proxies import RunningProxy, running_proxy
+from support.engines import RunningEngine
+from support.proxies import RunningProxy
 from support.weights_in_memory import weights_in_memory
 
-from trainer.publish import staged_transfer
 from turnwise.engine_plugin.channel import Channel, TransferFailed
 from turnwise.store import policies
 from turnwise.store.database import Database
@@ -41,7 +38,7 @@ def publish_unwritten(proxy: RunningProxy, version: int) -> None:
     database.close()
 
 
-def test_whole_versions_deltas_and_bfloat16_are_served_as_they_were_sent(served, engine, tmp_path):
+def test_versions_in_float32_and_bfloat16_are_served_as_they_were_sent(served, engine, tmp_path):
     first = write_perturbed(engine.model_dir, tmp_path / "v1", 1)
     second = write_perturbed(first, tmp_path / "v2", 2, noise=0.0)
     tensors = load_file(second / "model.safetensors")
@@ -85,25 +82,3 @@ def test_a_half_sent_version_leaves_the_last_good_one_served(served, engine, tmp
         publish_unwritten(served, 3)
         wait_for_status(served, 3)
         assert gap(engine, third) < TOLERANCE
-
-
-@pytest.mark.slow
-def test_an_update_by_ipc_that_fails_in_a_real_vllm_is_read_from_the_directory(small_model_dir, tmp_path, monkeypatch):
-    """A CPU has no GPU memory to open, so vLLM fails between the start and the end of the update."""
-    monkeypatch.setattr(staged_transfer, "reduce_tensor", lambda _: (None, (None,) * 8))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-0"))
-    flags = ("--weight-transfer-config", '{"backend": "ipc"}')
-    accepted = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    url = f"sqlite:///{tmp_path}/turnwise.db"
-    with (
-        running_engine(small_model_dir, tmp_path / "engine.log", *flags, environment=accepted) as engine,
-        running_proxy(engine.url, url, tmp_path) as proxy,
-        weights_in_memory(url, torch.device("cpu")) as trainer,
-    ):
-        for version in (1, 2):
-            directory = write_perturbed(engine.model_dir, tmp_path / f"v{version}", version)
-            trainer.hold(version, directory)
-            wait_for_status(proxy, publish(proxy, directory))
-            assert gap(engine, directory) < TOLERANCE
-        assert metric(proxy, "turnwise_weight_transfers_total", result="failed") >= 1
-        assert "start_weight_update" in engine.log.read_text()

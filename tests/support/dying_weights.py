@@ -54,6 +54,7 @@ if __name__ == "__main__":
     owner, name = STAGES[sys.argv[2]]
     setattr(owner, name, send_a_part if name == "broadcast" else die)
     weight_server.CHUNK_BYTES = PART_BYTES
+    weight_server.SILENCE_SECONDS = 10.0
     server = WeightServer(WeightRule())
     for version in (1, 2):
         server.held.hold(version, weights(version), {"token_ids": [1], "logprobs": []})

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 from trainer.publish.weight_server import WeightRule, WeightServer
@@ -28,11 +27,9 @@ class WeightsInMemory:
 
 
 @contextlib.contextmanager
-def weights_in_memory(
-    database_url: str, gpu: torch.device | None = None, **settings: object
-) -> Iterator[WeightsInMemory]:
-    """Hand out weights until the block ends; deltas where an engine has the version before."""
-    server = WeightServer(WeightRule(**({"weight_deltas": True, "weight_seconds": 10.0} | settings)), gpu)
+def weights_in_memory(database_url: str) -> Iterator[WeightsInMemory]:
+    """Hand out weights until the block ends."""
+    server = WeightServer(WeightRule())
     database = Database(database_url)
     try:
         for url in (server.url, None):

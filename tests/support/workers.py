@@ -20,16 +20,13 @@ ROOT = Path(__file__).parents[2]
 SHARED_ENGINE = "engine: RunningEngine"
 """The parameter of each test that uses the shared vLLM."""
 GROUPS = {
-    "vLLM imported": ("tests/integration/test_staged_weights.py", "tests/integration/test_vllm_flags.py"),
     "worlds of processes": (
         "tests/unit/trainer/test_divided.py",
         "tests/unit/trainer/test_divided_state.py",
         "tests/unit/trainer/test_world_refusals.py",
     ),
 }
-"""Files that share what takes seconds of CPU time once per worker: the import of vLLM into the test process, and the
-server that forks processes with torch loaded.
-"""
+"""Files that share what takes seconds of CPU time once per worker: a server that forks processes with torch loaded."""
 LONGEST_FIRST = (
     "tests/integration/test_page.py",
     "tests/unit/trainer/test_workflows.py",

@@ -102,19 +102,6 @@ def test_lora_enables_vllms_adapter_routes(model_dir):
     assert "--enable-lora" in command.argv
 
 
-def test_a_backend_of_vllms_own_needs_no_plugin_and_ipc_accepts_pickled_handles(monkeypatch):
-    monkeypatch.setattr(engine_command, "has_plugin", lambda: False)
-    commands = {
-        backend: build_command(EngineSettings(model="owner/name", weight_backend=backend), gpu=True)
-        for backend in ("turnwise", "nccl", "ipc")
-    }
-    assert "--weight-transfer-config" not in commands["turnwise"].argv
-    for backend in ("nccl", "ipc"):
-        assert json.loads(_flag(commands[backend].argv, "--weight-transfer-config")) == {"backend": backend}
-    accepting = [name for name, one in commands.items() if "VLLM_ALLOW_INSECURE_SERIALIZATION" in one.environment]
-    assert accepting == ["ipc"]
-
-
 def test_the_shell_line_quotes_special_characters(tmp_path):
     line = build_command(EngineSettings(model=str(tmp_path / "my model")), gpu=False).shell()
     assert f"'{tmp_path}/my model'" in line

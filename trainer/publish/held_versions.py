@@ -1,4 +1,4 @@
-"""The versions that the trainer holds in memory for engines: their bytes, their checksums and what they differ by.
+"""The versions that the trainer holds in memory for engines: their bytes and their checksums.
 
 A version is copied when it is made, so that training can go on while it is sent. A version with a weight that is not
 finite is not held: engines then read its directory, where the same check names the tensor.
@@ -13,12 +13,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from turnwise.engine_plugin.delta import Delta, difference
 from turnwise.engine_plugin.layout import Layout, checksum_of
 from turnwise.types import Json
 
-MAX_DELTA_SHARE = 0.5
-"""A delta of more than this share of the weights is not worth its work; the version is sent whole."""
+MOST_HELD = 2
+"""Versions that stay in memory; engines get older ones from their directories."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +36,7 @@ class HeldVersion:
 class HeldVersions:
     """The newest versions, for the thread that trains and the threads that send."""
 
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: dict[int, HeldVersion] = {}
 
@@ -51,7 +49,7 @@ class HeldVersions:
         held = HeldVersion(version, layout, buffer, checksum_of(buffer), probe)
         with self._lock:
             self._versions[version] = held
-            for old in sorted(self._versions)[: -self._keep]:
+            for old in sorted(self._versions)[:-MOST_HELD]:
                 del self._versions[old]
         return True
 
@@ -59,11 +57,3 @@ class HeldVersions:
         """Return a version; None if it is not in memory."""
         with self._lock:
             return self._versions.get(version)
-
-    def delta(self, base: int, version: HeldVersion) -> Delta | None:
-        """Return what changes another held version into this one; None where it cannot or should not be sent."""
-        older = self.find(base)
-        if older is None or older.layout.slots != version.layout.slots:
-            return None
-        delta = difference(older.buffer, version.buffer)
-        return delta if delta.num_bytes <= MAX_DELTA_SHARE * version.layout.num_bytes else None

@@ -17,22 +17,22 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-import torch
-from pydantic import Field
 from torch import Tensor
 
-from trainer.publish.held_versions import HeldVersion, HeldVersions
-from trainer.publish.staged_transfer import StagedTransfers, StagingFailed
-from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed, Transport
+from trainer.publish.held_versions import HeldVersions
+from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, Rendezvous, TransferFailed
 from turnwise.settings import Settings
 from turnwise.types import Json
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_BODY_BYTES = 1 << 16
 MOST_TRANSFERS = 64
 """Transfers whose result stays known."""
+SILENCE_SECONDS = 60.0
+"""Longest silence within one transfer."""
+SLEEP_SECONDS = 60.0
+"""How long the trainer waits for the engines to sleep before it computes all the same."""
 
 
 class WeightRule(Settings):
@@ -44,33 +44,15 @@ class WeightRule(Settings):
     weight_host: str = "127.0.0.1"
     """Address of this machine at which the proxy and the engines ask for weights; on several machines one that all of
     them reach, on a private network."""
-    weight_transport: Transport = "gloo"
-    """`gloo` works on any device and any network. `nccl` is for engines of one GPU on other GPUs than the trainer's."""
-    weight_deltas: bool | None = None
-    """Send only the bits that changed, if an engine has the version before. By default where `weight_host` is not this
-    machine alone: on one machine sending all of it is quicker than finding the difference."""
-    weight_versions: int = Field(default=2, ge=1)
-    """Versions that stay in memory; engines get older ones from their directories."""
-    weight_seconds: float = Field(default=60.0, gt=0)
-    """Longest silence within one transfer."""
-
     engine_sleep_level: Literal[0, 1, 2] = 0
     """Let engines on the same GPU sleep while the trainer computes, by vLLM's sleep mode: 1 moves their weights to host
     memory, 2 drops them and loads the served version again; 0 never. The proxy needs `engine_sleep = true`."""
-    engine_sleep_seconds: float = Field(default=60.0, gt=0)
-    """How long the trainer waits for the engines to sleep before it computes all the same."""
-
-    @property
-    def sends_deltas(self) -> bool:
-        """Whether deltas are sent."""
-        return self.weight_host not in LOOPBACK if self.weight_deltas is None else self.weight_deltas
 
 
 class Transfer:
     """One version on its way to one engine."""
 
-    def __init__(self, payload: Tensor, rendezvous: Rendezvous, rule: WeightRule, num_workers: int) -> None:
-        self._rule = rule
+    def __init__(self, payload: Tensor, rendezvous: Rendezvous, num_workers: int) -> None:
         self._num_workers = num_workers
         self.error: str | None = None
         """Why it failed; None while it runs and after it succeeded."""
@@ -89,9 +71,8 @@ class Transfer:
                 rendezvous.store,
                 rank=0,
                 size=1 + self._num_workers,
-                transport=self._rule.weight_transport,
                 address=rendezvous.host,
-                seconds=self._rule.weight_seconds,
+                seconds=SILENCE_SECONDS,
             )
             channel.broadcast(payload, CHUNK_BYTES)
             if not channel.agree(is_good=True):
@@ -105,17 +86,11 @@ class Transfer:
 class WeightServer:
     """Answers on its own port; each request has a thread."""
 
-    def __init__(self, rule: WeightRule, gpu: torch.device | None = None) -> None:
-        """Start to answer.
-
-        Args:
-            rule: How engines get new weights.
-            gpu: The trainer's GPU, to which versions are copied for vLLM's own backends; None without one.
-        """
+    def __init__(self, rule: WeightRule) -> None:
+        """Start to answer."""
         self._rule = rule
-        self.held = HeldVersions(rule.weight_versions)
+        self.held = HeldVersions()
         self._transfers: dict[str, Transfer] = {}
-        self._staged = StagedTransfers(rule.weight_seconds, gpu)
         self._sleep_level = 0
         """The level that engines should sleep at now; 0 while they should be awake."""
         self._sleeping = threading.Event()
@@ -136,11 +111,11 @@ class WeightServer:
         self._sleeping.clear()
         self._sleep_level = int(self._rule.engine_sleep_level)
         try:
-            if not self._sleeping.wait(self._rule.engine_sleep_seconds):
+            if not self._sleeping.wait(SLEEP_SECONDS):
                 log.warning(
-                    "no engine was brought to sleep within %g s (engine_sleep_seconds): is engine_sleep=true set in "
-                    "[proxy], and does the proxy run?",
-                    self._rule.engine_sleep_seconds,
+                    "no engine was brought to sleep within %g s: is engine_sleep=true set in [proxy], and does the "
+                    "proxy run?",
+                    SLEEP_SECONDS,
                 )
             yield
         finally:
@@ -168,11 +143,6 @@ class WeightServer:
                 return HTTPStatus.OK, {}
             case ("POST", "transfers"):
                 return self._start(body)
-            case ("POST", "transfers", str(transfer_id), "begin"):
-                found = self._staged.begin(transfer_id)
-                return (HTTPStatus.OK, {}) if found else (HTTPStatus.NOT_FOUND, {"error": "no such transfer"})
-            case ("POST", "transfers", str(transfer_id), "end"):
-                return HTTPStatus.OK, {"error": self._staged.end(transfer_id, is_loaded=bool(body.get("is_loaded")))}
             case ("GET", "transfers", str(transfer_id)) if transfer_id in self._transfers:
                 transfer = self._transfers[transfer_id]
                 transfer.wait()
@@ -187,44 +157,28 @@ class WeightServer:
 
     def _start(self, body: Json) -> tuple[HTTPStatus, Json]:
         """Start to send a version; the answer holds what the engine needs to receive it."""
-        version, base, num_workers = (body.get(name) for name in ("version", "base", "num_workers"))
+        version, num_workers = body.get("version"), body.get("num_workers")
         if not isinstance(version, int) or not isinstance(num_workers, int) or num_workers < 1:
             return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": f"version and num_workers must be numbers, not {body!r}"}
         held = self.held.find(version)
         if held is None:
             return _not_held(version)
-        backend = body.get("backend")
-        if backend in ("nccl", "ipc"):
-            try:
-                return HTTPStatus.OK, self._staged.prepare(held, backend, body)
-            except StagingFailed as error:
-                return HTTPStatus.OK, {"error": str(error)}
-        payload, info = self._payload(held, base if isinstance(base, int) else None)
-        rendezvous = Rendezvous(self._rule.weight_host, self._rule.weight_seconds)
+        rendezvous = Rendezvous(self._rule.weight_host, SILENCE_SECONDS)
         transfer_id = secrets.token_hex(8)
         for old in list(self._transfers)[:-MOST_TRANSFERS]:
             self._transfers.pop(old, None)
-        self._transfers[transfer_id] = Transfer(payload, rendezvous, self._rule, num_workers)
-        info |= {
+        self._transfers[transfer_id] = Transfer(held.buffer, rendezvous, num_workers)
+        info: Json = {
             "version": version,
             "host": self._rule.weight_host,
             "port": rendezvous.port,
             "world_size": 1 + num_workers,
             "layout": held.layout.as_json(),
             "checksum": held.checksum,
-            "transport": self._rule.weight_transport,
-            "num_bytes": len(payload),
             "chunk_bytes": CHUNK_BYTES,
-            "seconds": self._rule.weight_seconds,
+            "seconds": SILENCE_SECONDS,
         }
         return HTTPStatus.OK, {"transfer_id": transfer_id, "init_info": info}
-
-    def _payload(self, held: HeldVersion, base: int | None) -> tuple[Tensor, Json]:
-        """Return the bytes to send, and what they are."""
-        delta = self.held.delta(base, held) if base is not None and self._rule.sends_deltas else None
-        if delta is None:
-            return held.buffer, {"base": None, "num_words": 0}
-        return delta.encode(), {"base": base, "num_words": len(delta.values)}
 
 
 def _not_held(version: int) -> tuple[HTTPStatus, Json]:

@@ -2,8 +2,8 @@
 
 vLLM loads this package in each of its processes by the entry point `vllm.general_plugins`. It registers a backend for
 vLLM's weight transfer: `weight_engine` is the part inside vLLM, `receiver` receives and checks a version, `channel`
-carries bytes over torch's process groups, `layout` and `delta` define what the bytes mean. The trainer uses the last
-three to send. `tied_head` mends loads of models whose output head is tied to the embeddings.
+carries bytes over a process group of torch's, `layout` defines what the bytes mean. The trainer uses the last two to
+send. `tied_head` mends loads of models whose output head is tied to the embeddings.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""A connection between the trainer, as rank 0, and the workers of one engine: a process group of torch's.
+"""A connection between the trainer, as rank 0, and the workers of one engine: a gloo group of torch's.
 
-Each transfer has its own group, so nothing of a dead process is left in the next one. The trainer listens for the
-rendezvous on its own address only. Every wait has a time limit.
+Gloo works on any network and beside any device, and each wait has a time limit, so an engine survives a trainer that
+dies. Each transfer has its own group, so nothing of a dead process is left in the next one. The trainer listens for the
+rendezvous on its own address only.
 """
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
-
-Transport = Literal["gloo", "nccl"]
 
 _dist: Any = torch.distributed
 """Untyped, because torch's stubs lack stores and process groups."""
@@ -49,26 +48,17 @@ class Rendezvous:
 class Channel:
     """One member of a group that carries a version."""
 
-    def __init__(self, store: Any, *, rank: int, size: int, transport: Transport, address: str, seconds: float) -> None:
-        self._device = torch.device("cpu")
-        limit = timedelta(seconds=seconds)
-        self._group: Any
+    def __init__(self, store: Any, *, rank: int, size: int, address: str, seconds: float) -> None:
         try:
-            if transport == "nccl":
-                self._device = torch.device("cuda", torch.cuda.current_device())
-                options = _dist.ProcessGroupNCCL.Options()
-                options._timeout = limit  # noqa: SLF001  torch has no other way to set it
-                self._group = _dist.ProcessGroupNCCL(store, rank, size, options)
-            else:
-                options = _dist.ProcessGroupGloo._Options()  # noqa: SLF001  as above
-                options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
-                options._timeout = limit  # noqa: SLF001
-                self._group = _dist.ProcessGroupGloo(store, rank, size, options)
+            options = _dist.ProcessGroupGloo._Options()  # noqa: SLF001  torch has no other way to set them
+            options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
+            options._timeout = timedelta(seconds=seconds)  # noqa: SLF001
+            self._group: Any = _dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             raise TransferFailed(f"rank {rank} of {size} did not meet the others within {seconds:g} s") from error
 
     @classmethod
-    def join(cls, host: str, port: int, *, rank: int, size: int, transport: Transport, seconds: float) -> Channel:
+    def join(cls, host: str, port: int, *, rank: int, size: int, seconds: float) -> Channel:
         """Join the trainer's group.
 
         Raises:
@@ -80,7 +70,7 @@ class Channel:
             store = _dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
         except (OSError, RuntimeError) as error:
             raise TransferFailed(f"the trainer at {host}:{port} does not answer: {error}") from error
-        return cls(store, rank=rank, size=size, transport=transport, address=address, seconds=seconds)
+        return cls(store, rank=rank, size=size, address=address, seconds=seconds)
 
     def broadcast(self, buffer: Tensor, chunk_bytes: int) -> None:
         """Send the buffer, or fill it with what the trainer sends, in chunks that all members agree on.
@@ -90,11 +80,7 @@ class Channel:
         """
         try:
             for start in range(0, len(buffer), chunk_bytes):
-                part = buffer[start : start + chunk_bytes]
-                carried = part.to(self._device)
-                self._group.broadcast(carried, SENDER).wait()
-                if carried.data_ptr() != part.data_ptr():
-                    part.copy_(carried)
+                self._group.broadcast(buffer[start : start + chunk_bytes], SENDER).wait()
         except RuntimeError as error:
             raise TransferFailed(f"the transfer broke off: {_first_line(error)}") from error
 
@@ -104,7 +90,7 @@ class Channel:
         Raises:
             TransferFailed: The connection broke, or the time limit passed.
         """
-        failures = torch.tensor([0 if is_good else 1], dtype=torch.int32, device=self._device)
+        failures = torch.tensor([0 if is_good else 1], dtype=torch.int32)
         try:
             self._group.allreduce([failures]).wait()
         except RuntimeError as error:

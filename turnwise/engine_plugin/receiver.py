@@ -1,8 +1,8 @@
 """The engine's end of a transfer: it receives a version while the engine continues to sample, and checks it.
 
 A thread receives into memory of its own. The model is not touched until `take`, which gives out a version only if all
-of it arrived and its checksum is right. So a half-sent version changes nothing. The last version
-stays in memory, since the next one may come as a delta.
+of it arrived and its checksum is right. So a half-sent version changes nothing. The memory is used again for the next
+version.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, TransferFailed, Transport
-from turnwise.engine_plugin.delta import apply, decode
+from turnwise.engine_plugin.channel import CHUNK_BYTES, Channel, TransferFailed
 from turnwise.engine_plugin.layout import Layout, checksum_of
 
 
@@ -34,13 +33,6 @@ class TransferInfo:
     """Of `Layout.as_json`."""
     checksum: str
     """Of the version's buffer."""
-    transport: Transport = "gloo"
-    base: int | None = None
-    """The version that the delta changes; None for a whole version."""
-    num_words: int = 0
-    """Words that the delta writes."""
-    num_bytes: int = 0
-    """Bytes that are sent."""
     chunk_bytes: int = CHUNK_BYTES
     """Bytes of one broadcast."""
     seconds: float = 60.0
@@ -52,7 +44,6 @@ class Receiver:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
         self._layout = Layout([])
         self._buffer = torch.zeros(0, dtype=torch.uint8)
         self._held: int | None = None
@@ -63,13 +54,10 @@ class Receiver:
         """Start to receive a version.
 
         Raises:
-            TransferFailed: The delta is of a version that is not held.
+            TransferFailed: Another one is still received.
         """
         self._wait(0)
-        if info.base is not None and self._held != info.base:
-            held = "no version" if self._held is None else f"version {self._held}"
-            raise TransferFailed(f"the delta changes version {info.base}, but this engine holds {held}; send all of it")
-        self._error = None
+        self._held, self._error = None, None
         self._thread = threading.Thread(target=self._receive, args=(info, rank), name="weights", daemon=True)
         self._thread.start()
 
@@ -91,40 +79,19 @@ class Receiver:
                 raise TransferFailed("another transfer to this engine is still running; try again when it has ended")
 
     def _receive(self, info: TransferInfo, rank: int) -> None:
-        with self._lock:
-            try:
-                channel = Channel.join(
-                    info.host,
-                    info.port,
-                    rank=rank,
-                    size=info.world_size,
-                    transport=info.transport,
-                    seconds=info.seconds,
-                )
-                if info.base is None:
-                    self._receive_whole(channel, info)
-                else:
-                    self._receive_delta(channel, info)
-                problem = self._problem(info)
-                if channel.agree(problem is None):
-                    self._held = info.version
-                else:
-                    self._error = problem or "another worker of this engine did not receive it"
-            except (TransferFailed, ValueError) as error:
-                self._error = str(error)
-
-    def _receive_whole(self, channel: Channel, info: TransferInfo) -> None:
-        self._held = None
-        self._layout = Layout.from_json(info.layout)
-        if len(self._buffer) != self._layout.num_bytes:
-            self._buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8)
-        channel.broadcast(self._buffer, info.chunk_bytes)
-
-    def _receive_delta(self, channel: Channel, info: TransferInfo) -> None:
-        encoded = torch.zeros(info.num_bytes, dtype=torch.uint8)
-        channel.broadcast(encoded, info.chunk_bytes)
-        self._held = None
-        apply(decode(encoded, info.num_words), self._buffer)
+        try:
+            channel = Channel.join(info.host, info.port, rank=rank, size=info.world_size, seconds=info.seconds)
+            self._layout = Layout.from_json(info.layout)
+            if len(self._buffer) != self._layout.num_bytes:
+                self._buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8)
+            channel.broadcast(self._buffer, info.chunk_bytes)
+            problem = self._problem(info)
+            if channel.agree(problem is None):
+                self._held = info.version
+            else:
+                self._error = problem or "another worker of this engine did not receive it"
+        except (TransferFailed, ValueError) as error:
+            self._error = str(error)
 
     def _problem(self, info: TransferInfo) -> str | None:
         """Return what is wrong with the buffer; None if nothing is."""

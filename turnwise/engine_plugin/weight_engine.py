@@ -16,7 +16,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from turnwise.engine_plugin.channel import TransferFailed
 from turnwise.engine_plugin.receiver import Receiver, TransferInfo
 
 
@@ -48,14 +47,9 @@ class TurnwiseWeights(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         """Start to receive a version.
 
         Raises:
-            TransferFailed: It cannot be received by this engine.
+            TransferFailed: Another one is still received.
         """
         parallel = self.parallel_config
-        if init_info.transport == "nccl" and parallel.world_size > 1:
-            raise TransferFailed(
-                "transport 'nccl' needs an engine of one GPU, because its group would run beside the engine's own; "
-                "set weight_transport='gloo'"
-            )
         self._receiver.begin(init_info, 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def start_weight_update(self) -> None:

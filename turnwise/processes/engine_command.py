@@ -84,9 +84,6 @@ class EngineSettings(Settings):
     weight_transfer: bool | None = None
     """Take new weights from the trainer's memory. By default where Turnwise is installed beside vLLM, which loads its
     plugin then, and no adapters are served. Other engines read each version's directory."""
-    weight_backend: Literal["turnwise", "nccl", "ipc"] = "turnwise"
-    """Backend of the weight transfer. `turnwise` receives beside the running calls, on any device. `nccl` and `ipc` are
-    vLLM's own and receive in the pause, from the trainer's GPU: `nccl` on other GPUs, `ipc` on the same one."""
     kv_cache_bytes: int | None = Field(default=None, gt=0)
     """Memory for keys and values, on a CPU; by default enough for 32 of the longest calls, from 128 MiB to 2 GiB."""
     num_threads: int = Field(default=1, gt=0)
@@ -146,8 +143,6 @@ def build_command(settings: EngineSettings, extra: tuple[str, ...] = (), *, gpu:
         flags += _gpu_flags(settings)
     # A grammar changes the distribution of the sampled tokens, and the trainer cannot compute it.
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", ENFORCE_STRICT_TOOLS: "0"}
-    if takes_transfers(settings) and settings.weight_backend == "ipc":
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the handles of memory come pickled
     if settings.lora:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if is_directory(settings.model):
@@ -192,7 +187,7 @@ def _shared_flags(settings: EngineSettings) -> list[str]:
         flags += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
         flags += ["--max-loras", str(settings.max_loras)]
     if takes_transfers(settings):
-        flags += ["--weight-transfer-config", json.dumps({"backend": settings.weight_backend})]
+        flags += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     return flags + _optional("--reasoning-parser", settings.reasoning_parser)
 
 
@@ -200,7 +195,7 @@ def takes_transfers(settings: EngineSettings) -> bool:
     """Return whether the engine takes weights from the trainer's memory."""
     if settings.weight_transfer is not None:
         return settings.weight_transfer
-    return not settings.lora and (settings.weight_backend != BACKEND or has_plugin())
+    return not settings.lora and has_plugin()
 
 
 def has_plugin() -> bool:
@@ -309,7 +304,7 @@ def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> Non
         )
     if problem := packages_problem():
         raise EngineError(problem)
-    if settings.weight_transfer and settings.weight_backend == BACKEND and not has_plugin():
+    if settings.weight_transfer and not has_plugin():
         raise SettingsError(
             "weight_transfer=true needs Turnwise's plugin in vLLM's environment, and this one has none; install "
             "Turnwise here with pip, or set weight_transfer=false"

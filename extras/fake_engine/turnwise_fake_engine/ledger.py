@@ -47,8 +47,6 @@ class EngineState:
         """Every directory that weights were loaded from, in order."""
         self.receiver: Any = None
         """Receives versions from a trainer's memory, from the first transfer on."""
-        self.weight_engine: Any = None
-        """An object of a weight transfer class of vLLM's, which a test supplies; None receives as our plugin does."""
         self.is_updating = False
         """Whether a weight update was started and not finished."""
         self.received: dict[str, Any] = {}

@@ -41,7 +41,7 @@ class Trainer:
     """A trainer that computes until it is told to end."""
 
     def __init__(self, stage: Stage, level: int) -> None:
-        self.server = WeightServer(WeightRule(engine_sleep_level=level, engine_sleep_seconds=30))
+        self.server = WeightServer(WeightRule(engine_sleep_level=level))
         with stage.database.write() as connection:
             weight_servers.announce_weights(connection, "trainer", self.server.url, datetime.now(UTC))
         self.computes, self._may_end = threading.Event(), threading.Event()

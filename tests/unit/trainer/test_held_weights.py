@@ -90,14 +90,13 @@ def test_adapters_and_a_trainer_without_transfers_announce_nothing(tmp_path, cha
     db.close()
 
 
-def test_a_trainer_computes_even_if_its_engines_do_not_sleep(tmp_path, caplog):
+def test_a_trainer_computes_even_if_its_engines_do_not_sleep(tmp_path, caplog, monkeypatch):
     """Also an adapter's trainer has an address then; without a proxy nobody answers its wish."""
     model = make_model(tmp_path / "model")
     db = new_ledger(tmp_path / "ledger.db")
     Rollouts(db, load_model(model)).play("a", num_groups=3)
-    settings = settings_for(
-        tmp_path, model, kind="lora", total_batches=1, engine_sleep_level=1, engine_sleep_seconds=0.05
-    )
+    settings = settings_for(tmp_path, model, kind="lora", total_batches=1, engine_sleep_level=1)
+    monkeypatch.setattr("trainer.publish.weight_server.SLEEP_SECONDS", 0.05)
     workflow = OnPolicyWorkflow.build_from_config(settings, enable_jit=False)
     state = workflow.learn(workflow.setup(0))
     with db.read() as connection:
