@@ -10,21 +10,44 @@ exactly once either way, and a version that was published meanwhile is followed 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer.claims import group_keys
 from trainer.learning.selection import Selection
 from trainer.policy.engine import TrainingEngine
-from trainer.publish import directory
+from trainer.policy.model import Policy
 from trainer.publish.checkpoint import Checkpoints
 from trainer.settings import TrainerSettings
 from trainer.source import ClaimedBatch, FinishedBatch, Source
 from trainer.state import MOST_RECENT_VERSIONS, State, copied
+from turnwise.experience import Experience
 from turnwise.types import GroupKey, Json, PolicyVersion, UpdateRecord
 from turnwise.version_directory import weights_digest
+
+PROBE_TOKENS = 48
+"""Length of a probe's text."""
+
+
+def probe_of(policy: Policy, experiences: Sequence[Experience]) -> Json:
+    """Return the beginning of the batch's first chain and the logprob of each of its tokens after those before it.
+
+    A version carries it in its manifest: the proxy asks the engine for the same logprobs after a reload, and so checks
+    that it serves these weights.
+    """
+    tokens = experiences[0].tokens[:PROBE_TOKENS].tolist()
+    log_p_TV = policy.next_logprobs(tokens)
+    followers = torch.tensor(tokens[1:], dtype=torch.long)
+    is_coarse = policy.compute_dtype is torch.bfloat16
+    return {
+        "token_ids": tokens,
+        "logprobs": log_p_TV[:-1].gather(1, followers[:, None])[:, 0].tolist(),
+        "dtype": "bfloat16" if is_coarse else "float32",
+    }
 
 
 class Commits:
@@ -162,10 +185,9 @@ class Commits:
         self, after: State, weights: dict[str, Tensor], parent: int, probe: Json, refusal: str | None
     ) -> PolicyVersion:
         """Write the directory of the version; return its record."""
-        version = after.progress.policy_version
-        path = directory.write_version(
-            self._checkpoints, after.policy, weights, version=version, parent=parent, probe=probe
-        )
+        version, spec = after.progress.policy_version, after.policy.spec
+        manifest: Json = {"parent": parent, "kind": spec.kind.value, "base_model": spec.model, "probe": probe}
+        path = self._checkpoints.write_policy(version, lambda place: after.policy.save(place, weights), manifest)
         return PolicyVersion(
             version=version,
             path=str(path),

@@ -13,13 +13,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from trainer.build import OptimizerLike, as_settings, make_agent, optimizer_factory
 from trainer.claims import Claims, group_keys, num_minibatches
-from trainer.commit import Commits
+from trainer.commit import Commits, probe_of
 from trainer.evaluate import Evaluator, LedgerEvaluator
 from trainer.gap_check import GapCheck
 from trainer.gate import Gate
@@ -28,7 +29,6 @@ from trainer.pacing import Rewind
 from trainer.parallel import join_world
 from trainer.policy.agent import PolicyAgent
 from trainer.policy.memory import MemoryLimits, OutOfMemory, note_out_of_memory, read_limits
-from trainer.publish import directory
 from trainer.publish.checkpoint import Checkpoints
 from trainer.publish.weight_server import WeightServer
 from trainer.recorders import ChainRecorder, JsonLines, Recorder
@@ -39,7 +39,7 @@ from trainer.state import State
 from trainer.update import TokenCredit, Updates
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyKind, UpdateRecord
+from turnwise.types import Json, PolicyKind, PolicyVersion, UpdateRecord
 from turnwise.version_directory import read_manifest
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class RLWorkflow(abc.ABC):
         state = self.states.of_version(last.policy_version if last else 0, seed, reports_changes=True)
         if world.is_first:
             self.checkpoints.discard_after(max(self.env.newest_version(), last.policy_version if last else 0))
-            self.env.open(directory.base_version(self.config.model))
+            self.env.open(base_version(self.config.model))
             self._serve_weights()
         self.commits.start(last.policy_version if last else 0)
         self.agent.find_row_tokens(0 if last else self.states.moments_bytes())
@@ -309,6 +309,11 @@ class OnPolicyWorkflow(RLWorkflow):
             gate = self.gate.check(state.progress.policy_version)
             metrics, refusal = metrics | gate.gauges, gate.reason
         version = self.commits.next_version(state)
-        probe = directory.probe_of(state.policy, chosen.experiences)
+        probe = probe_of(state.policy, chosen.experiences)
         self._hold(state, version, probe)
         return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, version, probe, refusal)
+
+
+def base_version(model: str) -> PolicyVersion:
+    """Return version 0: the base model as it is."""
+    return PolicyVersion(version=0, path=str(Path(model).resolve()) if Path(model).is_dir() else model)

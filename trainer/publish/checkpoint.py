@@ -108,12 +108,12 @@ class Checkpoints:
         return version == 0 or self.state_directory(version).is_dir()
 
     def write_policy(self, version: int, write: Callable[[Path], None], manifest: Json) -> Path:
-        """Write a version for engines; `write` fills an empty directory with the model's files."""
+        """Write a version for engines and return its directory; `write` fills an empty one with the model's files."""
         place = self.policy_directory(version)
         with _appearing(place) as staging:
             write(staging)
             version_directory.write_manifest(staging, {"version": version, **manifest})
-        return place
+        return place.resolve()
 
     def write_state(self, version: int, values: dict[str, Any], tensors: dict[str, Any], group: Any = None) -> None:
         """Write what a resume from this version needs, and point `latest` at it; in all processes together.
