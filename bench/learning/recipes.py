@@ -64,7 +64,7 @@ RECIPES = {
     "dr_grpo": Recipe(settings={"estimator": "dr_grpo", "session_tokens": 32}),
     "sapo": Recipe(settings=CALM | {"algorithm": "sapo", "sapo_temperatures": [5.0, 10.0]}),
     "topr": Recipe(settings=CALM | {"algorithm": "topr"}),
-    "decoupled": Recipe(settings={"proximal": True, "tis_cap": 2.0}),
+    "decoupled": Recipe(settings={"tis_cap": 2.0}),
     "gae_head": Recipe(
         settings=CALM
         | {
@@ -86,8 +86,8 @@ RECIPES = {
         tiny={"clip_low": 0.5, "clip_high": 4.0},
     ),
     "dppo": Recipe(settings={"algorithm": "dppo", "clip_low": 0.2, "clip_high": 0.2}),
-    "mis": Recipe(settings={"proximal": True, "mis_cap": 2.0}),
-    "sequence_tis": Recipe(settings={"proximal": True, "tis_cap": 2.0, "importance_level": "sequence"}),
+    "mis": Recipe(settings={"mis_cap": 2.0}),
+    "sequence_tis": Recipe(settings={"tis_cap": 2.0, "importance_level": "sequence"}),
     "off_policy_mask": Recipe(settings={"off_policy_mask": 0.05}),
     "kl_loss": Recipe(settings={"kl_coef": 0.003}),
     "kl_reward": Recipe(settings={"kl_coef": 0.003, "kl_in": "reward"}),

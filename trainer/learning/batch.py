@@ -32,7 +32,7 @@ class TokenTable:
     experience: Indices
     """Index of the experience that it belongs to. [M]"""
     session: Indices
-    """Index of the session, 0 … number of sessions − 1. [M]"""
+    """Index of the session, 0 … number of sessions − 1; a session of several pairs counts once in each. [M]"""
     place: Indices
     """Position in the experience's tokens, at least 1. [M]"""
     target: TokenIds
@@ -136,14 +136,15 @@ def build(
         num_imported: So many experiences at the end are imported ones that are mixed in.
         mu: Weight of their loss.
     """
-    sessions: dict[SessionKey, int] = {}
+    sessions: dict[tuple[int, SessionKey], int] = {}
+    members = [(0 if pairs is None else pairs[n], each.session_key) for n, each in enumerate(experiences)]
     places = [_trained(experience) for experience in experiences]
     counts = [len(place) for place in places]
     starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     columns = [(e, p, a) for e, p, a in zip(experiences, places, advantages, strict=True)]
     table = TokenTable(
         experience=np.repeat(np.arange(len(experiences)), counts),
-        session=np.repeat([sessions.setdefault(e.session_key, len(sessions)) for e in experiences], counts).astype(int),
+        session=np.repeat([sessions.setdefault(each, len(sessions)) for each in members], counts).astype(int),
         place=_joined([p for _, p, _ in columns], np.int64),
         target=_joined([e.tokens[p] for e, p, _ in columns], np.int32),
         behaviour=_joined([e.logprobs[p] for e, p, _ in columns], np.float32),

@@ -19,8 +19,9 @@ class CorrectionRule(Settings):
     """Which corrections apply, and their bounds."""
 
     tis_cap: float | None = Field(default=None, gt=0)
-    """Cap of truncated importance sampling between the trainer's weights at the start of a batch and the engine; None
-    turns it off."""
+    """Cap of truncated importance sampling between the trainer's weights at the start of a batch and the policy that
+    sampled. Ratios of the loss are then taken to the weights at the start of the batch, with one more forward pass.
+    None turns it off."""
     mis_cap: float | None = Field(default=None, gt=0)
     """Masked importance sampling: leave out what has a ratio above this; None turns it off."""
     importance_level: Literal["token", "sequence"] = "token"

@@ -45,9 +45,6 @@ SHORTEST_ROW = 16
 class AgentRule(MixingRule, ValueRule):
     """How a policy is trained on a batch: the loss, and how it is computed over the batch."""
 
-    proximal: bool = False
-    """Take ratios to the weights at the start of a batch, not to the behaviour policy: one more forward pass a
-    batch."""
     aggregation: Aggregation = "token_mean"
     """How tokens are weighed: `token_mean`, `session_mean` or `session_sum`."""
     session_tokens: int = Field(default=1024, ge=1)
@@ -212,7 +209,7 @@ class PolicyAgent:
         Raises:
             OutOfMemory: A single chain, or pair, does not fit into memory.
         """
-        if not (self.rule.proximal or self.rule.needs_proximal):
+        if not self.rule.needs_proximal:
             return None
         return self.logprobs_of(batch, members)
 

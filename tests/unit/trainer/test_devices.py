@@ -129,9 +129,9 @@ def small_memory(monkeypatch, most_tokens):
     monkeypatch.setattr(Policy, "logprobs", logprobs)
 
 
-@pytest.mark.parametrize("proximal", [False, True])
+@pytest.mark.parametrize("tis_cap", [None, 2.0])
 def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same(
-    tmp_path, model, ledger, monkeypatch, caplog, proximal
+    tmp_path, model, ledger, monkeypatch, caplog, tis_cap
 ):
     Rollouts(ledger, trainer_ledger.load_model(model)).play("a", num_groups=3)
     other = tmp_path / "other"
@@ -139,7 +139,7 @@ def test_rows_that_do_not_fit_into_memory_are_split_and_the_weights_are_the_same
     twin = new_ledger(other / "ledger.db")
     Rollouts(twin, trainer_ledger.load_model(model)).play("a", num_groups=3)
     twin.close()
-    changes = {"total_batches": 1, "row_tokens": 200, "proximal": proximal}
+    changes = {"total_batches": 1, "row_tokens": 200, "tis_cap": tis_cap}
     states = []
     for directory, most_tokens in ((other, 1000), (tmp_path, 40)):
         small_memory(monkeypatch, most_tokens)

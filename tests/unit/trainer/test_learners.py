@@ -87,7 +87,7 @@ LEARNERS = [
     {"estimator": "rloo"},
     {"estimator": "dr_grpo", "aggregation": "session_sum", "session_tokens": 8},
     {"estimator": "reinforce_plus_plus", "algorithm": "reinforce"},
-    {"estimator": "grpo", "aggregation": "session_mean", "proximal": True, "tis_cap": 2.0},
+    {"estimator": "grpo", "aggregation": "session_mean", "tis_cap": 2.0},
     {"algorithm": "gspo"},
     {"algorithm": "cispo"},
     {"algorithm": "masked_is"},

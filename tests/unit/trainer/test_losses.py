@@ -132,7 +132,7 @@ def test_the_off_policy_mask_excludes_bad_old_chains_by_hand():
 
 
 def test_a_ratio_is_not_counted_twice():
-    """PPO's ratio to the behaviour policy is the whole importance weight: tis_cap changes nothing without proximal."""
+    """Without proximal logprobs PPO's ratio is the whole importance weight: tis_cap changes nothing."""
     tokens = of_chains(behaviour=tensor([-1.2] * 3))
     assert float(loss_of(tokens, LossRule(tis_cap=1.1))) == float(loss_of(tokens, LossRule()))
     assert LossRule(tis_cap=1.1).needs_proximal
@@ -302,3 +302,9 @@ def test_dpo_sums_the_chains_of_a_session_and_weighs_each_pair_once():
 
 def test_one_broken_token_cannot_make_a_ratio_infinite():
     assert torch.isfinite(ratio_of(tensor([0.0]), tensor([-1000.0]))).all()
+
+
+def test_stale_tokens_weigh_what_the_trainer_would_sample_of_them_by_hand():
+    """At the first step the PPO ratio to the start of the batch is 1: the weight is min(π_prox / μ, 3) = 2 alone."""
+    tokens = of_chains(proximal=tensor([-1.0] * 3), behaviour=tensor([-1.0 - LN2] * 3))
+    close(loss_of(tokens, LossRule(tis_cap=3.0)), -2.0)

@@ -9,6 +9,7 @@ import pytest
 from support.experience_factory import experience
 
 from trainer.learning.advantages import AdvantageRule, assign
+from trainer.learning.batch import build
 from trainer.learning.rewards import RewardRule, overlong_penalty, shape_rewards
 from trainer.learning.selection import SelectionRule, select
 from turnwise.errors import SettingsError
@@ -95,3 +96,16 @@ def test_dpo_pairs_every_better_session_with_every_worse_one():
     assert [name for name, _, is_chosen in found["all"] if is_chosen] == ["s2.0", "s2.0", "s1.0"]
     assert {pair for _, pair, _ in found["all"]} == {0, 1, 2}
     assert found["best_worst"] == [("s2.0", 0, True), ("s0.0", 0, False)]
+
+
+def test_all_pairs_of_a_group_weigh_the_same():
+    """Four sessions of rewards 3, 2, 1, 1: five pairs. The best and the worst ones are in more of them than others."""
+    rewards = {"a": 3.0, "b": 2.0, "c": 1.0, "d": 1.0}
+    group = [
+        experience(session_id=name, reward=reward, turns=1 + n) for n, (name, reward) in enumerate(rewards.items())
+    ]
+    chosen = select(group, [("default", "g")], "dpo", SelectionRule(dpo_pairs="all"))
+    batch = build(chosen.experiences, chosen.advantages, policy_version=0, pairs=chosen.pairs, chosen=chosen.chosen)
+    weights = batch.weights(range(len(batch.experiences)), "session_mean", 1)
+    of_pair = np.bincount(np.array(chosen.pairs)[batch.table.experience], weights=weights)
+    np.testing.assert_allclose(of_pair, [1 / 5] * 5, atol=1e-6)
