@@ -25,6 +25,8 @@ from turnwise.types import utc_now
 
 _PREFIX = "tw"
 _SECRET_BYTES = 32
+_KEYS_EXIST = "keys_exist"
+"""Name of the row that the first key leaves among the secrets; nothing deletes it, the deletion of a tenant neither."""
 USE_INTERVAL = datetime.timedelta(minutes=1)
 """Minimum time between two updates of a key's last use."""
 
@@ -82,6 +84,7 @@ def create_key(
             token_budget=token_budget,
         )
     )
+    insert_ignoring(conn, secrets_table, {"name": _KEYS_EXIST, "value": b""})
     return key_id, f"{_PREFIX}-{key_id}-{secret}"
 
 
@@ -130,8 +133,9 @@ def list_keys(conn: sa.Connection, tenant: str | None = None) -> list[Key]:
 
 
 def any_keys(conn: sa.Connection) -> bool:
-    """Return whether any key was ever created, including revoked ones."""
-    return conn.execute(sa.select(api_keys.c.key_id).limit(1)).one_or_none() is not None
+    """Return whether any key was ever created, including revoked and deleted ones."""
+    found = sa.select(secrets_table.c.name).where(secrets_table.c.name == _KEYS_EXIST)
+    return conn.execute(found).one_or_none() is not None
 
 
 def revoke_key(

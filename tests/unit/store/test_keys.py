@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from turnwise.errors import NotFound
-from turnwise.store import keys, tables
+from turnwise.store import keys, retention, tables
 from turnwise.store.database import Database
 from turnwise.store.keys import KeyRole
 
@@ -28,6 +28,15 @@ def test_a_key_is_verified_until_it_is_revoked(database: Database) -> None:
         assert keys.verify_key(connection, key) is None
         with pytest.raises(NotFound, match="'nobody'"):
             keys.revoke_key(connection, "nobody")
+
+
+def test_a_store_that_had_a_key_is_never_open_again(database: Database) -> None:
+    with database.write() as connection:
+        assert not keys.any_keys(connection)
+        keys.create_key(connection, "only", KeyRole.ADMIN, "")
+        retention.delete_tenant(connection, "only")
+        assert keys.list_keys(connection) == []
+        assert keys.any_keys(connection)
 
 
 def test_only_the_whole_key_is_accepted(database: Database) -> None:
