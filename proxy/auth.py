@@ -1,8 +1,10 @@
 """Authentication and authorisation: from the presented key to a principal, and one table of routes and roles.
 
 There are two kinds of key: API keys of the store, and session keys that the proxy signs itself, so that sessions do not
-need rows for their keys. Until the store's first API key is created, the proxy accepts any key or none, and serves
-loopback only.
+need rows for their keys. A session key is a child of the API key that created it, its root: it is valid while the root
+is, and shares the root's limits and budget. It is also bound to its session's time of creation, so that it is not
+valid for a later session of the same name. Until the store's first API key is created, the proxy accepts any key or
+none, and serves loopback only.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from turnwise.errors import Forbidden, StoreError, Unauthorized
 from turnwise.store import keys
-from turnwise.store.database import Database
+from turnwise.store.database import Connection, Database, to_micros
+from turnwise.types import Session
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,10 @@ CACHE_SECONDS = 5.0
 within this time; a key that this process creates or revokes takes effect immediately."""
 MAX_CACHED_KEYS = 10_000
 MAC_BYTES = 16
+NUM_PARTS = 6
+"""Parts of a session key's payload."""
+OPEN = "open"
+"""Root of all callers of a proxy without keys, and of the session keys that it makes."""
 SESSION, SESSION_REWARD = "session", "session_reward"
 MAY: dict[str, frozenset[str]] = {
     SESSION: frozenset({"call"}),
@@ -102,12 +109,19 @@ class Principal:
     role: str
     key_id: str
     """Id of the key in the ledger; inferred sessions of different keys are separate."""
+    parent_key_id: str | None = None
+    """The API key that made a session key; `OPEN` for the callers of a proxy without keys; None for an API key."""
     session_id: str | None = None
     """The session of a session key; None for other keys."""
-    charged_key_id: str | None = None
-    """The API key whose token budget counts the calls; None if only the tenant's does."""
+    session_created_at: int | None = None
+    """When that session was created, in microseconds since 1970."""
     has_budget: bool = False
-    """Whether the charged key has a token budget of its own."""
+    """Whether the root has a token budget of its own."""
+
+    @property
+    def root_key_id(self) -> str:
+        """The key that limits and budgets count the calls of."""
+        return self.parent_key_id or self.key_id
 
     def require(self, action: str) -> None:
         """Check that the role allows the action.
@@ -132,6 +146,10 @@ class Principal:
         if self.session_id not in (None, session_id):
             raise Forbidden(f"this session key is for session {self.session_id!r}, not {session_id!r}")
 
+    def owns(self, session: Session) -> bool:
+        """Return whether a session key was made for this session, not for an earlier one of its name."""
+        return session.session_id == self.session_id and to_micros(session.created_at) == self.session_created_at
+
 
 class Authenticator:
     """Returns the principal of a presented key."""
@@ -151,14 +169,20 @@ class Authenticator:
         """
         presented = presented_key(headers)
         if presented.startswith(SESSION_KEY_PREFIX):
-            return self._session_principal(presented)
+            return await self._session_principal(presented)
         digest = hashlib.sha256(presented.encode()).digest()
         if await self.is_open():
             return _open_principal(digest)
-        verified = self._verified.get(digest)
-        if verified is not None and verified[0] > time.monotonic():
-            return verified[1]
-        return await self._verify(presented, digest)
+        principal = None
+        if presented:
+            principal = await self._find_valid(digest, lambda connection: keys.verify_key(connection, presented))
+        if principal is None:
+            problem = "the API key is unknown, expired or revoked" if presented else "this proxy needs an API key"
+            raise Unauthorized(
+                f"{problem}; send one as `Authorization: Bearer …`, `turnwise keys create` makes one",
+                code="invalid_api_key",
+            )
+        return principal
 
     def forget(self) -> None:
         """Clear the cache of verified keys, after this process has created or revoked a key."""
@@ -178,30 +202,26 @@ class Authenticator:
         with self._database.read() as connection:
             return keys.any_keys(connection)
 
-    async def _verify(self, presented: str, digest: bytes) -> Principal:
-        key = await asyncio.to_thread(self._read_key, presented) if presented else None
+    async def _find_valid(self, name: bytes, find: Callable[[Connection], keys.Key | None]) -> Principal | None:
+        """Return the principal of a valid key, and remember it for a while under a name; None without a valid key."""
+        verified = self._verified.get(name)
+        if verified is not None and verified[0] > time.monotonic():
+            return verified[1]
+        key = await asyncio.to_thread(self._read_key, find)
         if key is None:
-            problem = "the API key is unknown, expired or revoked" if presented else "this proxy needs an API key"
-            raise Unauthorized(
-                f"{problem}; send one as `Authorization: Bearer …`, `turnwise keys create` makes one",
-                code="invalid_api_key",
-            )
+            return None
         principal = Principal(
-            tenant=key.tenant,
-            role=key.role,
-            key_id=key.key_id,
-            charged_key_id=key.key_id,
-            has_budget=key.token_budget is not None,
+            tenant=key.tenant, role=key.role, key_id=key.key_id, has_budget=key.token_budget is not None
         )
         if len(self._verified) > MAX_CACHED_KEYS:
             self._verified.clear()
-        self._verified[digest] = (time.monotonic() + CACHE_SECONDS, principal)
+        self._verified[name] = (time.monotonic() + CACHE_SECONDS, principal)
         return principal
 
-    def _read_key(self, presented: str) -> keys.Key | None:
-        """Return the presented key, and record its use at most once a minute."""
+    def _read_key(self, find: Callable[[Connection], keys.Key | None]) -> keys.Key | None:
+        """Return a valid key, and record its use at most once a minute."""
         with self._database.read() as connection:
-            key = keys.verify_key(connection, presented)
+            key = find(connection)
         if key is not None and keys.is_use_unrecorded(key):
             try:
                 with self._database.write() as connection:
@@ -211,49 +231,57 @@ class Authenticator:
         return key
 
     def session_key(
-        self,
-        tenant: str,
-        session_id: str,
-        *,
-        may_reward: bool = False,
-        expires_at: int | None = None,
-        charged_key_id: str | None = None,
+        self, session: Session, creator: Principal, *, may_reward: bool = False, expires_at: int | None = None
     ) -> str:
         """Return a key for one session; the same arguments give the same key.
 
         Args:
-            tenant: The session's tenant.
-            session_id: The session.
+            session: The stored session.
+            creator: Whose limits, budget and validity the key shares.
             may_reward: Whether the key may also post rewards for its session and end it.
             expires_at: Time at which the key expires, in seconds since 1970; None if it does not expire.
-            charged_key_id: The API key whose token budget counts the session's calls; None if no budget is set.
         """
-        parts = [tenant, session_id]
-        if may_reward or expires_at is not None or charged_key_id is not None:
-            parts += [SESSION_REWARD if may_reward else SESSION, "" if expires_at is None else str(expires_at)]
-        if charged_key_id is not None:
-            parts.append(charged_key_id)
+        role = SESSION_REWARD if may_reward else SESSION
+        created_at = str(to_micros(session.created_at))
+        lifetime = "" if expires_at is None else str(expires_at)
+        parts = [session.tenant, session.session_id, created_at, creator.root_key_id, role, lifetime]
         payload = base64.urlsafe_b64encode("\0".join(parts).encode()).decode().rstrip("=")
         return f"{SESSION_KEY_PREFIX}{payload}.{self._mac(payload)}"
 
-    def _session_principal(self, presented: str) -> Principal:
+    async def _session_principal(self, presented: str) -> Principal:
         payload, _, mac = presented[len(SESSION_KEY_PREFIX) :].partition(".")
         if not hmac.compare_digest(mac.encode(), self._mac(payload).encode()):
-            raise Unauthorized(
-                "this session key was not made by this proxy; create the session again", code="invalid_api_key"
-            )
+            raise _refused("was not made by this proxy")
         parts = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)).decode().split("\0")
-        tenant, session_id, role, expires_at, charged = (*parts, *("", "", SESSION, "", "")[len(parts) :])[:5]
+        if len(parts) != NUM_PARTS:
+            raise _refused("was made by another release")
+        tenant, session_id, created_at, root, role, expires_at = parts
         if expires_at and time.time() >= int(expires_at):
-            raise Unauthorized("this session key has expired; create the session again", code="invalid_api_key")
+            raise _refused("has expired")
         return Principal(
             tenant=tenant,
             role=role,
             key_id=f"session-{tenant}/{session_id}",
+            parent_key_id=root,
             session_id=session_id,
-            charged_key_id=charged or None,
-            has_budget=bool(charged),
+            session_created_at=int(created_at),
+            has_budget=await self._check_root(root),
         )
+
+    async def _check_root(self, key_id: str) -> bool:
+        """Return whether the root of a session key has a budget of its own.
+
+        Raises:
+            Unauthorized: the root is not valid any more.
+        """
+        if key_id == OPEN:
+            if not await self.is_open():
+                raise _refused("was made while the proxy had no API keys")
+            return False
+        root = await self._find_valid(key_id.encode(), lambda connection: keys.valid_key(connection, key_id))
+        if root is None:
+            raise _refused("was made with an API key that is expired, revoked or deleted")
+        return root.has_budget
 
     def _mac(self, payload: str) -> str:
         mac = hmac.new(self._secret, payload.encode(), hashlib.sha256).digest()[:MAC_BYTES]
@@ -263,7 +291,16 @@ class Authenticator:
 @functools.lru_cache(MAX_CACHED_KEYS)
 def _open_principal(digest: bytes) -> Principal:
     """Return the caller of a proxy without keys who presented the key with this digest, or none."""
-    return Principal(tenant="default", role="admin", key_id=f"open-{digest[:6].hex()}", charged_key_id="open")
+    return Principal(tenant="default", role="admin", key_id=f"open-{digest[:6].hex()}", parent_key_id=OPEN)
+
+
+def session_deleted(session_id: str) -> Unauthorized:
+    """Return the error for a session key whose session was deleted."""
+    return _refused(f"is for session {session_id!r}, which was deleted")
+
+
+def _refused(why: str) -> Unauthorized:
+    return Unauthorized(f"this session key {why}; create the session again", code="invalid_api_key")
 
 
 def presented_key(headers: Mapping[bytes, bytes]) -> str:

@@ -13,9 +13,10 @@ import functools
 import itertools
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
-from proxy.auth import Principal
+from proxy.auth import Principal, session_deleted
 from proxy.continuation.conversation import Conversation, Prefixes, read_conversation
 from proxy.continuation.digests import CALL_TEXT, NO_FIELDS, tool_call_ids
 from proxy.continuation.encoded_ids import EncodedIds, encode_ids
@@ -73,7 +74,7 @@ class Sessions:
         self._prefixes = Prefixes(settings.request_cache_bytes)
         self.num_bytes_read = 0
         """Bytes of the messages of long calls so far."""
-        self._opening: dict[tuple[str, str], asyncio.Task[LiveSession]] = {}
+        self._loading: dict[SessionKey, asyncio.Task[LiveSession | None]] = {}
 
     async def find(self, call: Call, conversation: Conversation, principal: Principal) -> Placement:
         """Return the session of a call; create the session if it does not exist.
@@ -81,13 +82,15 @@ class Sessions:
         Raises:
             Conflict: the session is over, and it was named by a path or a key, or created by `POST /v1/sessions`.
             InvalidRequest: the session id is not valid.
+            Unauthorized: the session of a session key was deleted.
         """
-        session_id = principal.session_id or call.session_id
-        if session_id is None:
+        if principal.session_id is None and call.session_id is None:
             return await self._infer(call, conversation, Caller(principal.tenant, principal.key_id))
-        live = self._live.find((principal.tenant, session_id))
-        if live is None:
-            live = await self.open(_opened_by_call(check_id(session_id), principal.tenant))
+        if principal.session_id is not None:
+            live = await self.find_own(principal)
+        else:
+            live = await self.open(_opened_by_call(check_id(call.session_id), principal.tenant))
+        session_id = live.session.session_id
         if live.session.status is SessionStatus.OPEN:
             return Placement(live)
         is_named_by_app = principal.session_id is None and call.session_source != "path"
@@ -117,23 +120,78 @@ class Sessions:
             before = session_id
         raise AssertionError("an endless count has ended")
 
+    async def create(self, session: Session) -> Session:
+        """Store `session` if there is none with this id; return what is stored.
+
+        It does not trust the memory: another proxy may have deleted the session.
+        """
+        stored, created = await self._store(session)
+        live = self._live.find((session.tenant, session.session_id))
+        if live is not None and live.session.created_at != stored.created_at:
+            self.forget(*live.key)
+        if created:
+            self._live.put(LiveSession(stored))
+        return stored
+
     async def open(self, session: Session) -> LiveSession:
         """Return the session with this id; store `session` if there is none."""
-        key = (session.tenant, session.session_id)
-        live = self._live.find(key)
-        if live is not None:
-            return live
-        task = self._opening.get(key)
-        if task is None:
-            task = self._opening[key] = asyncio.create_task(self._load(session))
-            task.add_done_callback(lambda _: self._opening.pop(key, None))
-        return await asyncio.shield(task)
 
-    async def _load(self, session: Session) -> LiveSession:
+        async def read() -> Session:
+            return (await self._store(session))[0]
+
+        while True:
+            live = await self._load((session.tenant, session.session_id), read)
+            if live is not None:  # not the result of a search that began before
+                return live
+
+    async def find_stored(self, tenant: str, session_id: str) -> LiveSession | None:
+        """Return the session with this id from memory or from the store; None if there is none."""
+
+        def read() -> Session | None:
+            with self._database.read() as connection, contextlib.suppress(NotFound):
+                return queries.session(connection, tenant, session_id)
+            return None
+
+        return await self._load((tenant, session_id), functools.partial(asyncio.to_thread, read))
+
+    async def find_own(self, principal: Principal) -> LiveSession:
+        """Return the session of a session key.
+
+        Raises:
+            Unauthorized: the session was deleted, even if there is another one of its name.
+        """
+        assert principal.session_id is not None
+        live = await self.find_stored(principal.tenant, principal.session_id)
+        if live is not None and not principal.owns(live.session):
+            # Another proxy may have deleted it and created one of its name.
+            self.forget(*live.key)
+            live = await self.find_stored(principal.tenant, principal.session_id)
+        if live is None or not principal.owns(live.session):
+            raise session_deleted(principal.session_id)
+        return live
+
+    async def _store(self, session: Session) -> tuple[Session, bool]:
         stored, created = await self._writer.open(session)
         if created:
             self._faults.point("after_session_open")
             self._metrics.sessions.labels("created").inc()
+        return stored, created
+
+    async def _load(self, key: SessionKey, read: Callable[[], Awaitable[Session | None]]) -> LiveSession | None:
+        """Return a session from memory, or else what `read` returns; calls at the same time share one read."""
+        live = self._live.find(key)
+        if live is not None:
+            return live
+        task = self._loading.get(key)
+        if task is None:
+            task = self._loading[key] = asyncio.create_task(self._remember(read))
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        return await asyncio.shield(task)
+
+    async def _remember(self, read: Callable[[], Awaitable[Session | None]]) -> LiveSession | None:
+        stored = await read()
+        if stored is None:
+            return None
         live = LiveSession(stored)
         if stored.num_turns:
             await self.refresh(live)
@@ -230,12 +288,14 @@ class Sessions:
         It stores nothing: a session that does not exist is not created.
         """
         conversation = await self.read_conversation(call, principal)
-        session_id = principal.session_id or call.session_id
-        if session_id is None:
+        live: LiveSession | None
+        if principal.session_id is not None:
+            live = await self.find_own(principal)
+        elif call.session_id is not None:
+            live = await self.find_stored(principal.tenant, call.session_id)
+        else:
             found = await self._find_by_conversation(conversation, Caller(principal.tenant, principal.key_id))
             live = None if found is None else found.live
-        else:
-            live = await self._existing(principal.tenant, session_id)
         if live is None or live.session.status is not SessionStatus.OPEN:
             return None
         placement = Placement(live)
@@ -244,20 +304,6 @@ class Sessions:
         finally:
             self.release(placement)
         return None if plan.prompt is None else plan.prompt.num_ids
-
-    async def _existing(self, tenant: str, session_id: str) -> LiveSession | None:
-        """Return a session that is in memory or in the store."""
-
-        def read() -> Session | None:
-            with self._database.read() as connection, contextlib.suppress(NotFound):
-                return queries.session(connection, tenant, session_id)
-            return None
-
-        live = self._live.find((tenant, session_id))
-        if live is not None:
-            return live
-        stored = await asyncio.to_thread(read)
-        return None if stored is None else await self.open(stored)
 
     def _reserve(self, placement: Placement, parent: KnownTurn) -> None:
         placement.parent = parent
@@ -296,7 +342,8 @@ class Sessions:
         if call.idempotency_key is not None:
             # A retry derives the same id, so it finds the session and its turn even after a restart.
             derived = blake2b("\0".join((*caller, call.idempotency_key)).encode(), digest_size=16).hexdigest()
-            if live := await self._if_open(f"auto-{derived}", caller):
+            live = await self.open(_opened_by_call(f"auto-{derived}", caller.tenant))
+            if live.session.status is SessionStatus.OPEN:
                 return Placement(live, caller.key_id)
         session = _opened_by_call(f"auto-{uuid.uuid4().hex}", caller.tenant)
         return Placement(await self.open(session), caller.key_id)
@@ -315,8 +362,8 @@ class Sessions:
 
     async def _if_open(self, session_id: str, caller: Caller) -> LiveSession | None:
         """Return a session if it is open: a caller that names no session cannot know that it has ended."""
-        live = await self.open(_opened_by_call(session_id, caller.tenant))
-        return live if live.session.status is SessionStatus.OPEN else None
+        live = await self.find_stored(caller.tenant, session_id)
+        return live if live is not None and live.session.status is SessionStatus.OPEN else None
 
     async def _find_by_conversation(self, conversation: Conversation, caller: Caller) -> Candidate | None:
         """Return the session that contains the longest part of the conversation, where that is decidable.

@@ -87,8 +87,7 @@ class Budgets:
 
     async def accounts(self, principal: Principal) -> list[Account]:
         """Return the accounts that the caller's calls are charged to, read from the store if they are too old."""
-        key_ids = [None] if principal.charged_key_id is None else [principal.charged_key_id, None]
-        accounts = [self._account(principal.tenant, key_id) for key_id in key_ids]
+        accounts = [self._account(principal.tenant, key_id) for key_id in (principal.root_key_id, None)]
         old = [each for each in accounts if time.monotonic() - each.read_at > READ_SECONDS]
         if old:
             await asyncio.to_thread(self._read, old)
@@ -102,10 +101,9 @@ class Budgets:
         """Add a call's tokens to its accounts; the store gets them with its next transaction."""
         if not num_tokens or not self.apply_to(principal):
             return
-        charged = principal.charged_key_id
-        for key_id in {charged, None}:
+        for key_id in (principal.root_key_id, None):
             self._account(principal.tenant, key_id).num_tokens += num_tokens
-        place = (principal.tenant, charged or usage.NO_KEY, usage.day_of(utc_now()))
+        place = (principal.tenant, principal.root_key_id, usage.day_of(utc_now()))
         self._unwritten[place] = self._unwritten.get(place, 0) + num_tokens
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write())

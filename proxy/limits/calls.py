@@ -1,7 +1,8 @@
 """Limits per key and per tenant, with a fair queue in front of them.
 
-Each proxy process counts for itself. A call over a limit waits for `queue_seconds`: keys take turns, so that a key with
-many waiting calls delays no other key by more than one call. Without any limit set, nothing is counted.
+Each proxy process counts for itself. A session key counts as the key that made it. A call over a limit waits for
+`queue_seconds`: keys take turns, so that a key with many waiting calls delays no other key by more than one call.
+Without any limit set, nothing is counted.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Limits:
             return Admission(self, scopes)
         if self._queue_seconds <= 0:
             raise self._overloaded(scopes)
-        await self._wait(principal.key_id, scopes)
+        await self._wait(principal.root_key_id, scopes)
         return Admission(self, scopes)
 
     def leave(self, scopes: list[Scope], num_tokens: int) -> None:
@@ -203,7 +204,7 @@ class Limits:
     def _scopes_of(self, principal: Principal) -> list[Scope]:
         scopes = [self._everybody]
         if self._key_rule.is_set:
-            scopes.append(self._scope(f"key {principal.key_id!r}", self._key_rule))
+            scopes.append(self._scope(f"key {principal.root_key_id!r}", self._key_rule))
         if self._tenant_rule.is_set:
             scopes.append(self._scope(f"tenant {principal.tenant!r}", self._tenant_rule))
         return scopes

@@ -21,7 +21,7 @@ from turnwise.errors import ClientError, StoreError
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["operations"])
 
 KEEP_ALIVE_SECONDS = 15.0
-"""Longest time without a byte; then a comment is sent, and the key is checked again."""
+"""Longest time without a byte; then a comment is sent."""
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -58,14 +58,14 @@ async def _stream(request: Request, services: Services, tenant: str) -> AsyncIte
         while True:
             try:
                 event = await asyncio.wait_for(listener.next(), KEEP_ALIVE_SECONDS)
-            except TimeoutError:
-                if not await _is_still_valid(request, services):
+                if event is None:
                     return
-                yield b": keep-alive\n\n"
-                continue
-            if event is None:
+                part = encode(event)
+            except TimeoutError:
+                part = b": keep-alive\n\n"
+            if not await _is_still_valid(request, services):
                 return
-            yield encode(event)
+            yield part
 
 
 async def _is_still_valid(request: Request, services: Services) -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 
 from fastapi import Request
 
-from proxy.auth import ACTION_OF_ROUTE, Principal
+from proxy.auth import ACTION_OF_ROUTE, Principal, session_deleted
 from proxy.reload.version_files import PATIENCE_SECONDS, VersionFiles
 from proxy.routes.models import PUBLIC
 from proxy.services import services_of
-from turnwise.errors import FilesNotRead
+from turnwise.errors import FilesNotRead, NotFound
 from turnwise.experience import Experience
-from turnwise.store import policies
+from turnwise.store import policies, queries
+from turnwise.store.database import Database
 from turnwise.store.lineage import TurnView
 from turnwise.store.trained import UpdateView
 from turnwise.types import Json, PolicyVersion, Reward, Session, Turn, UpdateRecord
@@ -30,7 +31,7 @@ async def caller(request: Request) -> Principal:
     """Return the caller's principal, if the caller may use the route; it is determined once for each request.
 
     Raises:
-        Unauthorized: no key, or one that is unknown, expired or revoked.
+        Unauthorized: no key, or one that is unknown, expired or revoked, or whose session was deleted.
         Forbidden: the key's role does not allow the route's action, or the key is for another session than the path's.
     """
     known: Principal | None = request.scope.get(PRINCIPAL)
@@ -40,8 +41,17 @@ async def caller(request: Request) -> Principal:
     principal.require(ACTION_OF_ROUTE[f"{request.method} {request.scope['route'].path}"])
     if session_id := request.path_params.get("session_id"):
         principal.require_session(session_id)
+    if principal.session_id is not None:
+        await asyncio.to_thread(_check_own_session, services_of(request).database, principal, principal.session_id)
     request.scope[PRINCIPAL] = principal
     return principal
+
+
+def _check_own_session(database: Database, principal: Principal, session_id: str) -> None:
+    with database.read() as connection, contextlib.suppress(NotFound):
+        if principal.owns(queries.session(connection, principal.tenant, session_id)):
+            return
+    raise session_deleted(session_id)
 
 
 def page(rows: list[Json], has_more: bool) -> Json:

@@ -78,7 +78,7 @@ class NewSession(BaseModel):
     key_may: Literal["call", "call_and_reward"] = "call"
     """Role of the session key in the answer: call the model, or also post rewards for its session and end it."""
     key_expires_seconds: Annotated[int, Field(strict=True, ge=1, le=10**9)] | None = None
-    """Lifetime of the session key; by default it is valid while the session is open."""
+    """Lifetime of the session key; by default it is valid while the session exists and the creating key is valid."""
 
     @field_validator("sampling")
     @classmethod
@@ -128,7 +128,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
     session = Session(session_id=session_id, tenant=principal.tenant, opened_by="api", **fields)
-    stored = (await services.sessions.open(session)).session
+    stored = await services.sessions.create(session)
     given = {name for name in wanted.model_fields_set & fields.keys() if fields[name] is not None}
     if stored.status is SessionStatus.OPEN:
         given.add("opened_by")
@@ -148,11 +148,7 @@ def new_session_json(
         **record_json(session),
         "base_url": f"{origin.rstrip('/')}/sessions/{session.session_id}/v1",
         "api_key": services.authenticator.session_key(
-            principal.tenant,
-            session.session_id,
-            may_reward=wanted.key_may == "call_and_reward",
-            expires_at=expires_at,
-            charged_key_id=principal.charged_key_id if services.budgets.apply_to(principal) else None,
+            session, principal, may_reward=wanted.key_may == "call_and_reward", expires_at=expires_at
         ),
     }
 

@@ -96,10 +96,15 @@ def verify_key(conn: sa.Connection, presented: str) -> Key | None:
     stored = b"" if row is None else row.secret_hash
     # An unknown id is compared too, so that the response time does not reveal which ids exist.
     matches = hmac.compare_digest(_hash(secret), stored)
-    if row is None or not matches or prefix != _PREFIX or row.revoked_at is not None:
+    if row is None or not matches or prefix != _PREFIX:
         return None
-    key = _key(row)
-    return None if key.expires_at is not None and key.expires_at <= utc_now() else key
+    return _unless_invalid(row)
+
+
+def valid_key(conn: sa.Connection, key_id: str) -> Key | None:
+    """Return the key with this id; None if it is unknown, expired or revoked."""
+    row = conn.execute(sa.select(api_keys).where(api_keys.c.key_id == key_id)).one_or_none()
+    return None if row is None else _unless_invalid(row)
 
 
 def get_key(conn: sa.Connection, key_id: str) -> Key:
@@ -167,6 +172,12 @@ def server_secret(conn: sa.Connection, name: str = "session_keys") -> bytes:
 
 def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode(errors="surrogatepass")).digest()
+
+
+def _unless_invalid(row: StoredRow) -> Key | None:
+    key = _key(row)
+    has_expired = key.expires_at is not None and key.expires_at <= utc_now()
+    return None if has_expired or key.revoked_at is not None else key
 
 
 def _instant(micros: int | None) -> datetime.datetime | None:

@@ -13,8 +13,6 @@ import sqlalchemy as sa
 from turnwise.store.statements import insert_ignoring
 from turnwise.store.tables import api_keys, token_usage
 
-NO_KEY = ""
-"""Key id of usage that no API key is charged for; only the tenant's budget counts it."""
 EPOCH = datetime.date(1970, 1, 1)
 
 

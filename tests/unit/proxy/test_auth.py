@@ -7,15 +7,17 @@ import dataclasses
 import datetime
 
 import pytest
+import sqlalchemy as sa
 
 from proxy import auth
 from proxy.auth import Authenticator, Principal, presented_key
 from turnwise.errors import Forbidden, Unauthorized
-from turnwise.store import keys
+from turnwise.store import keys, tables
 from turnwise.store.database import Database
-from turnwise.types import utc_now
+from turnwise.types import Session, utc_now
 
 HOUR = datetime.timedelta(hours=1)
+MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_the_first_key_requires_authentication_and_its_revocation_does_not_lift_
     gate.forget()
     with pytest.raises(Unauthorized, match="this proxy needs an API key"):
         who(gate, None)
-    assert who(gate, key) == Principal(tenant="t", role="agent", key_id=key_id, charged_key_id=key_id)
+    assert who(gate, key) == Principal(tenant="t", role="agent", key_id=key_id)
     with database.write() as connection:
         keys.revoke_key(connection, key_id)
     fresh = Authenticator(database, b"secret")
@@ -92,13 +94,17 @@ def test_the_cache_of_verified_keys_is_bounded(database, gate):
 
 
 def test_a_session_key_names_its_session_and_cannot_be_forged(database, gate):
-    new_key(database)
-    key = gate.session_key("tenant", "s:1")
+    root_id, root = new_key(database)
+    session, creator = Session(session_id="s:1", tenant="tenant"), who(gate, root)
+    key = gate.session_key(session, creator)
     principal = who(gate, key)
     assert (principal.tenant, principal.session_id, principal.role) == ("tenant", "s:1", "session")
-    assert gate.session_key("tenant", "s:1") == key
+    assert principal.root_key_id == root_id
+    assert principal.owns(session)
+    assert not principal.owns(dataclasses.replace(session, created_at=session.created_at + MICROSECOND))
+    assert gate.session_key(session, creator) == key
     payload, _, mac = key.partition(".")
-    other = Authenticator(database, b"another secret").session_key("tenant", "s:1")
+    other = Authenticator(database, b"another secret").session_key(session, creator)
     for forged in (payload, f"{payload}.", f"{payload}.{mac[::-1]}", f"{payload}x.{mac}", other, "tws-", "tws-ü.é"):
         with pytest.raises(Unauthorized):
             asyncio.run(gate.authenticate({b"x-api-key": forged.encode()}))
@@ -119,19 +125,42 @@ def test_a_session_key_is_refused_outside_its_session_and_its_permissions():
 
 
 def test_a_session_key_may_reward_only_with_that_permission_and_expires_at_its_time(database, gate, monkeypatch):
-    new_key(database)
+    session, creator = Session(session_id="s"), who(gate, new_key(database)[1])
     now = int(auth.time.time())
-    key = gate.session_key("t", "s", may_reward=True, expires_at=now + 60)
+    key = gate.session_key(session, creator, may_reward=True, expires_at=now + 60)
     assert who(gate, key).role == "session_reward"
-    assert who(gate, gate.session_key("t", "s", expires_at=now + 60)).role == "session"
+    assert who(gate, gate.session_key(session, creator, expires_at=now + 60)).role == "session"
     monkeypatch.setattr(auth.time, "time", lambda: now + 60)
     with pytest.raises(Unauthorized, match="session key has expired"):
         who(gate, key)
 
 
 def test_session_keys_of_two_tenants_are_different_principals(database, gate):
-    new_key(database)
-    assert who(gate, gate.session_key("a", "s")).key_id != who(gate, gate.session_key("b", "s")).key_id
+    creator = who(gate, new_key(database)[1])
+    keys_of = [gate.session_key(Session(session_id="s", tenant=tenant), creator) for tenant in ("a", "b")]
+    assert who(gate, keys_of[0]).key_id != who(gate, keys_of[1]).key_id
+
+
+def test_a_session_key_is_valid_while_the_key_that_made_it_is(database, gate):
+    """It ends when that is revoked or expires, and that of a proxy without keys when the first key is created."""
+    session = Session(session_id="s")
+    of_open = gate.session_key(session, who(gate, None))
+    assert who(gate, of_open).root_key_id == "open"
+    with database.write() as connection:
+        root_id, root = keys.create_key(connection, "t", keys.KeyRole.AGENT, "", token_budget=5)
+        _, brief = keys.create_key(connection, "t", keys.KeyRole.AGENT, "", expires_at=utc_now() + HOUR)
+    gate.forget()
+    with pytest.raises(Unauthorized, match="while the proxy had no API keys"):
+        who(gate, of_open)
+    of_root, of_brief = (gate.session_key(session, who(gate, key)) for key in (root, brief))
+    assert who(gate, of_root).has_budget
+    with database.write() as connection:
+        keys.revoke_key(connection, root_id)
+        connection.execute(sa.update(tables.api_keys).values(expires_at=0))
+    gate.forget()
+    for key in (of_root, of_brief):
+        with pytest.raises(Unauthorized, match="expired, revoked or deleted"):
+            who(gate, key)
 
 
 def test_an_expired_key_is_refused_and_the_last_use_of_a_key_is_stored(database, gate):

@@ -49,6 +49,15 @@ async def test_one_key_at_its_limit_does_not_stop_another():
     await limits.admit(caller("a"))
 
 
+async def test_a_session_key_counts_as_the_key_that_made_it():
+    limits = make_limits(key_max_calls=2)
+    for session_id in ("s1", "s2"):
+        child = Principal(tenant="t", role="session", key_id=session_id, parent_key_id="a", session_id=session_id)
+        await limits.admit(child)
+    with pytest.raises(Overloaded, match="key 'a'"):
+        await limits.admit(caller("a"))
+
+
 async def test_a_tenants_limit_counts_all_of_its_keys():
     limits = make_limits(tenant_max_calls=2)
     for key_id in ("a", "b"):

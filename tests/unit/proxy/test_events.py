@@ -157,6 +157,12 @@ def test_a_stream_has_live_turns_and_ends_when_the_server_stops(
             wait_until(lambda: "turnwise_event_listeners 2.0" in http.get("/metrics").text, "there are two listeners")
         wait_until(lambda: "turnwise_event_listeners 1.0" in http.get("/metrics").text, "one of them has left")
         assert httpx2.get(f"{proxy.url}/v1/events").status_code == 401
+        other = http.post("/v1/keys", json={"role": "agent"}).raise_for_status().json()
+        revoked = Stream(proxy, other["key"])
+        http.post(f"/v1/keys/{other['key_id']}/revoke").raise_for_status()
+        http.post("/sessions/secret/v1/chat/completions", json=chat).raise_for_status()
+        assert revoked.is_over.wait(60)
+        assert "secret" not in str(revoked.lines)
     proxy.process.terminate()
     # The time to drain is for model calls; a stream does not use it.
     proxy.process.wait(120)

@@ -24,8 +24,9 @@ from proxy.metrics import Metrics
 from proxy.settings import ProxySettings
 from proxy.writer.client import Writer
 from turnwise.errors import Conflict
-from turnwise.store import history, ledger
-from turnwise.store.database import Connection, Database
+from turnwise.store import history, ledger, queries, retention
+from turnwise.store.database import Connection, Database, to_micros
+from turnwise.store.experiences import SessionFilter
 from turnwise.types import Json, Outcome, Session, Turn
 
 AGENT = Principal(tenant="default", role="agent", key_id="key")
@@ -207,10 +208,13 @@ def end(sessions: Sessions, database: CountedReads, session_id: str) -> None:
 @pytest.mark.parametrize("how", ["path", "key", "created"])
 async def test_a_call_in_an_ended_session_of_a_harness_is_refused(sessions: Sessions, database: CountedReads, how: str):
     """The path or a key names it, or it was created explicitly."""
-    principal = dataclasses.replace(AGENT, session_id="named") if how == "key" else AGENT
+    principal = AGENT
     call = call_of(HELLO, session_id="named", session_source="path" if how == "path" else "x-session-id")
-    if how == "created":
-        await sessions.open(Session(session_id="named", opened_by="api"))
+    if how != "path":
+        created = await sessions.create(Session(session_id="named", opened_by="api"))
+        if how == "key":
+            created_at = to_micros(created.created_at)
+            principal = dataclasses.replace(AGENT, session_id="named", session_created_at=created_at)
     await found(sessions, call, principal)
     end(sessions, database, "named")
     with pytest.raises(Conflict, match="'named' is ended; create a new one"):
@@ -271,3 +275,24 @@ async def test_calls_with_one_idempotency_key_share_a_session_until_it_ends(sess
         ledger.end_session(connection, "default", session_id)
     sessions.forget("default", session_id)
     assert (await found(sessions, call_of(HELLO, idempotency_key="k"))).live.session.session_id != session_id
+
+
+async def test_a_session_that_another_proxy_has_deleted_is_created_anew_and_found_by_no_conversation(
+    sessions: Sessions, database: CountedReads
+):
+    """It is still in this proxy's memory. What only looks for a session creates none."""
+    named = await sessions.create(Session(session_id="named"))
+    first = call_of(HELLO)
+    placement = await found(sessions, first)
+    replied(sessions, placement, first)
+    with database.write() as connection:
+        for session_id in ("named", placement.live.session.session_id):
+            retention.delete_session(connection, "default", session_id)
+    again = await sessions.create(Session(session_id="named"))
+    assert again.created_at > named.created_at
+    assert (await found(sessions, call_of(HELLO, session_id="named"))).live.session == again
+    sessions.forget(*placement.live.key)
+    assert await sessions.continued_length(call_of(HELLO, REPLY, HELLO), AGENT) is None
+    with database.read() as connection:
+        listed, _ = queries.sessions(connection, SessionFilter())
+    assert [session.session_id for session in listed] == ["named"]

@@ -192,6 +192,37 @@ def test_a_key_that_this_process_creates_or_revokes_takes_effect_at_once(world: 
     assert world.ask("GET", "/v1/sessions", made["key"]).status_code == 401
 
 
+def test_the_key_of_a_deleted_session_neither_brings_it_back_nor_works_in_one_of_its_name(tmp_path) -> None:
+    with in_process_proxy(tmp_path, policy_tenant="mine") as (http, database):
+        world = World(http, database)
+        admin, own = world.keys["mine", "admin"], world.keys["mine", "session_reward"]
+        assert world.ask("DELETE", "/v1/sessions/mine-own", admin).status_code == 200
+        asked = [
+            ("/v1/chat/completions", CHAT),
+            ("/v1/messages/count_tokens", CHAT),
+            ("/v1/rewards", {"session_id": "mine-own", "value": 1.0}),
+            ("/v1/sessions/mine-own/end", {}),
+        ]
+        for _ in range(2):
+            for path, body in asked:
+                refused = world.ask("POST", path, own, body)
+                assert (refused.status_code, "which was deleted" in refused.text) == (401, True), (path, refused.text)
+            listed = world.ask("GET", "/v1/sessions/mine-own", admin)
+            assert listed.status_code == 404 or listed.json()["num_turns"] == 0
+            world.ask("POST", "/v1/sessions", admin, {"session_id": "mine-own"})
+
+
+def test_the_revocation_of_a_key_ends_the_keys_of_its_sessions(tmp_path) -> None:
+    with in_process_proxy(tmp_path, policy_tenant="mine") as (http, database):
+        world = World(http, database)
+        admin = world.keys["mine", "admin"]
+        made = world.ask("POST", "/v1/keys", admin, {"role": "agent"}).json()
+        child = world.ask("POST", "/v1/sessions", made["key"], {"session_id": "child"}).json()["api_key"]
+        assert world.ask("POST", "/v1/chat/completions", child, CHAT).status_code == 200
+        assert world.ask("POST", f"/v1/keys/{made['key_id']}/revoke", admin).status_code == 200
+        assert world.ask("POST", "/v1/chat/completions", child, CHAT).status_code == 401
+
+
 def test_the_first_key_requires_authentication_at_once(tmp_path) -> None:
     with in_process_proxy(tmp_path) as (http, _):
         assert http.get("/v1/sessions").status_code == 200
