@@ -203,11 +203,12 @@ def _rewards() -> None:
     op.create_table(
         "idempotency",
         sa.Column("tenant", sa.Text, nullable=False),
+        sa.Column("session_id", sa.Text, nullable=False),
         sa.Column("key", sa.Text, nullable=False),
         sa.Column("body_digest", sa.LargeBinary, nullable=False),
         sa.Column("answer", sa.Text, nullable=False),
         sa.Column("created_at", sa.BigInteger, nullable=False),
-        sa.PrimaryKeyConstraint("tenant", "key", name="pk_idempotency"),
+        sa.PrimaryKeyConstraint("tenant", "session_id", "key", name="pk_idempotency"),
     )
     op.create_index("ix_idempotency_created_at", "idempotency", ["created_at"])
 

@@ -155,7 +155,11 @@ async def post_rewards(
     principal: Caller,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=256)] = None,
 ) -> Response:
-    """Append all reward lines or none; a later line with the same target and name replaces an earlier one."""
+    """Append all reward lines or none; a later line with the same target and name replaces an earlier one.
+
+    A request that is repeated with its `Idempotency-Key` writes once. A key is unique within a session, or within the
+    requests for several sessions.
+    """
     slices, digest = await asyncio.to_thread(_pickle_rewards, wanted, await request.body(), principal)
     reached = await services.writer.do(
         add_pickled,

@@ -161,5 +161,6 @@ def _more_rows(tenant: str, place: int, pk: int) -> Iterator[tuple[sa.Table, dic
     trained_in = {"session_pk": pk, "update_id": 1, "policy_version": 1, "advantages": "{}"}
     yield tables.trained_sessions, trained_in
     yield tables.session_labels, rows.LABELS.row(Label(label="golden"), session_pk=pk, tenant=tenant)
-    answer = {"tenant": tenant, "key": group_id, "body_digest": b"", "answer": "[]", "created_at": 0}
+    request = {"tenant": tenant, "session_id": group_id, "key": group_id}
+    answer = {**request, "body_digest": b"", "answer": "[]", "created_at": 0}
     yield tables.idempotency, answer

@@ -173,7 +173,7 @@ class Poster:
                 return
             try:
                 await self._decide(sessions)
-            except (GraderFailed, InvalidRequest, NotFound, TooLarge) as error:
+            except (Conflict, GraderFailed, InvalidRequest, NotFound, TooLarge) as error:
                 # Also a turn that the source made up, or a session that was deleted meanwhile: the next start would
                 # meet it again, so it must not end this process.
                 self.counts.num_failed += len(sessions)
@@ -195,6 +195,8 @@ class Poster:
             try:
                 reached = await self._client.rewards(lines, idempotency_key=key)
             except Conflict:
+                if (await self._client.session(session_id))["reward"] is None:
+                    raise
                 reached = []  # posted before a kill, and decided otherwise now: the first verdict stands
             self.counts.num_turns_reached += sum(reached)
         else:

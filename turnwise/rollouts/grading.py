@@ -66,7 +66,7 @@ class Grading:
                 error = f"the grader failed: {failure}"
         try:
             return await self._reward_and_end(run.session_id, rewards, played.termination_reason), error
-        except (InvalidRequest, NotFound, TooLarge) as failure:
+        except (Conflict, InvalidRequest, NotFound, TooLarge) as failure:
             # A turn that the grader made up, or a name that the proxy refuses: the session stays without a reward.
             error = f"the proxy does not take the reward: {failure}"
             return await self._client.end_session(run.session_id, reason=played.termination_reason), error
@@ -80,8 +80,9 @@ class Grading:
             try:
                 await self._client.rewards(lines, idempotency_key=f"{session_id}/rewards")
             except Conflict:
+                if (await self._client.session(session_id))["reward"] is None:
+                    raise
                 # They were posted before a kill, and the grader decides otherwise now: the first decision stands.
-                return await self._client.end_session(session_id, reason=reason)
         return await self._client.end_session(session_id, reason=reason)
 
     async def _ask(self, grader: CommandGrader, run: Run, played: Played) -> list[Reward]:

@@ -1,39 +1,48 @@
-"""Stored answers by `Idempotency-Key`: a repeated request gets the first answer and writes nothing."""
+"""Stored answers by `Idempotency-Key`: a repeated request gets the first answer and writes nothing.
+
+A key belongs to a tenant and to the session that the request rewards: keys are easy to guess, and a request for one
+session must not use up a key of another one. Requests for several sessions have keys of their own.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict
 from turnwise.store.database import to_micros
 from turnwise.store.rows import dump
-from turnwise.store.statements import insert_ignoring
+from turnwise.store.statements import insert_ignoring, is_among, members
 from turnwise.store.tables import idempotency
-from turnwise.types import utc_now
+from turnwise.types import SessionKey, utc_now
+
+SEVERAL = ""
+"""Session id of requests for several sessions."""
 
 
-def claim_key(conn: sa.Connection, tenant: str, key: str, body_digest: bytes) -> list[int] | None:
+def claim_key(conn: sa.Connection, tenant: str, session_id: str, key: str, body_digest: bytes) -> list[int] | None:
     """Claim an idempotency key, or return the answer of the request that claimed it first.
 
     Raises:
         Conflict: the key was used with another body.
     """
-    row = {"tenant": tenant, "key": key, "body_digest": body_digest, "answer": "[]", "created_at": to_micros(utc_now())}
+    name = {"tenant": tenant, "session_id": session_id, "key": key}
+    row = {**name, "body_digest": body_digest, "answer": "[]", "created_at": to_micros(utc_now())}
     if insert_ignoring(conn, idempotency, row):
         return None
-    known = conn.execute(sa.select(idempotency).where(_is_key(tenant, key))).one()
+    known = conn.execute(sa.select(idempotency).where(_is_key(tenant, session_id, key))).one()
     if known.body_digest != body_digest:
         raise Conflict(f"idempotency key {key!r} was used with another body; use a new key")
     return [int(reached) for reached in json.loads(known.answer)]
 
 
-def keep_answer(conn: sa.Connection, tenant: str, key: str, answer: Sequence[int]) -> None:
+def keep_answer(conn: sa.Connection, tenant: str, session_id: str, key: str, answer: Sequence[int]) -> None:
     """Store the answer of the request that claimed the key."""
-    conn.execute(sa.update(idempotency).where(_is_key(tenant, key)).values(answer=dump(list(answer))))
+    conn.execute(sa.update(idempotency).where(_is_key(tenant, session_id, key)).values(answer=dump(list(answer))))
 
 
 def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
@@ -41,5 +50,20 @@ def forget_answers(conn: sa.Connection, before: datetime.datetime) -> int:
     return conn.execute(sa.delete(idempotency).where(idempotency.c.created_at < to_micros(before))).rowcount
 
 
-def _is_key(tenant: str, key: str) -> sa.ColumnElement[bool]:
-    return sa.and_(idempotency.c.tenant == tenant, idempotency.c.key == key)
+def forget_sessions(conn: sa.Connection, deleted: Iterable[SessionKey]) -> None:
+    """Delete the answers for deleted sessions."""
+    ids: dict[str, list[str]] = defaultdict(list)
+    for tenant, session_id in deleted:
+        ids[tenant].append(session_id)
+    dialect = conn.dialect.name
+    for tenant, session_ids in ids.items():
+        of_sessions = is_among(dialect, idempotency.c.session_id, "session_ids")
+        conn.execute(
+            sa.delete(idempotency).where(idempotency.c.tenant == tenant, of_sessions),
+            {"session_ids": members(dialect, session_ids)},
+        )
+
+
+def _is_key(tenant: str, session_id: str, key: str) -> sa.ColumnElement[bool]:
+    of_session = sa.and_(idempotency.c.tenant == tenant, idempotency.c.session_id == session_id)
+    return sa.and_(of_session, idempotency.c.key == key)

@@ -169,7 +169,7 @@ def add_rewards(
     Args:
         conn: A transaction of `Database.write`.
         lines: Lines of one tenant. A line with a turn id may have an empty session id.
-        idempotency_key: A replay with the same key gets the first answer and writes nothing.
+        idempotency_key: A replay with the same key and sessions gets the first answer and writes nothing.
         body_digest: Digest of the request's body; it distinguishes a replay from another body with the same key.
         retrain: Whether trained groups become ready again, to be trained with the new rewards.
 
@@ -184,11 +184,12 @@ def add_rewards(
     if not lines:
         return []
     tenant = lines[0].tenant
+    session_ids = _checked_targets(conn, tenant, lines)
+    scope = session_ids[0] if len(set(session_ids)) == 1 else idempotency.SEVERAL
     if idempotency_key is not None:
-        answer = idempotency.claim_key(conn, tenant, idempotency_key, body_digest)
+        answer = idempotency.claim_key(conn, tenant, scope, idempotency_key, body_digest)
         if answer is not None:
             return answer
-    session_ids = _checked_targets(conn, tenant, lines)
     locked = lock_sessions(conn, {(tenant, session_id) for session_id in session_ids})
     by_id = {row.session_id: row for row in locked}
     targets = [by_id[session_id] for session_id in session_ids]
@@ -199,7 +200,7 @@ def add_rewards(
     if retrain:
         groups.reopen(conn, {row.group_pk for row in locked if row.group_pk is not None})
     if idempotency_key is not None:
-        idempotency.keep_answer(conn, tenant, idempotency_key, reached)
+        idempotency.keep_answer(conn, tenant, scope, idempotency_key, reached)
     return reached
 
 

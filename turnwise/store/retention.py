@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from turnwise.store import queries
 from turnwise.store.database import to_micros
+from turnwise.store.idempotency import forget_sessions
 from turnwise.store.rows import StoredRow
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import (
@@ -163,9 +164,9 @@ def _delete(conn: sa.Connection, found: Sequence[StoredRow]) -> Deleted:
         deleted = conn.execute(sa.delete(table).where(is_among(dialect, table.c.session_pk, "session_pks")), named)
         num_turns += deleted.rowcount if table is turns else 0
     _leave_groups(conn, found)
-    return Deleted(
-        sessions=tuple((row.tenant, row.session_id) for row in found), num_turns=num_turns, policy_versions=trained_on
-    )
+    names = tuple((row.tenant, row.session_id) for row in found)
+    forget_sessions(conn, names)
+    return Deleted(sessions=names, num_turns=num_turns, policy_versions=trained_on)
 
 
 def _leave_groups(conn: sa.Connection, deleted: Sequence[StoredRow]) -> None:

@@ -138,6 +138,7 @@ idempotency = sa.Table(
     "idempotency",
     metadata,
     sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("session_id", sa.Text, primary_key=True),
     sa.Column("key", sa.Text, primary_key=True),
     sa.Column("body_digest", sa.LargeBinary, nullable=False),
     sa.Column("answer", sa.Text, nullable=False),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.errors import GraderFailed, ProxyUnavailable
+from turnwise.errors import Conflict, GraderFailed, ProxyUnavailable
 from turnwise.rewards.posting import Poster, read_state
 from turnwise.rewards.settings import RewardSettings
 from turnwise.rewards.sources import PythonSource
@@ -66,6 +66,20 @@ async def test_a_state_line_that_was_cut_does_not_spoil_the_next_one(tmp_path):
     state.write_text(json.dumps({"session_id": "earlier"}) + '\n{"session_id": "cu')
     await poster_for(tmp_path, ProxyOfOneSession(num_outages=0), []).run()
     assert read_state(state) == {"earlier", "s0"}
+
+
+@pytest.mark.parametrize(("stored", "num_failed"), [(0.25, 0), (None, 1)])
+async def test_a_used_key_counts_as_done_only_if_its_session_has_a_reward(tmp_path, stored, num_failed):
+    class ProxyWithAUsedKey(ProxyOfOneSession):
+        async def rewards(self, *_: Any, **__: Any) -> list[int]:
+            raise Conflict("idempotency key was used with another body")
+
+        async def session(self, _: str) -> Json:
+            return {"reward": stored}
+
+    counts = await poster_for(tmp_path, ProxyWithAUsedKey(num_outages=0), []).run()
+    assert counts.num_failed == num_failed
+    assert read_state(tmp_path / "state.jsonl") == (set() if num_failed else {"s0"})
 
 
 class ProxyThatGoesDown:

@@ -13,7 +13,7 @@ import pytest
 from support.ledger_samples import add_session, finish, make_turn
 
 from turnwise.errors import Conflict, InvalidRequest, NotFound
-from turnwise.store import digests, groups, history, idempotency, ledger, policies, queries, rows
+from turnwise.store import digests, groups, history, idempotency, ledger, policies, queries, retention, rows
 from turnwise.store.database import Database
 from turnwise.types import Credit, Outcome, PolicyStatus, PolicyVersion, Reward, Session, SessionStatus, Split, utc_now
 
@@ -334,6 +334,24 @@ def test_a_replayed_reward_post_gets_its_first_answer_and_writes_nothing(databas
         ledger.add_rewards(connection, [Reward(session_id="s", value=2)], idempotency_key="k", body_digest=b"b")
     with database.write() as connection:
         assert ledger.add_rewards(connection, []) == []
+
+
+def test_a_key_that_was_used_for_one_session_is_free_for_all_others(database: Database) -> None:
+    """Else one session's agent could use up the key of another one's grader. The deletion of its session frees it."""
+    for session_id in ("s", "t"):
+        add_session(database, session_id)
+    posts = [["t"], ["s"], ["s", "t"]]
+    for body, session_ids in enumerate(posts):
+        with database.write() as connection:
+            lines = [Reward(session_id=session_id, value=1) for session_id in session_ids]
+            ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=bytes([body]))
+    with database.write() as connection:
+        assert queries.counts(connection).num_rewards == 4
+        retention.delete_session(connection, "default", "t")
+    add_session(database, "t")
+    with database.write() as connection:
+        lines = [Reward(session_id="t", value=2)]
+        assert ledger.add_rewards(connection, lines, idempotency_key="k", body_digest=b"new") == [1]
 
 
 def test_a_refused_post_does_not_use_its_idempotency_key(database: Database) -> None:
