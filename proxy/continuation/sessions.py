@@ -84,13 +84,14 @@ class Sessions:
             InvalidRequest: the session id is not valid.
             Unauthorized: the session of a session key was deleted.
         """
-        if principal.session_id is None and call.session_id is None:
+        session_id = principal.session_id or call.session_id
+        if session_id is None:
             return await self._infer(call, conversation, Caller(principal.tenant, principal.key_id))
+        live = self._live.find((principal.tenant, session_id))
         if principal.session_id is not None:
             live = await self.find_own(principal)
-        else:
-            live = await self.open(_opened_by_call(check_id(call.session_id), principal.tenant))
-        session_id = live.session.session_id
+        elif live is None:
+            live = await self.open(_opened_by_call(check_id(session_id), principal.tenant))
         if live.session.status is SessionStatus.OPEN:
             return Placement(live)
         is_named_by_app = principal.session_id is None and call.session_source != "path"
