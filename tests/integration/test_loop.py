@@ -32,7 +32,7 @@ UPDATE_SECONDS = 120.0
 def running_trainer(proxy: RunningProxy, model_dir: Path, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a trainer that publishes a version for every two groups."""
     flags = ["--database", proxy.database_url, "--model", str(model_dir), "--policies-dir", str(directory / "policies")]
-    flags += ["--groups-per-batch", str(GROUPS), "--num-threads", "1", "--poll-seconds", "0.1", "--no-progress"]
+    flags += ["--groups-per-batch", str(GROUPS), "--num-threads", "1", "--no-progress"]
     # The small model is hardly warmed up; what is tested is the loop, so a step must change something.
     flags += ["--learning-rate", "0.01", "--max-staleness", "100"]
     with (directory / "trainer.log").open("ab") as log:

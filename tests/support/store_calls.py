@@ -237,7 +237,11 @@ OF_ALL: dict[str, Ask] = {
     "the regression set": lambda c: regression.regression_set(c, 4, ["golden"], roles=set(Role)),
     "summaries of updates": lambda c: (acknowledge(c, 2, "over"), update_summaries.summarise_updates(c, "t")),
     "updates": lambda c: trained.list_updates(c, "t"),
-    "later updates": lambda c: (trained.list_updates(c, "t", after=9), queries.updates(c, after=9)),
+    "later updates": lambda c: (
+        trained.list_updates(c, "t", after=9),
+        queries.updates(c, after=9),
+        queries.updates_after(c, 9),
+    ),
     "the last update": lambda c: (queries.last_update(c), queries.last_update(c, "trainer")),
     "digests of an update": lambda c: trained.trained_digests(c, 1),
     "groups for the metrics": queries.unfinished_groups,

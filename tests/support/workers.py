@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 ROOT = Path(__file__).parents[2]
 SHARED_ENGINE = "engine: RunningEngine"
@@ -69,6 +70,29 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+    # The rest lets a run outlive a worker that died: xdist 3.8 leaves the replacement without an end of its work, and
+    # cannot repeat the test that the worker died in, so the run waits for ever.
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return what a worker had left to the queue, but for the test that it was running, which is returned."""
+        units = self.assigned_work.pop(node)
+        running = next((test for unit in units.values() for test, done in unit.items() if not done), None)
+        if running is not None:
+            units[self._split_scope(running)][running] = True
+            self.workqueue.update((scope, unit) for scope, unit in units.items() if not all(unit.values()))
+        return running
+
+    def mark_test_pending(self, item: str) -> None:
+        """Run the test that a worker died in once more."""
+        self.workqueue.setdefault(self._split_scope(item), {})[item] = False
+
+    def _reschedule(self, node: WorkerController) -> None:
+        if node not in self.registered_collections:
+            return  # a replacement that has not collected the tests yet
+        super()._reschedule(node)
+        if not self.workqueue:
+            node.shutdown()  # a worker runs its last test only when it knows that none follows
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None]) -> GroupScheduling:

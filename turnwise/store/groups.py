@@ -71,13 +71,15 @@ def close_unrewarded_groups(
         The ids of the groups that were closed.
     """
     is_awaited = sa.or_(sessions.c.status == SessionStatus.OPEN.value, sessions.c.ended_at >= to_micros(ended_before))
+    # A count is taken group by group; NOT EXISTS would become a join that reads all sessions.
+    num_awaited = sa.select(sa.func.count()).where(sessions.c.group_pk == groups.c.group_pk, is_awaited)
     change = (
         sa.update(groups)
         .where(
             groups.c.status == GroupStatus.OPEN.value,
             groups.c.num_finished > 0,
             groups.c.num_sessions >= groups.c.group_size,
-            ~sa.exists().where(sessions.c.group_pk == groups.c.group_pk, is_awaited),
+            num_awaited.scalar_subquery() == 0,
         )
         .values(status=GroupStatus.READY.value, ready_at=to_micros(now or utc_now()), reason="unrewarded")
     )

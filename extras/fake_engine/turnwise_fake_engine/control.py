@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS, SERVER_INFO_ROUTE
 from turnwise_fake_engine import tokens
 from turnwise_fake_engine.ledger import EngineState
 from turnwise_fake_engine.script import Fault, Rule
@@ -72,6 +73,11 @@ async def health(_state: EngineState, _request: Request) -> Response:
 async def version(_state: EngineState, _request: Request) -> Response:
     """Return the vLLM release whose wire format is implemented."""
     return reply_json({"version": "0.32.0"})
+
+
+async def server_info(_state: EngineState, _request: Request) -> Response:
+    """Return the environment that the proxy asks for: no grammar constrains what a script says."""
+    return reply_json({"vllm_env": {ENFORCE_STRICT_TOOLS: False}})
 
 
 async def models(state: EngineState, _request: Request) -> Response:
@@ -297,6 +303,7 @@ def control_routes(state: EngineState) -> list[Route]:
     table: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", health),
         ("GET", "/version", version),
+        ("GET", SERVER_INFO_ROUTE, server_info),
         ("GET", "/metrics", metrics),
         ("GET", "/v1/models", models),
         ("POST", "/tokenize", tokenize),

@@ -124,20 +124,6 @@ async def test_no_call_outside_a_trial_of_whole_weights_samples_with_them(stage:
         assert not any(engine.state is EngineState.DRAINING for engine in other.pool.engines)
 
 
-@pytest.mark.parametrize("kind", PolicyKind)
-async def test_a_trial_that_an_older_release_began_begins_again(stage: Stage, kind: PolicyKind, monkeypatch):
-    """That release stores no share, so its trial would take no session, and all later versions would wait."""
-    monkeypatch.setattr("proxy.reload.canary.JUDGE_SECONDS", 0.0)
-    async with two_workers(stage, kind) as (driver, _):
-        await driver.follow()
-        with stage.database.write() as connection:
-            connection.exec_driver_sql("UPDATE policies SET canary_share = NULL")
-        await driver.follow()
-        taken, control = await open_sessions(driver, "during")
-        assert await versions_of(driver, taken) == {2}
-        assert await versions_of(driver, control) == {1}
-
-
 @pytest.mark.parametrize("lost", [0, 1], ids=["the control's engine", "the trial's engine"])
 async def test_a_trial_that_has_lost_an_engine_waits_and_then_ends(stage: Stage, monkeypatch, lost: int):
     """Otherwise all later versions would wait for an engine that may never come back."""

@@ -138,7 +138,7 @@ def test_a_group_is_not_sampled_for_the_group_of_another_tenant_with_the_same_na
     for tenant in ("acme", "zeta"):
         add_session(database, "kim", tenant=tenant)
         finish(database, "kim", 1, tenant)
-    rule = SourceRule(groups_per_batch=2, wait_seconds=0.0)
+    rule = SourceRule(groups_per_batch=2, singles_per_group=1, wait_seconds=0.0)
     buffer = ReplayBuffer(database, capacity=10, min_groups=1, sampling="uniform")
     batch = LedgerSource(database, rule).next_batch(Position())
     stored = buffer.add({}, batch)
