@@ -71,7 +71,8 @@ class PrivatePostgres:
         """Start the server and wait until it answers."""
         command = [binary("postgres"), "-D", self.directory / "data", "-k", self.directory, "-c", "listen_addresses="]
         # Durability is the machine's, not the test's; what is tested is what the server promises.
-        command += ["-c", "fsync=off", "-c", "max_connections=200"]
+        # Without autovacuum no plan depends on when it last looked at a table.
+        command += ["-c", "fsync=off", "-c", "max_connections=200", "-c", "autovacuum=off"]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, **self._identity)
         deadline = time.monotonic() + START_SECONDS
