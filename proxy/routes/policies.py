@@ -16,7 +16,7 @@ from proxy.routes.models import ActivationAnswer, PolicyAnswer, PolicyPage, answ
 from proxy.routes.serialise import caller, page, policies_json
 from proxy.services import Services, services_of
 from turnwise.errors import BadCheckpoint, Forbidden
-from turnwise.store import keys, policies
+from turnwise.store import keys, pages, policies
 from turnwise.types import PolicyKind, PolicyStatus, PolicyVersion
 
 Here = Annotated[Services, Depends(services_of)]
@@ -76,7 +76,7 @@ async def list_policies(
 
     def read() -> tuple[list[PolicyVersion], bool, int | None]:
         with services.database.read() as connection:
-            found, more = policies.list_policies(connection, limit=limit, after=after)
+            found, more = policies.list_policies(connection, limit=limit, after=after, max_bytes=pages.MAX_BYTES)
             return found, more, policies.pinned_version(connection)
 
     found, more, pinned = await asyncio.to_thread(read)

@@ -30,7 +30,7 @@ from proxy.routes.search import contents
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
-from turnwise.store import experiences, groups, ledger, queries, retention, search, session_changes
+from turnwise.store import experiences, groups, ledger, pages, queries, retention, search, session_changes
 from turnwise.store.roles import set_chain_role
 from turnwise.store.search import Contents
 from turnwise.types import Credit, Json, Reward, Role, Session, SessionStatus, Split
@@ -168,9 +168,10 @@ async def list_sessions(
 ) -> Response:
     """List this tenant's sessions, newest first.
 
-    The filters `min_reward` to `text` read what the sessions hold, without an index: one call looks at 2,000 sessions
-    or for 2 seconds at most, and may return few or no sessions. `has_more` is true then; `after=` the answer's
-    `next_after` continues. One turn must satisfy `outcome`, `reason`, `policy_version` and `text` together.
+    A page of several sessions ends at about 8 MiB, also before `limit`. The filters `min_reward` to `text` read what
+    the sessions hold, without an index: one call looks at 2,000 sessions or for 2 seconds at most, and may return few
+    or no sessions. `has_more` is true then; `after=` the answer's `next_after` continues. One turn must satisfy
+    `outcome`, `reason`, `policy_version` and `text` together.
     """
     wanted = experiences.SessionFilter(
         tenant=principal.tenant, task_id=task_id, group_id=group_id, split=split, status=status, label=label
@@ -210,13 +211,20 @@ async def list_turns(
 ) -> Response:
     """List a session's turns in the order of their commits, each with the part that it adds to its parent's prompt.
 
-    `prompt=whole` returns each turn's whole prompt: the size grows with the square of a conversation's length.
+    `prompt=whole` returns each turn's whole prompt: the size grows with the square of a conversation's length. A page
+    of several turns ends at about 8 MiB, also before `limit`: `has_more` is true then.
     """
 
     def read() -> bytes:
         with services.database.read() as connection:
             views, more = queries.turns(
-                connection, principal.tenant, session_id, limit=limit, after=after, whole_prompt=prompt == "whole"
+                connection,
+                principal.tenant,
+                session_id,
+                limit=limit,
+                after=after,
+                whole_prompt=prompt == "whole",
+                max_bytes=pages.MAX_BYTES,
             )
         return encode_page(map(turn_json, views), has_more=more)
 

@@ -37,6 +37,8 @@ from turnwise.types import (
 )
 
 _SESSIONS_AT_ONCE = 32
+_TURNS_AT_ONCE = 500
+"""Turns of several sessions that are read at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,16 @@ def _stream(conn: sa.Connection, clauses: Sequence[sa.ColumnElement[bool]], shap
 
 
 def _of_sessions(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Shape) -> Iterator[Experience]:
+    portion: list[rows.StoredRow] = []
+    for row in found:
+        if portion and sum(each.num_turns for each in (*portion, row)) > _TURNS_AT_ONCE:
+            yield from _of_portion(conn, portion, shape)
+            portion = []
+        portion.append(row)
+    yield from _of_portion(conn, portion, shape)
+
+
+def _of_portion(conn: sa.Connection, found: Sequence[rows.StoredRow], shape: _Shape) -> Iterator[Experience]:
     pks = [row.session_pk for row in found]
     turns = lineage.turns_of(conn, pks)
     lines = lineage.rewards_of(conn, pks)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import sqlalchemy as sa
 
 from turnwise.store import rows
+from turnwise.store.pages import ID_BYTES, LOGPROB_BYTES, size_of
 from turnwise.store.tables import rewards, sessions, turns
 from turnwise.types import Json, Reward, TokenIds, Turn
 
@@ -117,25 +118,59 @@ def added_views(found: Sequence[Turn], lines: Iterable[Reward]) -> list[TurnView
     ]
 
 
-def turn_views(turns_in_order: Sequence[Turn], lines: Iterable[Reward]) -> list[TurnView]:
-    """Return each turn with its whole prompt.
+def sizes_between(conn: sa.Connection, session_pk: int, first: int, end: int, *, whole_prompt: bool) -> Iterator[int]:
+    """Yield roughly the bytes that the turns of a session with `first` ≤ `seq` < `end` have as JSON, in order."""
+    dialect, held = conn.dialect.name, turns.c
+    prompt = size_of(dialect, held.messages, held.tools) + ID_BYTES * size_of(dialect, held.prompt_delta)
+    reply = size_of(dialect, held.response) + ID_BYTES * size_of(dialect, held.token_ids)
+    other = size_of(dialect, held.sampling, held.routed_experts) + LOGPROB_BYTES * size_of(dialect, held.logprobs)
+    found = conn.execute(
+        sa.select(held.seq, held.turn_id, held.parent_turn_id, prompt, reply, other)
+        .where(held.session_pk == session_pk, held.seq >= (0 if whole_prompt else first), held.seq < end)
+        .order_by(held.seq)
+    )
+    through: dict[str | None, int] = {}
+    """Bytes of prompt and reply, by turn id."""
+    for seq, turn_id, parent_turn_id, prompt_bytes, reply_bytes, other_bytes in found:
+        size = prompt_bytes + reply_bytes
+        if whole_prompt:
+            size = through[turn_id] = size + through.get(parent_turn_id, 0)
+        if seq >= first:
+            yield size + other_bytes
+
+
+def turn_views(turns_in_order: Sequence[Turn], lines: Iterable[Reward], *, first: int = 0) -> list[TurnView]:
+    """Return each turn from `seq` `first` on with its whole prompt.
 
     Args:
         turns_in_order: Turns of one session in order of `seq`, with all their ancestors.
         lines: The session's reward lines in order of arrival.
+        first: The `seq` of the first turn that is returned.
     """
     rewards_for = _by_target(lines)
-    views: dict[str, TurnView] = {}
+    by_id = {turn.turn_id: turn for turn in turns_in_order}
+    views = []
     for turn in turns_in_order:
-        parent = views[turn.parent_turn_id] if turn.parent_turn_id is not None else None
-        views[turn.turn_id] = TurnView(
-            turn=turn,
-            messages=[*_whole_messages(parent), *turn.messages],
-            tools=parent.tools if parent else turn.tools,
-            prompt_token_ids=np.concatenate([_whole_tokens(parent), turn.prompt_delta]),
-            rewards=_lines_of(turn, rewards_for),
+        if turn.seq < first:
+            continue
+        path = [turn]
+        while (parent_id := path[-1].parent_turn_id) is not None:
+            path.append(by_id[parent_id])
+        messages: list[Json] = []
+        tokens: list[TokenIds] = []
+        for earlier in reversed(path[1:]):
+            messages += [*earlier.messages, earlier.response]
+            tokens += [earlier.prompt_delta, earlier.token_ids]
+        views.append(
+            TurnView(
+                turn=turn,
+                messages=messages + turn.messages,
+                tools=path[-1].tools,
+                prompt_token_ids=np.concatenate([*tokens, turn.prompt_delta]),
+                rewards=_lines_of(turn, rewards_for),
+            )
         )
-    return list(views.values())
+    return views
 
 
 def _by_target(lines: Iterable[Reward]) -> Mapping[str | int | None, list[Reward]]:
@@ -150,14 +185,6 @@ def _lines_of(turn: Turn, by_target: Mapping[str | int | None, list[Reward]]) ->
     """Return the lines for a turn and its step, in order of arrival."""
     own = [*by_target.get(turn.turn_id, ()), *by_target.get(turn.step, ())]
     return tuple(sorted(own, key=lambda line: line.reward_id or 0))
-
-
-def _whole_messages(view: TurnView | None) -> list[Json]:
-    return [] if view is None else [*view.messages, view.turn.response]
-
-
-def _whole_tokens(view: TurnView | None) -> TokenIds:
-    return np.empty(0, np.int32) if view is None else np.concatenate([view.prompt_token_ids, view.turn.token_ids])
 
 
 def _with_parents(session_pk: int, *wanted: sa.ColumnElement[bool]) -> list[sa.ColumnElement[bool]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import rows
+from turnwise.store import pages, rows
 from turnwise.store.database import to_micros
 from turnwise.store.statements import fetch, insert_ignoring
 from turnwise.store.tables import policies as table
@@ -245,11 +245,19 @@ def get_policy(conn: sa.Connection, version: int) -> PolicyVersion:
 
 
 def list_policies(
-    conn: sa.Connection, *, limit: int = 100, after: int | None = None
+    conn: sa.Connection, *, limit: int = 100, after: int | None = None, max_bytes: int | None = None
 ) -> tuple[list[PolicyVersion], bool]:
-    """Return versions below `after`, newest first, and whether there are more."""
-    wanted = sa.select(table).order_by(table.c.version.desc()).limit(limit + 1)
-    found = conn.execute(wanted if after is None else wanted.where(table.c.version < after)).all()
+    """Return versions below `after`, newest first, and whether there are more.
+
+    With `max_bytes` only the first that fit into so many bytes.
+    """
+    below = sa.true() if after is None else table.c.version < after
+    newest = sa.select(table).where(below).order_by(table.c.version.desc())
+    if max_bytes is not None:
+        size = pages.size_of(conn.dialect.name, table.c.metrics, table.c.error, table.c.arms)
+        sizes = conn.execute(newest.with_only_columns(size).limit(limit + 1)).scalars()
+        limit, _ = pages.num_fitting(sizes, limit, max_bytes)
+    found = conn.execute(newest.limit(limit + 1)).all()
     return [rows.POLICIES.record(row) for row in found[:limit]], len(found) > limit
 
 

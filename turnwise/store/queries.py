@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from turnwise import credit
 from turnwise.errors import NotFound
-from turnwise.store import lineage, rows, tables, trained
+from turnwise.store import lineage, pages, rows, tables, trained
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.labels import labels_of
 from turnwise.store.lineage import TrainedTurn, TurnView
@@ -61,35 +61,48 @@ def lock_session(conn: sa.Connection, tenant: str, session_id: str) -> rows.Stor
 
 
 def sessions(
-    conn: sa.Connection, wanted: SessionFilter, *, limit: int = 100, after: str | None = None
+    conn: sa.Connection,
+    wanted: SessionFilter,
+    *,
+    limit: int = 100,
+    after: str | None = None,
+    max_bytes: int | None = None,
 ) -> tuple[list[Session], bool]:
     """Return the sessions that follow the session `after`, newest first, and whether there are more.
+
+    Args:
+        conn: A transaction.
+        wanted: Which sessions.
+        limit: Maximum number of sessions.
+        after: The last session of the page before; None for the first page.
+        max_bytes: Size at which the page ends before its limit; None for any size.
 
     Raises:
         NotFound: no session `after`.
     """
-    page, has_more = session_rows(conn, wanted, limit=limit, after=after)
+    page, has_more = session_rows(conn, wanted, limit=limit, after=after, max_bytes=max_bytes)
     return sessions_from_rows(conn, page), has_more
 
 
 def session_rows(
-    conn: sa.Connection, wanted: SessionFilter, *, limit: int, after: str | None
+    conn: sa.Connection, wanted: SessionFilter, *, limit: int, after: str | None, max_bytes: int | None = None
 ) -> tuple[list[rows.StoredRow], bool]:
-    """Return the rows of the sessions that follow the session `after`, newest first, and whether there are more.
+    """Return the rows that `sessions` makes its page of, and whether there are more.
 
     Raises:
         NotFound: no session `after`.
     """
-    found = (
-        sa.select(tables.sessions)
-        .where(*wanted.clauses())
-        .order_by(tables.sessions.c.session_pk.desc())
-        .limit(limit + 1)
-    )
+    clauses = wanted.clauses()
+    held = tables.sessions.c
     if after is not None:
         if wanted.tenant is None:
             raise ValueError("paging behind a session needs the filter's tenant")
-        found = found.where(tables.sessions.c.session_pk < _session_row(conn, wanted.tenant, after).session_pk)
+        clauses.append(held.session_pk < _session_row(conn, wanted.tenant, after).session_pk)
+    if max_bytes is not None:
+        size = pages.size_of(conn.dialect.name, held.metadata, held.sampling)
+        sizes = sa.select(size).where(*clauses).order_by(held.session_pk.desc()).limit(limit + 1)
+        limit, _ = pages.num_fitting(conn.execute(sizes).scalars(), limit, max_bytes)
+    found = sa.select(tables.sessions).where(*clauses).order_by(held.session_pk.desc()).limit(limit + 1)
     page = list(conn.execute(found))
     return page[:limit], len(page) > limit
 
@@ -106,8 +119,8 @@ def turn(conn: sa.Connection, tenant: str, turn_id: str, *, whole_prompt: bool =
         views = lineage.added_views(found, lineage.rewards_of(conn, [session_pk])[session_pk])
         return _with_training(conn, session_pk, views)[0]
     line = lineage.with_ancestors(conn, session_pk, tables.turns.c.turn_id == turn_id)
-    views = lineage.turn_views(line, lineage.rewards_of(conn, [session_pk])[session_pk])
-    return _with_training(conn, session_pk, views[-1:])[0]
+    views = lineage.turn_views(line, lineage.rewards_of(conn, [session_pk])[session_pk], first=line[-1].seq)
+    return _with_training(conn, session_pk, views)[0]
 
 
 def turns(
@@ -118,6 +131,7 @@ def turns(
     limit: int | None = 100,
     after: str | int | None = None,
     whole_prompt: bool = True,
+    max_bytes: int | None = None,
 ) -> tuple[list[TurnView], bool]:
     """Return a session's turns in order, and whether there are more.
 
@@ -128,6 +142,7 @@ def turns(
         limit: Maximum number of turns; None means all.
         after: Return only turns after this one, given by its turn id or its `seq`.
         whole_prompt: Whether each turn has its whole prompt, or the part that it adds to its parent's prompt.
+        max_bytes: Size at which the page ends before its limit; None for any size.
 
     Raises:
         NotFound: no such session, or no turn `after` in it.
@@ -137,6 +152,9 @@ def turns(
     if after is not None:
         first = 1 + (after if isinstance(after, int) else _seq_of(conn, held.session_pk, after))
     end = held.num_turns if limit is None else min(first + limit, held.num_turns)
+    if max_bytes is not None:
+        sizes = lineage.sizes_between(conn, held.session_pk, first, end, whole_prompt=whole_prompt)
+        end = first + pages.num_fitting(sizes, end - first, max_bytes)[0]
     seq = tables.turns.c.seq
     lines = lineage.rewards_of(conn, [held.session_pk])[held.session_pk]
     if not whole_prompt:
@@ -144,9 +162,8 @@ def turns(
         added = lineage.added_views(found, lines)
         return _with_training(conn, held.session_pk, added), end < held.num_turns
     line = lineage.with_ancestors(conn, held.session_pk, seq >= first, seq < end)
-    views = lineage.turn_views(line, lines)
-    page = [view for view in views if view.turn.seq >= first]
-    return _with_training(conn, held.session_pk, page), end < held.num_turns
+    views = lineage.turn_views(line, lines, first=first)
+    return _with_training(conn, held.session_pk, views), end < held.num_turns
 
 
 def _with_training(conn: sa.Connection, session_pk: int, views: Sequence[TurnView]) -> list[TurnView]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import sqlalchemy as sa
 
-from turnwise.store import queries, rows
+from turnwise.store import pages, queries, rows
 from turnwise.store.experiences import SessionFilter
 from turnwise.store.statements import is_among, members
 from turnwise.store.tables import turns
@@ -89,20 +89,34 @@ class Found:
 
 
 def search_sessions(
-    conn: sa.Connection, wanted: SessionFilter, contents: Contents, *, limit: int = 100, after: str | None = None
+    conn: sa.Connection,
+    wanted: SessionFilter,
+    contents: Contents,
+    *,
+    limit: int = 100,
+    after: str | None = None,
+    max_bytes: int = pages.MAX_BYTES,
 ) -> Found:
     """Return sessions that satisfy both filters and follow the session `after`, newest first.
+
+    Args:
+        conn: A transaction.
+        wanted: The filter on sessions.
+        contents: The filter on what they hold.
+        limit: Maximum number of sessions.
+        after: The last session of the page before; None for the first page.
+        max_bytes: Size at which the page ends before its limit.
 
     Raises:
         NotFound: no session `after`.
     """
     if contents.is_empty:
-        listed, has_more = queries.sessions(conn, wanted, limit=limit, after=after)
+        listed, has_more = queries.sessions(conn, wanted, limit=limit, after=after, max_bytes=max_bytes)
         return Found(listed, listed[-1].session_id if has_more else None, len(listed))
     matching: list[Session] = []
-    num_searched = 0
+    num_searched = num_bytes = 0
     deadline = time.monotonic() + MAX_SECONDS
-    for window, has_more in _windows(conn, wanted, after):
+    for window, has_more in _windows(conn, wanted, after, max_bytes):
         pks = _matching_pks(conn, window, contents)
         own = [row for row in window if row.session_pk in pks]
         found = {each.session_id: each for each in queries.sessions_from_rows(conn, own)} if own else {}
@@ -111,7 +125,8 @@ def search_sessions(
             session = found.get(row.session_id)
             if session is not None and contents.has_reward(session):
                 matching.append(session)
-            if len(matching) == limit:
+                num_bytes += len(row.metadata) + len(row.sampling) + pages.ROW_BYTES
+            if len(matching) == limit or num_bytes > max_bytes:
                 return Found(matching, row.session_id if has_more or at < len(window) else None, num_searched)
         if has_more and (num_searched >= MAX_SEARCHED or time.monotonic() > deadline):
             return Found(matching, window[-1].session_id, num_searched)
@@ -119,12 +134,12 @@ def search_sessions(
 
 
 def _windows(
-    conn: sa.Connection, wanted: SessionFilter, after: str | None
+    conn: sa.Connection, wanted: SessionFilter, after: str | None, max_bytes: int
 ) -> Iterator[tuple[list[rows.StoredRow], bool]]:
     """Yield the rows of sessions that satisfy a filter, some at once, and whether there are more."""
     has_more = True
     while has_more:
-        window, has_more = queries.session_rows(conn, wanted, limit=WINDOW, after=after)
+        window, has_more = queries.session_rows(conn, wanted, limit=WINDOW, after=after, max_bytes=max_bytes)
         if window:
             yield window, has_more
             after = window[-1].session_id

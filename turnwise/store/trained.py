@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
-from turnwise.store import digests, rows
+from turnwise.store import digests, pages, rows
 from turnwise.store.statements import insert_rows, is_among, members
 from turnwise.store.tables import groups, sessions, trained_sessions, turns, updates
 from turnwise.types import GroupStatus, SessionKey, TrainedIn, UpdateRecord
 
+_ITEM_BYTES = 200
+"""Bytes of a group or a session in an update, without advantages, roughly."""
 Advantages = Mapping[str, float]
 """The advantage of each trained turn, by turn id."""
 
@@ -157,15 +159,18 @@ def last_updates(conn: sa.Connection, tenant: str, session_ids: Sequence[str]) -
 
 
 def list_updates(
-    conn: sa.Connection, tenant: str, *, limit: int = 100, after: int | None = None
+    conn: sa.Connection, tenant: str, *, limit: int = 100, after: int | None = None, max_bytes: int = pages.MAX_BYTES
 ) -> tuple[list[UpdateView], bool]:
     """Return updates below `after` with this tenant's groups and sessions, newest first.
 
     Returns:
-        The updates, and whether there are more.
+        The updates, of which the first fit into so many bytes, and whether there are more.
     """
-    wanted = sa.select(updates).order_by(updates.c.update_id.desc()).limit(limit + 1)
-    page = conn.execute(wanted if after is None else wanted.where(updates.c.update_id < after)).all()
+    below = sa.true() if after is None else updates.c.update_id < after
+    newest = sa.select(updates).where(below).order_by(updates.c.update_id.desc())
+    sizes = newest.with_only_columns(_size(conn.dialect.name)).limit(limit + 1)
+    limit, _ = pages.num_fitting(conn.execute(sizes).scalars(), limit, max_bytes)
+    page = conn.execute(newest.limit(limit + 1)).all()
     records = [rows.UPDATES.record(row) for row in page[:limit]]
     ids = [record.update_id for record in records]
     in_update, of_update = _groups(conn, tenant, ids), _sessions(conn, tenant, ids)
@@ -176,6 +181,16 @@ def list_updates(
         for record in records
     ]
     return views, len(page) > limit
+
+
+def _size(dialect: str) -> sa.ColumnElement[int]:
+    """Return roughly the bytes of an update as JSON, with the groups and sessions of all tenants."""
+    num_groups = sa.select(sa.func.count()).where(groups.c.update_id == updates.c.update_id)
+    of_sessions = sa.select(
+        sa.func.coalesce(sa.func.sum(pages.size_of(dialect, trained_sessions.c.advantages) + _ITEM_BYTES), 0)
+    ).where(trained_sessions.c.update_id == updates.c.update_id)
+    own = pages.size_of(dialect, updates.c.metrics)
+    return own + _ITEM_BYTES * num_groups.scalar_subquery() + of_sessions.scalar_subquery()
 
 
 def _groups(conn: sa.Connection, tenant: str, update_ids: Sequence[int]) -> dict[int, list[UpdateGroup]]:

@@ -56,6 +56,22 @@ def test_a_misspelt_filter_is_refused_and_not_ignored(http, path, sentence) -> N
     assert sentence in refusal(http.get(path))
 
 
+def test_a_list_of_large_sessions_is_answered_in_pages_of_some_megabytes(http) -> None:
+    for number in range(12):
+        body = {"session_id": f"large-{number}", "task_id": "large", "metadata": {"text": "x" * 1_000_000}}
+        http.post("/v1/sessions", json=body).raise_for_status()
+    query, found = {"task_id": "large", "limit": 1000}, []
+    while True:
+        reply = http.get("/v1/sessions", params=query)
+        assert len(reply.content) < 9 * 2**20
+        page = reply.json()
+        found += [session["session_id"] for session in page["data"]]
+        if not page["has_more"]:
+            break
+        query["after"] = page["next_after"]
+    assert found == [f"large-{number}" for number in reversed(range(12))]
+
+
 def test_a_discount_that_has_no_effect_is_refused(http) -> None:
     assert "give credit `step_wise`" in refusal(http.post("/v1/sessions", json={"gamma": 0.5}))
     found = http.get("/v1/experiences?credit=propagate&gamma=0.5")

@@ -1,0 +1,111 @@
+"""Pages of lists: they end at a number of bytes, and the next one goes on where they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.ledger_samples import add_session, finish, make_turn
+
+from turnwise.store import claims, ledger, policies, queries, search, trained
+from turnwise.store.database import Connection, Database
+from turnwise.store.experiences import SessionFilter
+from turnwise.types import PolicyVersion, Session, Turn, UpdateRecord
+
+TEXT = "x" * 10_000
+WANTED = SessionFilter(tenant="default")
+
+Page = Callable[[Connection, Any, int], tuple[list[Any], Any]]
+"""Returns the ids of a page after an id, which is at most so large, and the id that the next page is after."""
+
+
+def _sessions(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
+    found, has_more = queries.sessions(conn, WANTED, limit=9, after=after, max_bytes=max_bytes)
+    return [each.session_id for each in found], found[-1].session_id if has_more else None
+
+
+def _searched(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
+    found = search.search_sessions(
+        conn, WANTED, search.Contents(min_reward=0.0), limit=9, after=after, max_bytes=max_bytes
+    )
+    return [each.session_id for each in found.sessions], found.next_after
+
+
+def _turns(*, whole: bool) -> Page:
+    def read(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
+        found, has_more = queries.turns(
+            conn, "default", "s1", limit=9, after=after, whole_prompt=whole, max_bytes=max_bytes
+        )
+        return [each.turn.turn_id for each in found], found[-1].turn.turn_id if has_more else None
+
+    return read
+
+
+def _updates(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
+    found, has_more = trained.list_updates(conn, "default", limit=9, after=after, max_bytes=max_bytes)
+    ids = [each.update.update_id for each in found]
+    return ids, ids[-1] if has_more else None
+
+
+def _policies(conn: Connection, after: Any, max_bytes: int) -> tuple[list[Any], Any]:
+    found, has_more = policies.list_policies(conn, limit=9, after=after, max_bytes=max_bytes)
+    return [each.version for each in found], found[-1].version if has_more else None
+
+
+PAGES: dict[str, Page] = {
+    "sessions": _sessions,
+    "found sessions": _searched,
+    "turns": _turns(whole=False),
+    "turns with whole prompts": _turns(whole=True),
+    "updates": _updates,
+    "policies": _policies,
+}
+
+
+@pytest.fixture
+def filled(database: Database) -> Database:
+    """Four sessions, of four turns each, four updates and four versions, each of 10,000 bytes or more."""
+    for number in range(1, 5):
+        add_session(database, f"s{number}", turns=4, metadata={"text": TEXT})
+        finish(database, f"s{number}")
+        claimed = claims.claim(database, "t", max_groups=1, lease_seconds=60)
+        assert claimed is not None
+        counts = {"num_groups": 1, "num_sessions": 1, "num_tokens": 2, "metrics": {"text": TEXT}}
+        record = UpdateRecord(update_id=number, trainer_id="t", policy_version=number, **counts)  # type: ignore[arg-type]
+        with database.write() as connection:
+            claims.ack(connection, claimed, record, trained={})
+            policies.publish_policy(
+                connection, PolicyVersion(version=9 + number, path=f"/{number}", metrics={"t": TEXT})
+            )
+    return database
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_ends_at_its_bytes_and_the_next_goes_on(filled: Database, name: str) -> None:
+    read = PAGES[name]
+    with filled.read() as connection:
+        every, after = read(connection, None, 10**9)
+        assert after is None
+        paged, sizes, after = [], [], None
+        while not sizes or after is not None:
+            page, after = read(connection, after, 1)
+            paged += page
+            sizes.append(len(page))
+    assert len(every) >= 4
+    assert paged == every
+    assert set(sizes) == {1}  # one row, however large
+
+
+def test_a_whole_prompt_counts_with_all_that_comes_before_it(database: Database) -> None:
+    """Three turns of a chain that add 10,000 bytes each: 10,000, 20,000 and 30,000 bytes with their whole prompts."""
+    turn: Turn | None = None
+    with database.write() as connection:
+        ledger.create_session(connection, Session(session_id="s"))
+        for number in range(3):
+            turn = make_turn(f"t{number}", turn, messages=[{"role": "user", "content": TEXT}])
+            ledger.append_turns(connection, [turn])
+    with database.read() as connection:
+        added, _ = queries.turns(connection, "default", "s", limit=3, whole_prompt=False, max_bytes=36_000)
+        whole, _ = queries.turns(connection, "default", "s", limit=3, whole_prompt=True, max_bytes=36_000)
+    assert (len(added), len(whole)) == (3, 2)

@@ -1,0 +1,40 @@
+"""How many rows of an answer fit into one page: those up to a number of bytes, and always the first.
+
+A client chooses the number of rows, and other clients have chosen their sizes. So the sizes are read first, which
+neither decodes nor keeps the documents, and then the rows that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sqlalchemy as sa
+
+MAX_BYTES = 8 * 2**20
+"""Size of a page as JSON, roughly; a page with one row may be larger."""
+ID_BYTES = 2
+"""Bytes of JSON for a stored byte of token ids: a number of four bytes has up to six digits and a comma."""
+LOGPROB_BYTES = 5
+"""Bytes of JSON for a stored byte of logprobs: a number of four bytes has up to twenty digits."""
+ROW_BYTES = 1_000
+"""The other fields of a row, roughly."""
+
+
+def size_of(dialect: str, *columns: sa.ColumnElement[str | bytes]) -> sa.ColumnElement[int]:
+    """Return the stored bytes of texts or arrays, as an expression that PostgreSQL computes without reading them."""
+    length = sa.func.octet_length if dialect == "postgresql" else sa.func.length  # stored texts are ASCII
+    total: sa.ColumnElement[int] = sa.literal_column("0", sa.Integer)
+    for column in columns:
+        total = total + sa.func.coalesce(length(column), 0)
+    return total
+
+
+def num_fitting(sizes: Iterable[int], limit: int, max_bytes: int) -> tuple[int, bool]:
+    """Return how many of the rows with these sizes fit into a page, and whether there are more."""
+    num_rows = total = 0
+    for size in sizes:
+        total += size + ROW_BYTES
+        if num_rows == limit or (num_rows and total > max_bytes):
+            return num_rows, True
+        num_rows += 1
+    return num_rows, False
