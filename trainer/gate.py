@@ -138,7 +138,7 @@ class Gate:
         kept = [experience for experience in found if self._agent.why_untrainable(experience) is None]
         if len(kept) < len(found):
             log.warning(
-                "the publishing gate leaves out %d of %d chains, whose turns were routed in another model",
+                "the publishing gate leaves out %d of %d chains, which this model cannot compute",
                 len(found) - len(kept),
                 len(found),
             )

@@ -251,13 +251,15 @@ class LedgerSource:
         """Take over what an earlier process held; in an empty ledger publish version 0.
 
         So proxy and trainer agree on what version 0 is, and no one waits for the lease of a dead process.
+
+        Raises:
+            SettingsError: The ledger belongs to another model.
         """
         freed = claims.take_back(self._db, self._rule.trainer_id)
         if freed:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, self._rule.trainer_id)
         with self._db.write() as conn:
-            if policies.newest_policy(conn) is None:
-                policies.publish_policy(conn, base)
+            policies.adopt_base(conn, base)
 
     def last_update(self) -> UpdateRecord | None:
         """Return the update that was committed last."""

@@ -39,8 +39,8 @@ from trainer.state import State
 from trainer.update import TokenCredit, Updates
 from turnwise.errors import BatchRefused
 from turnwise.store.database import Database
-from turnwise.types import Json, PolicyKind, PolicyVersion, UpdateRecord
-from turnwise.version_directory import read_manifest
+from turnwise.types import Json, PolicyKind, UpdateRecord
+from turnwise.version_directory import base_version, read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -312,8 +312,3 @@ class OnPolicyWorkflow(RLWorkflow):
         probe = probe_of(state.policy, chosen.experiences)
         self._hold(state, version, probe)
         return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, version, probe, refusal)
-
-
-def base_version(model: str) -> PolicyVersion:
-    """Return version 0: the base model as it is."""
-    return PolicyVersion(version=0, path=str(Path(model).resolve()) if Path(model).is_dir() else model)

@@ -354,6 +354,9 @@ class PolicyVersion:
     activated_at: datetime.datetime | None = None
     weights_digest: str | None = None
     """Digest of its weights files, in hexadecimal; None for versions published by hand."""
+    model_digest: str | None = None
+    """Digest of tokenizer and weights of version 0, in hexadecimal: all sessions and versions of a database belong to
+    this one model. None for later versions, and for a model whose files are not on this machine."""
     arms: Json | None = None
     """Sessions of its canary, as last compared: `canary` and `control`, each with `version`, `num_sessions`,
     `num_turns`, `broken_share` and `mean_reward`; None without a canary."""

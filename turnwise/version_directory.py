@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import BadCheckpoint
+from turnwise.types import PolicyVersion
 
 MANIFEST = "turnwise.json"
 """In each version's directory: version, parent, kind, digests of the weights, probe."""
@@ -28,6 +29,10 @@ MODEL_CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
 WEIGHTS_PATTERN = "*.safetensors"
+TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt")
+"""What decides the token ids of a text, whichever of them a model has."""
+DIGESTED_BYTES = 2**20
+"""Of each end of a weights file: names and shapes of its tensors, and values."""
 SHORTEST_PROBE = 2
 """Tokens; the first has no logprob."""
 
@@ -134,6 +139,50 @@ def probe_from(document: dict[str, Any] | None) -> Probe | None:
     if document is None or len(document["token_ids"]) < SHORTEST_PROBE:
         return None
     return Probe(list(document["token_ids"]), list(document["logprobs"]), str(document.get("dtype", "float32")))
+
+
+def base_version(model: str) -> PolicyVersion:
+    """Return version 0: the base model as it is.
+
+    Args:
+        model: Its directory, or its id.
+    """
+    is_local = Path(model).is_dir()
+    files = Path(model).resolve() if is_local else _cached(model)
+    digest = None if files is None else model_digest(files)
+    return PolicyVersion(version=0, path=str(files) if is_local else model, model_digest=digest)
+
+
+def model_digest(directory: Path) -> str | None:
+    """Return a digest of tokenizer and weights, the same in each copy of a model; None without weights.
+
+    Of a weights file only the size and both ends are read, so that a large model costs no start seconds.
+    """
+    weights = weight_files(directory)
+    if not weights:
+        return None
+    found = hashlib.sha256()
+    for path in (directory / name for name in TOKENIZER_FILES):
+        found.update(f"{path.name} {file_digest(path) if path.is_file() else None}\n".encode())
+    for path in weights:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            found.update(file.read(DIGESTED_BYTES))
+            file.seek(max(0, size - DIGESTED_BYTES))
+            found.update(file.read())
+    return found.hexdigest()
+
+
+def _cached(model: str) -> Path | None:
+    """Return the files of a public model in the local cache; None if it holds none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model, MODEL_CONFIG)
+    except ValueError:  # neither a directory nor an id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def file_digest(path: Path) -> str:

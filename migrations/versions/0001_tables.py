@@ -273,6 +273,7 @@ def _policies() -> None:
         sa.Column("created_at", sa.BigInteger, nullable=False),
         sa.Column("activated_at", sa.BigInteger),
         sa.Column("weights_digest", sa.Text),
+        sa.Column("model_digest", sa.Text),
         sa.Column("arms", sa.Text),
         sa.Column("canary_share", sa.Float),
         sa.PrimaryKeyConstraint("version", name="pk_policies"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 from turnwise.commands import location, running_stack
 from turnwise.commands.cli import main
 from turnwise.commands.location import at_running_proxy
+from turnwise.commands.preflight import check_database_model
 from turnwise.commands.running_stack import RunningStack, announced, find_running_stack
 from turnwise.errors import SettingsError
 from turnwise.processes import engine_command
@@ -66,6 +68,18 @@ def test_a_taken_port_is_found_before_anything_starts(model):
 @pytest.mark.parametrize("wrong", ["nowhere/at/all", "./nowhere", "model/typo"])
 def test_a_wrong_model_path_is_found_before_anything_starts(model, wrong):
     assert f"there is no model directory {wrong.removeprefix('./')!r}" in _refused("up", "--model", wrong)
+
+
+def test_another_model_over_the_same_database_is_refused_and_a_copy_of_the_model_is_not(model, tmp_path):
+    """The trainer would claim token ids of the other model, and engines would load its versions."""
+    check_database_model("sqlite:///turnwise.db", model)
+    copy = shutil.copytree(model, tmp_path / "copy")
+    check_database_model("sqlite:///turnwise.db", str(copy))
+    (copy / "tokenizer.json").write_text("{}")
+    refusal = _refused("up", "--model", str(copy), "--port", "8199")
+    assert f"the database belongs to the model {model!r}" in refusal
+    assert "turnwise up --database URL --runs-dir DIR" in refusal
+    assert f"belongs to the model {model!r}" in _refused("train", "--model", str(copy))
 
 
 def test_a_wrong_setting_of_any_part_is_found_before_anything_starts(model):

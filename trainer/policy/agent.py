@@ -115,6 +115,8 @@ class PolicyAgent:
         self._loss = RowLoss(rule)
         self._memory_bound: int | None = None
         """Row tokens that fitted into memory after a row did not."""
+        self._vocabulary: int | None = None
+        """Number of token ids that the model knows; set by `load`."""
 
     @property
     def row_tokens(self) -> int:
@@ -197,6 +199,7 @@ class PolicyAgent:
         division = self.policy.division
         self.world = World(division.row_group, division.tensor)
         self.policy.load(seed, with_weights=with_weights)
+        self._vocabulary = self.policy.config.vocab_size
         if self._reference is not None:
             self._reference.load(seed)
             self._reference.model.requires_grad_(requires_grad=False)
@@ -223,6 +226,9 @@ class PolicyAgent:
 
     def why_untrainable(self, experience: Experience) -> str | None:
         """Return why the model cannot compute a chain; None where it can."""
+        highest, size = int(experience.tokens.max(initial=0)), self._vocabulary
+        if size is not None and highest >= size:
+            return f"other_model: token {highest} is not in the vocabulary of {size}: train the model that was served"
         replay = self.policy.replay
         reason = None if replay is None else replay.refusal(experience)
         return None if reason is None else f"{reason}: train the model that was served, or set router_replay=false"

@@ -12,6 +12,8 @@ from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.processes import engine_command
 from turnwise.processes.ports import check_port_is_free, free_port
 from turnwise.settings import load_settings
+from turnwise.store.policies import adopt_base
+from turnwise.version_directory import base_version
 
 if TYPE_CHECKING:
     from trainer.settings import TrainerSettings
@@ -126,6 +128,18 @@ def _check_hub_id(model: str) -> None:
             f"there is no model directory {model!r} here, and the id {model!r} is not in the local cache and cannot "
             f"be looked up ({type(error).__name__})"
         ) from error
+
+
+def check_database_model(database: str, model: str) -> None:
+    """Let a new database belong to a model; refuse a database of another one.
+
+    Raises:
+        SettingsError: the database belongs to another model.
+        StoreError: the database cannot be reached, or has a newer release's tables.
+    """
+    base = base_version(model)
+    with opened(database) as store, store.write() as conn:
+        adopt_base(conn, base)
 
 
 def check_keys(database: str, host: str) -> None:

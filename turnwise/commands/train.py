@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 def _run(settings: TrainerSettings) -> None:
     """Run the trainer until it is told to stop."""
     from trainer.main import check_startable, run
-    from turnwise.commands.preflight import check_model
-    from turnwise.commands.store import prepare
+    from turnwise.commands.preflight import check_database_model, check_model
     from turnwise.processes.engine_command import is_directory
 
     check_startable(settings)
     if is_directory(settings.model):
         check_model(settings.model)
-    prepare(settings.database.get_secret_value())
+    check_database_model(settings.database.get_secret_value(), settings.model)
     sys.exit(run(settings))
 
 

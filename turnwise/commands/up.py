@@ -24,7 +24,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 def _run(settings: UpSettings, config: Path | None) -> None:
     """Run engine, proxy and trainer until a signal or a child that cannot run ends them."""
-    from turnwise.commands.preflight import check_up
+    from turnwise.commands.preflight import check_database_model, check_up
     from turnwise.processes.printer import print_last_line
     from turnwise.processes.stack import Stack
     from turnwise.processes.supervisor import Supervisor
@@ -35,6 +35,7 @@ def _run(settings: UpSettings, config: Path | None) -> None:
     with _interrupted_by_sigterm():
         try:
             model = settings.model or _demo_model(settings)
+            check_database_model(settings.database.get_secret_value(), model)
             stack = Stack(settings, model=model, gpus=checked.gpus, config=config, lora_rank=checked.lora_rank)
             logs = settings.runs_dir / "logs"
             started = Supervisor(stack.children(), log_directory=logs, say=print_process_line)

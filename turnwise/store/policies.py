@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from turnwise.errors import Conflict, NotFound
+from turnwise.errors import Conflict, NotFound, SettingsError
 from turnwise.store import pages, rows
 from turnwise.store.database import to_micros
 from turnwise.store.statements import fetch, insert_ignoring
@@ -59,6 +59,30 @@ def publish_policy(conn: sa.Connection, policy: PolicyVersion) -> bool:
             param="version",
         )
     return False
+
+
+def adopt_base(conn: sa.Connection, base: PolicyVersion) -> None:
+    """Publish version 0 in an empty ledger; check that a ledger with versions belongs to this model.
+
+    Raises:
+        SettingsError: it belongs to another one, whose token ids and weights mean nothing to this one.
+    """
+    row = conn.execute(sa.select(table).where(table.c.version == base.version)).one_or_none()
+    if row is None:
+        if newest_policy(conn) is None:
+            publish_policy(conn, base)
+        return
+    known = rows.POLICIES.record(row)
+    if known.model_digest is None and known.path == base.path:
+        change = sa.update(table).where(table.c.version == base.version)
+        conn.execute(change.values(model_digest=base.model_digest))
+    elif None not in (known.model_digest, base.model_digest) and known.model_digest != base.model_digest:
+        raise SettingsError(
+            f"the database belongs to the model {known.path!r}, and {base.path!r} has another tokenizer or other "
+            "weights: its sessions and versions cannot be served or trained with this model. Give the new model "
+            "another database and another directory of versions (`turnwise up --database URL --runs-dir DIR`), or "
+            "restore the model"
+        )
 
 
 def publish_next(

@@ -9,14 +9,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 import torch
 from safetensors.torch import load_file
 from support.experts import write_experts
-from support.trainer_ledger import Rollouts, load_model, new_ledger, settings_for, train
+from support.trainer_ledger import (
+    VOCABULARY,
+    Rollouts,
+    load_model,
+    new_ledger,
+    settings_for,
+    store_imported,
+    train,
+)
 
 from turnwise.errors import BatchRefused
 from turnwise.store import ledger as ledger_of
-from turnwise.store import queries
+from turnwise.store import queries, tables
 from turnwise.types import Reward, Session, Split
 
 GAE = {"estimator": "gae", "critic_learning_rate": 1e-2}
@@ -73,6 +82,19 @@ def test_a_batch_that_is_refused_after_an_optimizer_step_leaves_weights_and_opti
         database.close()
         results.append(load_file(directory / "policies" / "v000002" / "model.safetensors"))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_group_with_tokens_of_another_model_is_dropped_and_the_others_are_trained(tmp_path, model, ledger):
+    """The forward pass would end in an IndexError, and so would that of each restart."""
+    rollouts = Rollouts(ledger, load_model(model))
+    rollouts.play("own", num_groups=2)
+    store_imported(ledger, "other", [VOCABULARY + 7], {1.0: [3], 0.0: [4]})
+    train(settings_for(tmp_path, model, total_batches=1, algorithm="sft", sft_min_reward=-1.0))
+    with ledger.read() as conn:
+        found = conn.execute(sa.select(tables.groups.c.group_id, tables.groups.c.reason)).all()
+    reasons = {row.group_id: row.reason for row in found}
+    assert reasons["other"].startswith(f"other_model: token {VOCABULARY + 7} is not in the vocabulary of {VOCABULARY}")
+    assert (reasons["own-0"], reasons["own-1"]) == (None, None)
 
 
 def test_the_publishing_gate_leaves_out_sessions_that_were_routed_in_another_model(tmp_path, ledger, caplog):
