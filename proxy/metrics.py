@@ -170,6 +170,13 @@ class Metrics:
             registry=r,
             multiprocess_mode=NEWEST,
         )
+        self.trainers = Gauge(
+            "turnwise_trainers",
+            "Trainers by state; `died` and `silent` ones need attention; read from the store",
+            ["state"],
+            registry=r,
+            multiprocess_mode=NEWEST,
+        )
         self.last_update = Gauge(
             "turnwise_last_update",
             "The trainer's last update, by its number",

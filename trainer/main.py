@@ -47,7 +47,7 @@ def run(settings: TrainerSettings) -> int:
             settings, enable_multi_devices=settings.multi_devices, enable_jit=settings.compile
         )
         workflow.add_recorders(_optional_recorders(settings))
-        with contextlib.closing(workflow), _stopped_by_signals(workflow):
+        with contextlib.closing(workflow), _stopped_by_signals(workflow), _failures_reported(workflow):
             state = workflow.learn(workflow.setup(settings.seed))
     finally:
         leave_world()
@@ -125,6 +125,17 @@ def _optional_recorders(settings: TrainerSettings) -> list[Recorder]:
         run_file = settings.policies_dir / "trackio-run.txt"
         recorders.append(Trackio(settings.trackio_project, settings.model_dump(mode="json"), run_file))
     return recorders
+
+
+@contextlib.contextmanager
+def _failures_reported(workflow: RLWorkflow) -> Iterator[None]:
+    """Let page, doctor and metrics show the error that ends the trainer."""
+    try:
+        yield
+    except Exception as error:
+        if World().is_first:
+            workflow.env.note_failure(error)
+        raise
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import TypeVar
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.store import claims
 from turnwise.store.database import Database
+from turnwise.store.trainer_status import BEAT_SECONDS, note_sign_of_life
 
 log = logging.getLogger(__name__)
 
@@ -128,3 +129,27 @@ class Lease:
                 return
             except StoreUnavailable as error:
                 log.warning("the lease could not be renewed, trying again: %s", error)
+
+
+class SignsOfLife:
+    """Tells others from a thread that this process lives, also while a batch takes long."""
+
+    def __init__(self, db: Database, trainer_id: str) -> None:
+        self._db = db
+        self._trainer_id = trainer_id
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._give, name="signs of life", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give no further sign."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _give(self) -> None:
+        while not self._stopped.wait(BEAT_SECONDS):
+            try:
+                with self._db.write() as conn:
+                    note_sign_of_life(conn, self._trainer_id)
+            except StoreUnavailable as error:
+                log.warning("no sign of life could be stored, trying again: %s", error)

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from trainer.outages import Lease, SteadyClock, StopFlag, outlast
+from trainer.outages import Lease, SignsOfLife, SteadyClock, StopFlag, outlast
 from trainer.pacing import Look, Position, Rewind, SourceRule, WaitingLog, describe_claim, why_held
 from turnwise.errors import LeaseLost, StoreUnavailable
 from turnwise.experience import Experience
@@ -24,7 +24,7 @@ from turnwise.store import claims, evaluations, experiences, groups, policies, q
 from turnwise.store.database import Connection, Database, clock, from_micros
 from turnwise.store.regression import SessionLabels
 from turnwise.store.trained import Advantages
-from turnwise.store.trainer_status import TrainerStatus, report_status
+from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
 from turnwise.types import GroupKey, PolicyVersion, SessionKey, UpdateRecord
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ POLL_SECONDS = 0.5
 """Longest pause between two queries for ready groups."""
 FIRST_WAIT_SECONDS = 5.0
 """How long the first batch of a run waits for further groups, where `wait_seconds` is longer."""
+MOST_ERROR_CHARACTERS = 1000
+"""Of the error that ended the trainer, in its report."""
 IN_FLIGHT_SECONDS = 120.0
 """Open sessions without activity for this long no longer hold the trainer back."""
 
@@ -113,6 +115,9 @@ class Source(Protocol):
     def announce_weights(self, url: str | None) -> None:
         """Tell the proxy where the weights in memory are handed out; None: nowhere."""
 
+    def note_failure(self, error: BaseException) -> None:
+        """Report that this error ends the trainer."""
+
     def stop(self) -> None:
         """Let `next_batch` return None; safe in a signal handler."""
 
@@ -131,6 +136,8 @@ class LedgerSource:
         self._closed = StopFlag()
         self._leases: dict[claims.Claim, Lease] = {}
         self._clock = SteadyClock()
+        self._signs: SignsOfLife | None = None
+        self._has_failed = False
 
     def next_batch(self, at: Position) -> ClaimedBatch | Rewind | None:
         """Wait until a batch is ready and claim it; None after `close`.
@@ -255,6 +262,8 @@ class LedgerSource:
         Raises:
             SettingsError: The ledger belongs to another model.
         """
+        self._report_status("starting", None)
+        self._signs = SignsOfLife(self._db, self._rule.trainer_id)
         freed = claims.take_back(self._db, self._rule.trainer_id)
         if freed:
             log.info("took over %d groups that an earlier process of trainer %r held", freed, self._rule.trainer_id)
@@ -318,6 +327,11 @@ class LedgerSource:
         except StoreUnavailable as error:
             log.warning("the address of the weights was not stored, engines read directories: %s", error)
 
+    def note_failure(self, error: BaseException) -> None:
+        """Report that this error ends the trainer."""
+        self._has_failed = True
+        self._report_status(f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS], None, TrainerState.DIED)
+
     def stop(self) -> None:
         """Let `next_batch` return None; a batch in progress can still be acked."""
         self._closed.set()
@@ -333,6 +347,10 @@ class LedgerSource:
                 log.info("the groups of an unfinished batch were taken by another trainer already")
             except StoreUnavailable as error:
                 log.warning("the groups of an unfinished batch are free when their lease ends: %s", error)
+        if self._signs is not None:
+            self._signs.stop()
+            if not self._has_failed:
+                self._report_status("stopped", None, TrainerState.STOPPED)
         self._db.close()
 
     def _end_lease(self, held: claims.Claim) -> None:
@@ -365,14 +383,14 @@ class LedgerSource:
             pause = min(pause * 1.5, POLL_SECONDS)
         return False
 
-    def _report_status(self, text: str, seconds_left: float | None) -> None:
+    def _report_status(self, text: str, seconds_left: float | None, state: TrainerState = TrainerState.RUNNING) -> None:
         """Store what the trainer is doing, for the page; training does not depend on it."""
         try:
             with self._db.write() as conn:
                 now = from_micros(clock(conn))
                 starts_at = None if seconds_left is None else now + timedelta(seconds=max(seconds_left, 0.0))
                 status = TrainerStatus(
-                    trainer_id=self._rule.trainer_id, text=text, starts_at=starts_at, reported_at=now
+                    trainer_id=self._rule.trainer_id, text=text, state=state, starts_at=starts_at, reported_at=now
                 )
                 report_status(conn, status)
         except StoreUnavailable as error:

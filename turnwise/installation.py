@@ -40,6 +40,9 @@ _EXTRAS = {
 }
 
 
+_ADVICE = "; the trainer's log names the cause, and calls are served meanwhile"
+
+
 class Verdict(enum.StrEnum):
     """Result of a check."""
 
@@ -66,7 +69,7 @@ def examine(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
     yield _gpu()
     for url in engine_urls:
         yield from engine_findings(url)
-    yield _database(database_url)
+    yield from _database(database_url)
 
 
 def examine_running(engine_urls: list[str], database_url: str) -> Iterator[Finding]:
@@ -74,7 +77,7 @@ def examine_running(engine_urls: list[str], database_url: str) -> Iterator[Findi
     yield _python()
     for url in engine_urls:
         yield from engine_findings(url)
-    yield _database(database_url)
+    yield from _database(database_url)
 
 
 def _python() -> Finding:
@@ -107,22 +110,32 @@ def _gpu() -> Finding:
     return Finding("gpu", Verdict.OK, f"{num_gpus()} found" if has_gpu() else "none; the engine runs on the CPU")
 
 
-def _database(url: str) -> Finding:
+def _database(url: str) -> Iterator[Finding]:
     try:
         from turnwise.store.database import Database
+        from turnwise.store.trainer_status import trainer_statuses
 
         database = Database(url)
     except ImportError as error:
-        return Finding("database", Verdict.WARN, f"cannot check: {error.name} is missing; pip install '.[store]'")
+        yield Finding("database", Verdict.WARN, f"cannot check: {error.name} is missing; pip install '.[store]'")
+        return
     except TurnwiseError as error:
-        return Finding("database", Verdict.FAIL, str(error))
+        yield Finding("database", Verdict.FAIL, str(error))
+        return
     try:
         database.prepare()
+        with database.read() as connection:
+            trainers = trainer_statuses(connection)
     except TurnwiseError as error:
-        return Finding("database", Verdict.FAIL, str(error))
+        yield Finding("database", Verdict.FAIL, str(error))
+        return
     finally:
         database.close()
-    return Finding("database", Verdict.OK, "reachable, with the tables of this release")
+    yield Finding("database", Verdict.OK, "reachable, with the tables of this release")
+    for each in trainers:
+        verdict = Verdict.FAIL if each.state.needs_attention else Verdict.OK
+        text = f"{each.state} since {each.reported_at:%Y-%m-%d %H:%M:%S} UTC: {each.text}"
+        yield Finding(f"trainer {each.trainer_id}", verdict, f"{text}{_ADVICE if each.state.needs_attention else ''}")
 
 
 def engine_findings(url: str) -> Iterator[Finding]:

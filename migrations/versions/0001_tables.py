@@ -245,8 +245,10 @@ def _training() -> None:
         "trainer_status",
         sa.Column("trainer_id", sa.Text, nullable=False),
         sa.Column("text", sa.Text, nullable=False),
+        sa.Column("state", sa.Text, nullable=False),
         sa.Column("starts_at", sa.BigInteger),
         sa.Column("reported_at", sa.BigInteger, nullable=False),
+        sa.Column("seen_at", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("trainer_id", name="pk_trainer_status"),
     )
     op.create_table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import datetime
 import logging
@@ -20,7 +21,8 @@ from proxy.services import Services, services_of
 from proxy.writer.client import ANSWER_SECONDS
 from turnwise import installation
 from turnwise.errors import ClientError, StoreError
-from turnwise.store import policies, queries, trained, update_summaries
+from turnwise.store import queries, trained, update_summaries
+from turnwise.store.trainer_status import TrainerState, TrainerStatus, trainer_statuses
 from turnwise.store.update_summaries import UpdateSummary
 from turnwise.types import Json
 
@@ -50,7 +52,9 @@ class TrainerReport(Answer):
 
     trainer_id: str
     text: str
-    """One line, such as `4 of 32 groups are ready`."""
+    """One line, such as `4 of 32 groups are ready`; its error if it died."""
+    state: TrainerState
+    """`running` or `stopped`; `died` with an error, or `silent` without a sign of life for a minute."""
     starts_at: datetime.datetime | None
     """When the next batch starts even if it is not full; null if the trainer waits for more groups or trains."""
     reported_at: datetime.datetime
@@ -106,16 +110,27 @@ class DoctorAnswer(Page):
     has_more: bool
 
 
+class TrainerSummary(Answer):
+    """Whether a trainer trains."""
+
+    trainer_id: str
+    state: TrainerState
+    text: str | None
+    """Its last report; null for callers without a key."""
+
+
 class ReadyAnswer(Answer):
     """Whether the proxy can serve calls."""
 
     ready: bool
+    """Calls are served without a trainer too, so a dead one does not change this."""
     engines: list[EngineReport]
     store: str
     """`ok`, or the error."""
     policy_version: int | None
     exact_continuation: bool
     reload_error: str | None
+    trainers: list[TrainerSummary]
 
 
 @router.get("/healthz", response_class=PlainTextResponse)
@@ -138,7 +153,7 @@ async def readyz(request: Request, services: Annotated[Services, Depends(service
         }
         for engine in services.pool.engines
     ]
-    store_error = await _store_error(services)
+    store_error, trainers = await _read_store(services)
     ready = store_error is None and bool(services.pool.serving)
     report: dict[str, Any] = {
         "ready": ready,
@@ -147,6 +162,10 @@ async def readyz(request: Request, services: Annotated[Services, Depends(service
         "policy_version": max((engine.version for engine in services.pool.serving), default=None),
         "exact_continuation": services.sessions.template is not None and services.settings.continuation,
         "reload_error": services.reloader.problem if is_known else services.reloader.problem and HIDDEN_ERROR,
+        "trainers": [
+            {"trainer_id": each.trainer_id, "state": each.state, "text": each.text if is_known else None}
+            for each in trainers
+        ],
     }
     return JSONResponse(report, status_code=200 if ready else 503)
 
@@ -160,22 +179,22 @@ async def _has_key(request: Request, services: Services) -> bool:
     return True
 
 
-async def _store_error(services: Services) -> str | None:
-    """Return why the store cannot be read or written; None if both work."""
+async def _read_store(services: Services) -> tuple[str | None, list[TrainerStatus]]:
+    """Return why the store cannot be read or written, None if both work, and what the trainers report."""
 
-    def read() -> None:
+    def read() -> list[TrainerStatus]:
         with services.database.read() as connection:
-            policies.active_policy(connection)
+            return trainer_statuses(connection)
 
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            await asyncio.to_thread(read)
+            trainers = await asyncio.to_thread(read)
         await services.writer.check()
     except TimeoutError:
-        return f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs"
+        return f"the database has not answered for {ANSWER_SECONDS:g} s; check that it runs", []
     except StoreError as error:
-        return str(error)
-    return None
+        return str(error), []
+    return None, trainers
 
 
 @control.get("/counts", responses=describe_answer(CountsAnswer))
@@ -265,6 +284,9 @@ def _read_gauges(services: Services) -> None:
     with services.database.read() as connection:
         unfinished = queries.unfinished_groups(connection)
         update = queries.last_update(connection)
+        trainers = collections.Counter(each.state for each in trainer_statuses(connection))
+    for state in TrainerState:
+        services.metrics.trainers.labels(state.value).set(trainers[state])
     for status, count in unfinished.items():
         services.metrics.groups.labels(status).set(count)
     if update is not None:

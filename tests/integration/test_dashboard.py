@@ -17,6 +17,8 @@ from turnwise_fake_engine import RunningFakeEngine, running_fake_engine
 
 from turnwise.store import keys
 from turnwise.store.database import Database
+from turnwise.store.trainer_status import TrainerState, TrainerStatus, report_status
+from turnwise.types import utc_now
 
 PUBLIC = {"readyz"}
 WEB = importlib.resources.files("proxy.routes.web")
@@ -41,6 +43,28 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
         httpx2.Client(base_url=proxy.url) as client,
     ):
         yield client
+
+
+def test_a_trainer_that_died_is_seen_where_an_operator_looks_and_calls_are_served_meanwhile(tmp_path):
+    url = migrated(f"sqlite:///{tmp_path}/turnwise.db")
+    died = TrainerStatus(trainer_id="t", text="IndexError: 7", state=TrainerState.DIED, reported_at=utc_now())
+    database = Database(url)
+    with database.write() as connection:
+        report_status(connection, died)
+    database.close()
+    with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path) as proxy:
+        ready = httpx2.get(f"{proxy.url}/readyz")
+        assert ready.status_code == 200
+        assert ready.json()["trainers"] == [{"trainer_id": "t", "state": "died", "text": "IndexError: 7"}]
+        (counted,) = httpx2.get(f"{proxy.url}/v1/counts").json()["trainers"]
+        assert counted["state"] == "died"
+        metrics = httpx2.get(f"{proxy.url}/metrics").text
+        assert {'turnwise_trainers{state="died"} 1.0', 'turnwise_trainers{state="running"} 0.0'} <= set(
+            metrics.splitlines()
+        )
+        finding = httpx2.get(f"{proxy.url}/v1/doctor").json()["data"][-1]
+        assert (finding["check"], finding["verdict"]) == ("trainer t", "fail")
+        assert "IndexError: 7" in finding["text"]
 
 
 def test_the_page_needs_no_key_but_its_data_does(http: httpx2.Client):

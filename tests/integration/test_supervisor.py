@@ -184,6 +184,20 @@ def test_a_child_that_dies_before_it_is_ready_is_not_restarted_for_ever_and_its_
     assert "its last error: ValueError: max_model_len (2048) is greater than 1024" in output
 
 
+def test_a_child_that_keeps_dying_by_the_same_error_is_given_up_however_long_it_lives(tmp_path):
+    """A trainer loads a model for longer than a quick death may take, and then fails on the same batch."""
+    code = "import os; raise IndexError(f'index {os.getpid()} is out of range')"
+    supervisor = Supervisor(
+        [Child(name="broken", argv=_python(code))],
+        log_directory=tmp_path,
+        max_quick_deaths=3,
+        quick_seconds=0.0,
+        first_delay_seconds=0.02,
+    )
+    with pytest.raises(ChildFailed, match=r"died 3 times in a row(?s:.*)IndexError"), supervisor:
+        supervisor.wait(threading.Event())
+
+
 def test_the_wait_before_a_restart_doubles_with_each_death(tmp_path):
     output: list[str] = []
     child = Child(name="broken", argv=_python("raise SystemExit(1)"), ready=lambda: False)

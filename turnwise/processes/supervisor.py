@@ -34,6 +34,7 @@ from turnwise.settings import child_environment
 _TICK_SECONDS = 0.05
 _ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Refused|Failed)\b: .*|^turnwise: .*")
 """The last line of a traceback, or an error of one of our commands."""
+_NUMBER = re.compile(r"\d+")
 MAX_ERROR_CHARACTERS = 400
 _PROBE_SECONDS = 1.0
 """Time limit of one request to a readiness URL."""
@@ -93,6 +94,9 @@ class _Run:
     log_start: int = 0
     """Where the log of the latest start begins, bytes."""
     num_quick_deaths: int = 0
+    """In a row: quick ones, or further ones within `alike_seconds` by the same error."""
+    error: str | None = None
+    """The last error of the latest death."""
 
 
 class Supervisor:
@@ -106,6 +110,7 @@ class Supervisor:
         say: Say | None = None,
         max_quick_deaths: int = 5,
         quick_seconds: float = 10.0,
+        alike_seconds: float = 600.0,
         first_delay_seconds: float = 0.5,
     ) -> None:
         """Plan the children, in the order in which they start.
@@ -116,6 +121,7 @@ class Supervisor:
             say: Prints a line; None prints nothing.
             max_quick_deaths: Number of quick deaths in a row after which the stack is given up.
             quick_seconds: A death this soon after the start is a quick one; so is any death before it was ready.
+            alike_seconds: A death this soon after the start counts as quick if it has the error of the one before.
             first_delay_seconds: Delay before the first restart; doubles with each death, up to 30 s.
         """
         self._runs = [_Run(child, log_directory / f"{child.name}.log") for child in children]
@@ -124,6 +130,7 @@ class Supervisor:
         self._say = self._printer.print
         self._max_quick_deaths = max_quick_deaths
         self._quick_seconds = quick_seconds
+        self._alike_seconds = alike_seconds
         self._first_delay_seconds = first_delay_seconds
         self._stopping = threading.Event()
         self._settled = threading.Event()
@@ -294,7 +301,9 @@ class Supervisor:
         if code == PERMANENT_STATUS:
             self._give_up(run, "cannot start")
             return
-        is_quick = lived < self._quick_seconds or run.state is State.STARTING
+        before, run.error = run.error, last_error(run.log_path, start=run.log_start)
+        is_alike = lived < self._alike_seconds and _is_same_error(run.error, before)
+        is_quick = is_alike or lived < self._quick_seconds or run.state is State.STARTING
         run.num_quick_deaths = run.num_quick_deaths + 1 if is_quick else 1
         if run.num_quick_deaths >= self._max_quick_deaths and is_quick:
             self._give_up(run, f"died {run.num_quick_deaths} times in a row, last with {describe_exit(code)}")
@@ -305,8 +314,8 @@ class Supervisor:
         self._say(
             run.child.name, f"died with {describe_exit(code)} after {lived:.1f} s; restarting it in {delay:.1f} s"
         )
-        if (last := last_error(run.log_path, start=run.log_start)) is not None:
-            self._say(run.child.name, f"its last error: {last}")
+        if run.error is not None:
+            self._say(run.child.name, f"its last error: {run.error}")
 
     def _give_up(self, run: _Run, why: str) -> None:
         run.state = State.FAILED
@@ -369,6 +378,11 @@ def last_error(path: Path, start: int = 0) -> str | None:
             reason = lines[position + 1] if "validation error" in found[0] and position + 1 < len(lines) else ""
             return f"{found[0]} {reason}".strip()[:MAX_ERROR_CHARACTERS]
     return None
+
+
+def _is_same_error(one: str | None, other: str | None) -> bool:
+    """Return whether two errors differ in numbers at most."""
+    return one is not None and other is not None and _NUMBER.sub("", one) == _NUMBER.sub("", other)
 
 
 def _lines_near_end(log: BinaryIO, start: int, num_bytes: int = 64 * 1024) -> list[bytes]:

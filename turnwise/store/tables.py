@@ -220,10 +220,12 @@ trainer_status = sa.Table(
     metadata,
     sa.Column("trainer_id", sa.Text, primary_key=True),
     sa.Column("text", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
     sa.Column("starts_at", Instant),
     sa.Column("reported_at", Instant, nullable=False),
+    sa.Column("seen_at", Instant, nullable=False),
 )
-"""The last report of each trainer: what it waits for, or what it trains on."""
+"""The last report of each trainer: what it waits for, what it trains on, or why it died."""
 
 weight_servers = sa.Table(
     "weight_servers",

@@ -1,14 +1,41 @@
-"""The current status of each trainer as text, for the dashboard and for `GET /v1/counts`."""
+"""What each trainer does, and whether it lives: for the page, `GET /v1/counts`, `/readyz`, the doctor and the metrics.
+
+A trainer reports in words, and a thread of its process renews `seen_at`. One that stops or fails says so; one that was
+killed says nothing, and counts as silent after a while.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import enum
 
 import sqlalchemy as sa
 
-from turnwise.store.database import from_micros, to_micros
+from turnwise.store.database import clock, from_micros, to_micros
 from turnwise.store.tables import trainer_status as table
+
+BEAT_SECONDS = 10.0
+"""Time between two signs of life."""
+SILENT_SECONDS = 60.0
+"""A trainer without a sign of life for this long counts as silent."""
+
+
+class TrainerState(enum.StrEnum):
+    """State of a trainer."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """It was told to stop, or reached its configured end."""
+    DIED = "died"
+    """It ended with the error in its report."""
+    SILENT = "silent"
+    """Neither ended nor seen for a minute: it was killed, or cannot reach the database."""
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether training has ended and nobody ended it."""
+        return self in {TrainerState.DIED, TrainerState.SILENT}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +44,8 @@ class TrainerStatus:
 
     trainer_id: str
     text: str
-    """One line, such as `4 of 32 groups are ready`."""
+    """One line, such as `4 of 32 groups are ready`; its error if it died."""
+    state: TrainerState = TrainerState.RUNNING
     starts_at: datetime.datetime | None = None
     """When the next batch starts even if it is not full; None if the trainer waits for more groups or trains."""
     reported_at: datetime.datetime
@@ -30,21 +58,37 @@ def report_status(conn: sa.Connection, status: TrainerStatus) -> None:
         sa.insert(table).values(
             trainer_id=status.trainer_id,
             text=status.text,
+            state=status.state.value,
             starts_at=None if status.starts_at is None else to_micros(status.starts_at),
             reported_at=to_micros(status.reported_at),
+            seen_at=to_micros(status.reported_at),
         )
     )
 
 
-def trainer_statuses(conn: sa.Connection) -> list[TrainerStatus]:
+def note_sign_of_life(conn: sa.Connection, trainer_id: str) -> None:
+    """Record that the trainer's process lives."""
+    conn.execute(sa.update(table).where(table.c.trainer_id == trainer_id).values(seen_at=clock(conn)))
+
+
+def trainer_statuses(conn: sa.Connection, now: datetime.datetime | None = None) -> list[TrainerStatus]:
     """Return the last report of each trainer, newest first."""
-    found = conn.execute(sa.select(table).order_by(table.c.reported_at.desc()))
+    found = conn.execute(sa.select(table).order_by(table.c.reported_at.desc())).all()
+    if not found:
+        return []
+    seen_since = clock(conn, now) - SILENT_SECONDS * 1_000_000
     return [
         TrainerStatus(
             trainer_id=row.trainer_id,
             text=row.text,
+            state=_state_of(row, seen_since),
             starts_at=None if row.starts_at is None else from_micros(row.starts_at),
             reported_at=from_micros(row.reported_at),
         )
         for row in found
     ]
+
+
+def _state_of(row: sa.Row[*tuple[object, ...]], seen_since: float) -> TrainerState:
+    state = TrainerState(row.state)
+    return TrainerState.SILENT if state is TrainerState.RUNNING and row.seen_at < seen_since else state

@@ -48,10 +48,13 @@ function outcomes(found) {
   }));
 }
 
+// What is said first of a trainer that ended without being told to.
+export const attention = (trainer) => ["died", "silent"].includes(trainer.state) ? [status(trainer.state), " "] : [];
+
 function learning(counts) {
   const lines = (counts.trainers ?? []).map((each) => {
     const left = each.starts_at ? Math.max(0, Math.round((new Date(each.starts_at) - Date.now()) / 1000)) : null;
-    return make("p", {className: "quiet"}, `${each.text}${left === null ? "" : `, starts in ${left} s`} (${time(each.reported_at)})`);
+    return make("p", {className: "quiet"}, ...attention(each), `${each.text}${left === null ? "" : `, starts in ${left} s`} (${time(each.reported_at)})`);
   });
   return card("Groups for the trainer", make("b", {}, number(counts.groups.ready ?? 0)), " ready", tally(counts.groups),
     ...(lines.length ? lines : [make("p", {className: "quiet"}, "No trainer has reported yet.")]));

@@ -22,6 +22,7 @@ from trainer.policy import agent
 from trainer.train import OnPolicyWorkflow
 from turnwise.errors import BadCheckpoint, SettingsError
 from turnwise.store import evaluations, policies, queries, trained
+from turnwise.store.trainer_status import trainer_statuses
 from turnwise.version_directory import check_digests, read_manifest, weights_digest
 
 
@@ -232,6 +233,22 @@ def test_a_signal_ends_the_run_and_leaves_no_claimed_group(tmp_path, model, ledg
     assert run(settings_for(tmp_path, model)) == 0
     sending.join()
     assert groups_by_status(ledger) == {}
+    assert last_report(ledger) == ("stopped", "stopped")
+
+
+def last_report(ledger):
+    with ledger.read() as conn:
+        (status,) = trainer_statuses(conn)
+    return status.state.value, status.text
+
+
+def test_the_error_that_ends_the_trainer_is_its_last_report(tmp_path, model, ledger):
+    (tmp_path / "policies").touch()
+    with pytest.raises(SettingsError):
+        run(settings_for(tmp_path, model))
+    state, text = last_report(ledger)
+    assert state == "died"
+    assert text.startswith("SettingsError: ")
 
 
 def test_a_missing_trainer_state_is_refused_with_a_sentence(tmp_path, model, ledger):
