@@ -26,7 +26,7 @@ from large_store import SMALL, TURNS_PER_SESSION, Query, UndoneError, fill, meas
 
 from turnwise.store import history, queries, retention, tables
 from turnwise.store.database import Database, to_micros
-from turnwise.store.new_turns import NewTurn, append
+from turnwise.store.new_turns import TurnRow, append
 from turnwise.store.rows import turn_row
 from turnwise.types import Turn, utc_now
 
@@ -119,7 +119,7 @@ def build(database: Database, layout: Layout, num_sessions: int) -> None:
             conn.exec_driver_sql(statement)
 
 
-def new_turns(number: int, session_ids: list[str]) -> list[NewTurn]:
+def new_turns(number: int, session_ids: list[str]) -> list[TurnRow]:
     """Return a batch: the next turn of each session."""
     batch = []
     for session_id in session_ids:
@@ -128,6 +128,7 @@ def new_turns(number: int, session_ids: list[str]) -> list[NewTurn]:
         turn = Turn(
             turn_id=f"{first}-{seq}",
             session_id=session_id,
+            tenant="tenant-1",
             parent_turn_id=f"{first}-{seq - 1}",
             chain_id="",
             model="bench",
@@ -139,7 +140,7 @@ def new_turns(number: int, session_ids: list[str]) -> list[NewTurn]:
             logprobs=np.full(50, -0.5, np.float32),
             created_at=END + DAY,
         )
-        batch.append(NewTurn("tenant-1", session_id, turn_row(turn, 0)))
+        batch.append(turn_row(turn, 0))
     return batch
 
 

@@ -279,36 +279,6 @@ class Turn:
     digest: bytes | None = None
     """Digest of the stored turn; set by the store. None before."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the values, because each turn is sent to the process that stores it."""
-        arrays = (
-            np.asarray(self.prompt_delta, np.int32).tobytes(),
-            np.asarray(self.token_ids, np.int32).tobytes(),
-            np.asarray(self.logprobs, np.float32).tobytes(),
-        )
-        return _turn_of, (*arrays, self.created_at.timestamp(), self.outcome.value, *_plain_values(self))
-
-
-_PLAIN_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(Turn)
-    if field.name not in ("prompt_delta", "token_ids", "logprobs", "created_at", "outcome")
-)
-_plain_values = operator.attrgetter(*_PLAIN_FIELDS)
-
-
-def _turn_of(
-    prompt_delta: bytes, token_ids: bytes, logprobs: bytes, created_at: float, outcome: str, *values: Any
-) -> Turn:
-    return Turn(
-        prompt_delta=np.frombuffer(prompt_delta, np.int32),
-        token_ids=np.frombuffer(token_ids, np.int32),
-        logprobs=np.frombuffer(logprobs, np.float32),
-        created_at=datetime.datetime.fromtimestamp(created_at, datetime.UTC),
-        outcome=Outcome(outcome),
-        **dict(zip(_PLAIN_FIELDS, values, strict=True)),
-    )
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:

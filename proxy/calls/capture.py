@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import datetime
 from array import array
@@ -13,21 +12,17 @@ import numpy as np
 from proxy.continuation.digests import has_media
 from proxy.continuation.encoded_ids import EncodedIds, count_ids, encoded, ids_as_text
 from proxy.continuation.forest import NO_ROOT, KnownTurn, Root
-from proxy.continuation.plan import NO_IDS, Plan, has_more_text
+from proxy.continuation.plan import NO_IDS, Plan
 from proxy.continuation.roles import Found, read_root
 from proxy.dialects.base import Call
 from proxy.dialects.engine_reply import Captured, Choice
-from proxy.writer.frames import split
-from proxy.writer.process import Sampled
-from turnwise.types import TOOL_GRAMMAR, Json, Outcome, Role, Session, TokenIds, Turn
+from proxy.writer.process import NewTurn
+from turnwise.types import TOOL_GRAMMAR, Json, Outcome, Role, Session, TokenIds
 
 SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
 """vLLM's other finish reasons."""
-PICKLED_HERE = 256 * 2**10
-"""Characters of messages that are pickled in one step of the event loop."""
-SLICE_MESSAGES = 100
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this."""
 NO_LOGPROBS = np.empty(0, np.float32)
@@ -52,9 +47,9 @@ class Timing:
 
 def failed_turn(
     call: Call, timing: Timing, reason: str, *, turn_id: str, session: Session, inferred_by: str | None = None
-) -> Turn:
+) -> NewTurn:
     """Return the turn of a call without a completion: it stores the request and no tokens."""
-    return Turn(
+    return NewTurn(
         **_common(call, timing, session, inferred_by),
         turn_id=turn_id,
         chain_id=turn_id,
@@ -78,7 +73,7 @@ def build_turns(
     inferred_by: str | None = None,
     found: Found | None = None,
     aborted: str | None = None,
-) -> list[Sampled]:
+) -> list[NewTurn]:
     """Return one turn per choice; the ids of later choices end in `#1`, `#2`.
 
     Args:
@@ -106,7 +101,7 @@ def build_turns(
         digests = plan.history.extended(choice.message)
         own_id = turn_id if index == 0 else f"{turn_id}#{index}"
         key = call.idempotency_key if aborted is None else None  # a retry of a reply that was cut off samples again
-        turn = Turn(
+        turn = NewTurn(
             **common,
             turn_id=own_id,
             parent_turn_id=None if parent is None else parent.turn_id,
@@ -128,9 +123,12 @@ def build_turns(
             dialogue_digest=digests.dialogue,
             request_key=None if key is None else request_key(key, index),
             request_digest=None if key is None else request_digest,
+            encoded_logprobs=choice.logprobs,
+            encoded_prompt=prompt.echo,
+            encoded_routing=_routing(choice, prompt),
+            messages_state=digests.messages_state,
         )
-        routing, state = _routing(choice, prompt), digests.messages_state
-        turns.append(Sampled(turn, choice.logprobs, prompt.echo, routing=routing, messages_state=state))
+        turns.append(turn)
     return turns
 
 
@@ -259,16 +257,15 @@ def root_of(call: Call, timing: Timing) -> Root:
     return read_root(call.messages, call.tools, effective_sampling(call, timing))
 
 
-def known_turn(sampled: Sampled, plan: Plan, chain_id: str, root: Root | None = None) -> KnownTurn:
+def known_turn(turn: NewTurn, plan: Plan, chain_id: str, root: Root | None = None) -> KnownTurn:
     """Return what a session in memory needs to extend a turn that was just stored.
 
     Args:
-        sampled: the turn.
+        turn: the turn.
         plan: its prompt.
         chain_id: its chain.
         root: `root_of` its call, if it has been read.
     """
-    turn = sampled.turn
     if turn.parent_turn_id is not None:
         root = NO_ROOT
     elif root is None:
@@ -279,41 +276,23 @@ def known_turn(sampled: Sampled, plan: Plan, chain_id: str, root: Root | None = 
         chain_id=chain_id,
         num_messages=len(plan.history.full) + 1,
         prompt_digest=plan.history.messages[-1] if plan.history.messages else b"",
-        messages_state=sampled.messages_state,
+        messages_state=turn.messages_state,
         role=_chain_role(turn, plan),
-        tokens=_all_ids(sampled, plan),
+        tokens=_all_ids(turn, plan),
     )
 
 
-def _all_ids(sampled: Sampled, plan: Plan) -> EncodedIds:
+def _all_ids(turn: NewTurn, plan: Plan) -> EncodedIds:
     """Return a turn's prompt and sampled ids, with those of its parent."""
-    turn, sampled_ids = sampled.turn, ids_as_text(sampled.turn.token_ids)
-    num_ids = turn.prompt_length + len(turn.token_ids)
-    if sampled.prompt_ids:  # a piece of its own, because a long one would be copied
-        return encoded(sampled_ids, num_ids, encoded(sampled.prompt_ids, turn.prompt_length))
+    sampled_ids, num_ids = ids_as_text(turn.token_ids), turn.prompt_length + len(turn.token_ids)
+    if turn.encoded_prompt:  # a piece of its own, because a long one would be copied
+        return encoded(sampled_ids, num_ids, encoded(turn.encoded_prompt, turn.prompt_length))
     own = [ids_as_text(turn.prompt_delta), sampled_ids]
     before = plan.parent_tokens if turn.parent_turn_id is not None else None
     return encoded(b",".join(filter(None, own)), num_ids, before)
 
 
-async def with_message_pieces(sampled: list[Sampled]) -> list[Sampled]:
-    """Return turns whose long messages are pickled already, piece by piece."""
-    messages = sampled[0].turn.messages
-    if len(messages) < SLICE_MESSAGES and not has_more_text(messages, PICKLED_HERE):
-        return sampled
-    pieces: list[bytes] = []
-    for piece in split(messages):
-        pieces.append(piece)
-        await asyncio.sleep(0)
-    return [
-        each._replace(turn=dataclasses.replace(each.turn, messages=[]), messages=pieces)
-        if each.turn.messages == messages
-        else each
-        for each in sampled
-    ]
-
-
-def _chain_role(turn: Turn, plan: Plan) -> Role:
+def _chain_role(turn: NewTurn, plan: Plan) -> Role:
     """Return the role that the turns after this one have: a side call does not change the role of its chain."""
     if plan.parent is not None and turn.parent_turn_id is not None and plan.parent.role is not Role.RETRY:
         return plan.parent.role

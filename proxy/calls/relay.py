@@ -30,7 +30,7 @@ from proxy.engines.pool import EnginePool
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
-from proxy.writer.process import Ending, Sampled
+from proxy.writer.process import Ending, NewTurn
 from turnwise.errors import Conflict, EngineRefused, EngineUnavailable, NotFound, ProxyUnavailable, StoreError
 from turnwise.store import queries
 from turnwise.store.database import Database
@@ -274,7 +274,7 @@ class Relay:
         timing = running.timing()
         root = capture.root_of(call, timing) if plan.parent is None else None
         found = find_role(call, plan, forest, root)
-        sampled = capture.build_turns(
+        turns = capture.build_turns(
             call,
             plan,
             running.captured,
@@ -286,17 +286,17 @@ class Relay:
             found=found,
             aborted=aborted,
         )
-        running.num_prompt_tokens = sampled[0].turn.prompt_length
+        running.num_prompt_tokens = turns[0].prompt_length
         self._faults.point("before_commit")
-        endings = await self._append(running, sampled)
+        endings = await self._append(running, turns)
         self._faults.point("after_commit_before_reply")
         if endings[0].turn_id != running.turn_id:
             self._metrics.coalesced.inc()
             return False
         known = [
-            capture.known_turn(each, plan, ending.chain_id, root)
-            for each, ending in zip(sampled, endings, strict=True)
-            if len(each.turn.token_ids)
+            capture.known_turn(turn, plan, ending.chain_id, root)
+            for turn, ending in zip(turns, endings, strict=True)
+            if len(turn.token_ids)
         ]
         self._sessions.remember(
             running.placement.live,
@@ -305,22 +305,22 @@ class Relay:
             continued=running.placement.parent,
         )
         if running.is_shadow:
-            self._metrics.shadow_tokens.inc(sum(len(each.turn.token_ids) for each in sampled))
+            self._metrics.shadow_tokens.inc(sum(len(turn.token_ids) for turn in turns))
         else:
             self._count(running, endings)
             self._metrics.turns_by_role_of(found.role.value).inc(len(endings))
         if self.on_stored is not None:
             self.on_stored(running, Outcome(endings[0].outcome), found.role)
-        for turn in known[:1]:
-            for correction in corrections(turn, forest):
+        for first in known[:1]:
+            for correction in corrections(first, forest):
                 await self._correct(correction, forest)
         return True
 
-    async def _append(self, running: Running, sampled: list[Sampled]) -> list[Ending]:
+    async def _append(self, running: Running, turns: list[NewTurn]) -> list[Ending]:
         """Store turns. Forget a session that another proxy has ended or deleted: the next call reads it again."""
         key = running.placement.live.key
         try:
-            endings = await self._writer.append(await capture.with_message_pieces(sampled))
+            endings = await self._writer.append(turns)
         except NotFound:
             self._sessions.forget(*key)
             raise
@@ -357,6 +357,6 @@ class Relay:
             session=running.session,
             inferred_by=running.placement.inferred_by,
         )
-        await self._append(running, [Sampled(turn, [])])
+        await self._append(running, [turn])
         if not running.is_shadow:
             self._metrics.turns_of("error", reason).inc()

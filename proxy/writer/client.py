@@ -20,9 +20,10 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from proxy.metrics import Metrics
 from proxy.writer.frames import Frames, frame
-from proxy.writer.process import Ending, Job, Packed, Report, Sampled, Setup, Work, answer, pack
+from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work, answer
 from turnwise.errors import StoreUnavailable
 from turnwise.store.database import Connection
+from turnwise.store.new_turns import TurnRow
 from turnwise.telemetry import LogFormat, current_request
 from turnwise.types import Session
 
@@ -102,7 +103,7 @@ class Writer:
         if self._watch is None:
             self._watch = loop.call_later(CHECK_SECONDS, self._check_deadline)
 
-    async def append(self, sampled: list[Sampled]) -> list[Ending]:
+    async def append(self, turns: list[NewTurn]) -> list[Ending]:
         """Store the turns of one call and return how each is stored.
 
         Raises:
@@ -111,18 +112,18 @@ class Writer:
         """
         context = current_request.get()
         if context is None or context.trace is None:
-            return await self._append(sampled)
-        turn = sampled[0].turn
+            return await self._append(turns)
+        turn = turns[0]
         named = {
             "turnwise.turn_id": turn.turn_id,
             "turnwise.session_id": turn.session_id,
             "turnwise.tenant": turn.tenant,
         }
         with context.trace.commit(named):
-            return await self._append(sampled)
+            return await self._append(turns)
 
-    async def _append(self, sampled: list[Sampled]) -> list[Ending]:
-        endings = [Ending(*fields) for fields in await self._submit(list(map(pack, sampled)))]
+    async def _append(self, turns: list[NewTurn]) -> list[Ending]:
+        endings = [Ending(*fields) for fields in await self._submit([turn.row() for turn in turns])]
         for ending in endings:
             if ending.routing_problem is not None:
                 self._metrics.unreadable_routing.labels(ending.routing_problem.value).inc()
@@ -175,7 +176,7 @@ class Writer:
                 f"the writing process has not answered for {ANSWER_SECONDS:g} s; check that the database answers"
             ) from error
 
-    def _submit(self, work: list[Packed] | Session | Work) -> asyncio.Future[Any]:
+    def _submit(self, work: list[TurnRow] | Session | Work) -> asyncio.Future[Any]:
         if self._transport is None:
             raise StoreUnavailable("the writing process is being restarted; nothing of this is stored, retry")
         number = next(self._numbers)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
-PIECE_BYTES = 256 * 2**10
-"""Length of a pickle of several messages, roughly."""
 
 
 class _Pieces(list[bytes]):
@@ -24,16 +21,6 @@ def frame(content: object) -> list[bytes]:
     pieces = _Pieces()
     pickle.Pickler(pieces, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
     return [_LENGTH.pack(sum(map(len, pieces))), *pieces]
-
-
-def split(items: list[Any]) -> Iterator[bytes]:
-    """Yield pickles of lists, of about `PIECE_BYTES` each: the items in their order."""
-    start, size = 0, 0
-    for end, item in enumerate(items, 1):
-        size += len(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL))
-        if size >= PIECE_BYTES or end == len(items):
-            yield pickle.dumps(items[start:end], protocol=pickle.HIGHEST_PROTOCOL)
-            start, size = end, 0
 
 
 def receive_exactly(link: socket.socket, length: int) -> bytes:

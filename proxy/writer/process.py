@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -31,7 +31,7 @@ from turnwise.chains import TRAINABLE_OUTCOMES, RoutingProblem, pack_routing
 from turnwise.errors import StoreError, StoreUnavailable, TurnwiseError
 from turnwise.store import new_turns, opening, rows
 from turnwise.store.database import Connection, Database
-from turnwise.store.new_turns import NewTurn
+from turnwise.store.new_turns import TurnRow
 from turnwise.telemetry import LogFormat, configure_logging
 from turnwise.types import Outcome, Session, Turn
 
@@ -60,27 +60,27 @@ class Setup(NamedTuple):
     log_format: LogFormat = "text"
 
 
-class Sampled(NamedTuple):
-    """A turn to append; its logprobs, and the ids of a prompt that extends no turn, are still the engine's JSON."""
+@dataclasses.dataclass(slots=True, kw_only=True)
+class NewTurn(Turn):
+    """A turn as capture builds it. The engine's JSON of its long values is decoded by the writing process alone."""
 
-    turn: Turn
-    logprobs: list[bytes]
-    """`Choice.logprobs`."""
-    prompt_ids: bytes = b""
-    """`turn.prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
-    messages: Sequence[bytes] = ()
-    """`turn.messages` as pickled lists; none where the turn has them already."""
-    routing: tuple[str, int, int] | None = None
-    """Arguments of `pack_routing` for `turn.routed_experts`; None where the engine returned no routing."""
+    encoded_logprobs: list[bytes] = dataclasses.field(default_factory=list)
+    """`logprobs` as `Choice.logprobs`."""
+    encoded_prompt: bytes = b""
+    """`prompt_delta` as decimal numbers, separated by commas; empty where the turn has it already."""
+    encoded_routing: tuple[str, int, int] | None = None
+    """Arguments of `pack_routing` for `routed_experts`; None where the engine returned no routing."""
     messages_state: Any = None
     """`Extended.messages_state`, which is not sent; None for a turn without a completion."""
 
-
-Packed = tuple[str, str, list[Any], bytes, bytes, Sequence[bytes], tuple[str, int, int] | None]
-"""A `Sampled` as it is sent: tenant, session id, `rows.TURNS.pack`, logprobs, prompt ids, messages and routing.
-
-Plain tuples take half of the time of objects to pickle.
-"""
+    def row(self) -> TurnRow:
+        """Return its row as it is sent; `complete` replaces the encoded values."""
+        return rows.TURNS.row(
+            self,
+            encoded_logprobs=b",".join(self.encoded_logprobs),
+            encoded_prompt=self.encoded_prompt,
+            encoded_routing=self.encoded_routing,
+        )
 
 
 class Work(NamedTuple):
@@ -98,7 +98,7 @@ class Job(NamedTuple):
     number: int
     deadline: float
     """On the monotonic clock, which all processes of a machine share; seconds."""
-    work: list[Packed] | Session | Work
+    work: list[TurnRow] | Session | Work
     """Turns to append, a session to open, or anything else."""
 
 
@@ -115,13 +115,6 @@ class Ending(NamedTuple):
     """Why the turn is stored without the routing that the engine returned; None if it is not."""
 
 
-class Completed(NamedTuple):
-    """A turn as it is stored."""
-
-    turn: NewTurn
-    routing_problem: RoutingProblem | None = None
-
-
 class Report(NamedTuple):
     """The results of one batch; it is sent as a plain tuple."""
 
@@ -134,37 +127,29 @@ class Report(NamedTuple):
     """Lines of this process's log that were lost since the last report."""
 
 
-def pack(sampled: Sampled) -> Packed:
-    """Return the form in which a turn is sent."""
-    turn = sampled.turn
-    values = rows.TURNS.pack(turn)
-    logprobs = b",".join(sampled.logprobs)
-    return turn.tenant, turn.session_id, values, logprobs, sampled.prompt_ids, sampled.messages, sampled.routing
+def complete(sent: TurnRow) -> TurnRow:
+    """Return a row with its prompt, logprobs and routing decoded; without a logprob for each token it is untrainable.
 
-
-def complete(packed: Packed) -> Completed:
-    """Decode a turn's prompt, logprobs and routing; a turn without a logprob for each token cannot be trained on."""
-    tenant, session_id, values, encoded_logprobs, prompt_ids, pickled_messages, encoded_routing = packed
-    row, logprobs = rows.TURNS.unpack(values), read_logprobs([encoded_logprobs])
+    The row that was sent stays as it is, because a transaction that fails is tried again.
+    """
+    row, logprobs = sent.copy(), read_logprobs([sent["encoded_logprobs"]])
     try:
         row["logprobs"] = array.array("f", cast("list[float]", logprobs)).tobytes()
         is_complete = len(row["logprobs"]) == len(row["token_ids"])
     except TypeError:  # some are null
         row["logprobs"], is_complete = np.array(logprobs, np.float32).tobytes(), False
-    if prompt_ids:
-        row["prompt_delta"] = ids_from_text(prompt_ids)
-    if pickled_messages:
-        messages = [message for piece in pickled_messages for message in pickle.loads(piece)]  # noqa: S301  from our own process
-        row |= rows.TURNS.values({"messages": messages})
+    if sent["encoded_prompt"]:
+        row["prompt_delta"] = ids_from_text(sent["encoded_prompt"])
     if row["outcome"] in TRAINABLE_OUTCOMES and not is_complete:
         row |= {"outcome": Outcome.UNTRAINABLE.value, "reason": "no_logprobs"}
-    routing = None if encoded_routing is None else pack_routing(*encoded_routing)
-    new = NewTurn(tenant, session_id, row)
-    if isinstance(routing, RoutingProblem):
-        log.warning("turn %s is stored without the experts that the engine returned: %s", row["turn_id"], routing)
-        return Completed(new, routing)
-    row["routed_experts"] = routing
-    return Completed(new)
+    if sent["encoded_routing"] is not None:
+        routing = pack_routing(*sent["encoded_routing"])
+        if isinstance(routing, RoutingProblem):
+            log.warning("turn %s is stored without the experts that the engine returned: %s", row["turn_id"], routing)
+            row["routing_problem"] = routing
+        else:
+            row["routed_experts"] = routing
+    return row
 
 
 def ids_from_text(text: bytes) -> bytes:
@@ -236,7 +221,7 @@ class Committer:
     def _transact(self, batch: list[Job]) -> dict[int, Any]:
         results: dict[int, Any] = {}
         opens = [(job.number, job.work) for job in batch if isinstance(job.work, Session)]
-        appends = [(job.number, [complete(each) for each in job.work]) for job in batch if isinstance(job.work, list)]
+        appends = {job.number: list(map(complete, job.work)) for job in batch if isinstance(job.work, list)}
         with self._database.write_often() as connection:
             if opens:
                 opened = opening.open_sessions(connection, [session for _, session in opens])
@@ -258,20 +243,17 @@ class Committer:
             os._exit(0)
 
 
-def _append(connection: Connection, appends: list[tuple[int, list[Completed]]]) -> dict[int, list[tuple[Any, ...]]]:
+def _append(connection: Connection, appends: dict[int, list[TurnRow]]) -> dict[int, list[tuple[Any, ...]]]:
     """Append the turns of all jobs; return how each is stored, by the jobs' numbers."""
-    turns = [completed.turn for _, job in appends for completed in job]
-    added = iter(new_turns.append(connection, turns))
-    return {number: [_ending(connection, each, is_new=next(added)) for each in job] for number, job in appends}
+    added = iter(new_turns.append(connection, list(itertools.chain.from_iterable(appends.values()))))
+    return {number: [_ending(connection, row, is_new=next(added)) for row in job] for number, job in appends.items()}
 
 
-def _ending(connection: Connection, completed: Completed, *, is_new: bool) -> tuple[Any, ...]:
+def _ending(connection: Connection, row: TurnRow, *, is_new: bool) -> tuple[Any, ...]:
     """Return the fields of an `Ending`."""
-    new = completed.turn
     if is_new:
-        row = new.row
-        return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], completed.routing_problem
-    turn = new_turns.stored_turn(connection, new)
+        return row["turn_id"], row["outcome"], row["reason"], row["chain_id"], row.get("routing_problem")
+    turn = new_turns.stored_turn(connection, row)
     return turn.turn_id, turn.outcome.value, turn.reason, turn.chain_id
 
 

@@ -19,7 +19,6 @@ import sqlalchemy as sa
 from turnwise.errors import Conflict, InvalidRequest, NotFound
 from turnwise.store import groups, idempotency, new_turns, queries, rows, trials
 from turnwise.store.database import to_micros
-from turnwise.store.new_turns import NewTurn
 from turnwise.store.session_locks import LockedSession, lock_sessions, no_session
 from turnwise.store.statements import fetch_at_once, insert_ignoring, insert_rows, is_among, members
 from turnwise.store.tables import rewards, sessions, turns
@@ -63,11 +62,11 @@ def append_turns(conn: sa.Connection, batch: Sequence[Turn]) -> list[Turn]:
         NotFound: a session or a parent is not stored.
         Conflict: another session has a turn with this id.
     """
-    added = [NewTurn(turn.tenant, turn.session_id, rows.TURNS.row(turn)) for turn in batch]
-    are_stored = new_turns.append(conn, added)
+    new_rows = list(map(rows.TURNS.row, batch))
+    are_added = new_turns.append(conn, new_rows)
     return [
-        _placed(turn, each.row) if is_stored else new_turns.stored_turn(conn, each)
-        for turn, each, is_stored in zip(batch, added, are_stored, strict=True)
+        _placed(turn, row) if is_added else new_turns.stored_turn(conn, row)
+        for turn, row, is_added in zip(batch, new_rows, are_added, strict=True)
     ]
 
 

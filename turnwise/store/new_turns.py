@@ -1,20 +1,21 @@
 """Append turns to their sessions: each is stored exactly once, and gets its place, its chain and its digest.
 
-Turns arrive as rows instead of records, because the proxy's writing process builds no object that is not stored.
+Turns are rows instead of records, because the proxy's writing process builds no object that is not stored.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import sqlalchemy as sa
 
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import Conflict, NotFound
-from turnwise.store import digests, queries
+from turnwise.store import queries
 from turnwise.store.chain_ids import ChainIds
+from turnwise.store.rows import finish_turn
 from turnwise.store.session_locks import lock_sessions
 from turnwise.store.statements import count_up, fetch_rows, insert_rows
 from turnwise.store.tables import turns
@@ -24,28 +25,18 @@ SESSION_ENDED = "session_ended"
 """Reason of a turn that is untrainable because its session was over."""
 
 
-class NewTurn(NamedTuple):
-    """A turn to store."""
-
-    tenant: str
-    session_id: str
-    row: dict[str, Any]
-    """Its columns, from `rows.TURNS`; `append` sets its place, chain and digest, and the outcome of a late turn."""
-
-    @property
-    def session(self) -> SessionKey:
-        """Tenant and id of its session."""
-        return self.tenant, self.session_id
+TurnRow: TypeAlias = dict[str, Any]
+"""The row of a turn to store, from `rows.TURNS.row`."""
 
 
-def append(conn: sa.Connection, batch: Sequence[NewTurn]) -> list[bool]:
+def append(conn: sa.Connection, batch: Sequence[TurnRow]) -> list[bool]:
     """Store turns of many sessions, each exactly once by its turn id and by its session and request key.
 
     A turn of a session that is over is stored as untrainable with the reason `session_ended`.
 
     Args:
         conn: A transaction of `Database.write`.
-        batch: Turns in order of arrival, parents before children.
+        batch: Turns in order of arrival, parents before children. Place, chain, digest and changed outcomes are set.
 
     Returns:
         Whether each turn was added; a replay was not, and `stored_turn` returns the turn that is stored.
@@ -54,13 +45,13 @@ def append(conn: sa.Connection, batch: Sequence[NewTurn]) -> list[bool]:
         NotFound: a session or a parent is not stored.
         Conflict: another session has a turn with this id.
     """
-    states = _lock(conn, {turn.session for turn in batch})
-    chain_ids = ChainIds(conn, [turn.row["parent_turn_id"] for turn in batch])
+    states = _lock(conn, set(map(_session_of, batch)))
+    chain_ids = ChainIds(conn, [row["parent_turn_id"] for row in batch])
     session_of_turn, stored_keys = _already_stored(conn, batch, states)
     session_of_turn |= chain_ids.session_of_parent
     added: list[bool] = []
-    for new in batch:
-        state, row = states[new.session], new.row
+    for row in batch:
+        state = states[_session_of(row)]
         turn_id, parent_id = row["turn_id"], row["parent_turn_id"]
         added.append(not _is_replay(row, state.session_pk, session_of_turn, stored_keys))
         if not added[-1]:
@@ -71,22 +62,25 @@ def append(conn: sa.Connection, batch: Sequence[NewTurn]) -> list[bool]:
         stored_keys.add((state.session_pk, row["request_key"]))
         row["chain_id"] = chain_ids.assign(turn_id, parent_id)
         state.place(row)
-        row["digest"] = digests.turn_digest(row)
-    new_rows = [new.row for new, is_added in zip(batch, added, strict=True) if is_added]
+        finish_turn(row)
+    new_rows = [row for row, is_added in zip(batch, added, strict=True) if is_added]
     if new_rows:
         insert_rows(conn, turns, new_rows)
         count_up(conn, [state.counts() for state in states.values() if state.num_new])
     return added
 
 
-def stored_turn(conn: sa.Connection, replay: NewTurn) -> Turn:
+def stored_turn(conn: sa.Connection, replay: TurnRow) -> Turn:
     """Return the stored turn of a replay.
 
     Raises:
         NotFound: it is not stored.
     """
-    row = replay.row
-    return queries.stored_turn(conn, replay.tenant, replay.session_id, row["turn_id"], row["request_key"])
+    return queries.stored_turn(conn, *_session_of(replay), replay["turn_id"], replay["request_key"])
+
+
+def _session_of(row: TurnRow) -> SessionKey:
+    return row["tenant"], row["session_id"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,17 +120,17 @@ def _lock(conn: sa.Connection, wanted: set[SessionKey]) -> dict[SessionKey, _Ses
 
 
 def _already_stored(
-    conn: sa.Connection, batch: Sequence[NewTurn], states: dict[SessionKey, _SessionState]
+    conn: sa.Connection, batch: Sequence[TurnRow], states: dict[SessionKey, _SessionState]
 ) -> tuple[dict[str, int], set[tuple[int, str | None]]]:
     """Return the stored ones of the batch's turns, with their session, and of its request keys."""
-    ids = [turn.row["turn_id"] for turn in batch]
+    ids = [row["turn_id"] for row in batch]
     session_of_turn = dict(fetch_rows(conn, turns, ("turn_id", "session_pk"), {"turn_id": ids}))
-    keyed = [turn for turn in batch if turn.row["request_key"] is not None]
+    keyed = [row for row in batch if row["request_key"] is not None]
     if not keyed:
         return session_of_turn, set()
     names = {
-        "session_pk": [states[turn.session].session_pk for turn in keyed],
-        "request_key": [turn.row["request_key"] for turn in keyed],
+        "session_pk": [states[_session_of(row)].session_pk for row in keyed],
+        "request_key": [row["request_key"] for row in keyed],
     }
     return session_of_turn, set(fetch_rows(conn, turns, tuple(names), names))
 

@@ -13,7 +13,7 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -68,10 +68,11 @@ def dump(document: Any) -> str:
 
 
 def text_if_ascii(document: Any) -> Any:
-    """Return the stored text of a document that was decoded from JSON; the document itself if `dump` must encode it.
+    """Return the stored text of a turn's document; the document itself if `finish_turn` must encode it.
 
-    Decoded JSON has no NaN, so it need not be searched for floats. orjson writes the exponent of a float in fewer
-    characters than `json`, with the same value.
+    A text takes a third of the time of a document to send to another process. A turn's documents were decoded from JSON
+    and have no NaN, so they need not be searched for floats. orjson writes the exponent of a float in fewer characters
+    than `json`, with the same value.
     """
     try:
         encoded = orjson.dumps(document, option=_ONLY_JSON)
@@ -149,15 +150,22 @@ class RowFormat(Generic[R]):
     """Converts records of one class to rows of its table and back."""
 
     def __init__(
-        self, record: type[R], table: sa.Table, *, joined: tuple[str, ...] = (), free_text: tuple[str, ...] = ()
+        self,
+        record: type[R],
+        table: sa.Table,
+        *,
+        joined: tuple[str, ...] = (),
+        free_text: tuple[str, ...] = (),
+        encode_document: Convert = dump,
     ) -> None:
         """Determine the conversions.
 
         Args:
             record: The record's dataclass.
             table: The table; its columns have the names of the record's fields.
-            joined: Fields from another table; a row that is read has them in addition to the table's own columns.
+            joined: Fields from another table; a row has them in addition to the table's own columns.
             free_text: Columns with text from an engine or a client.
+            encode_document: How `row` encodes lists and objects.
         """
         self._record = record
         kinds = typing.get_type_hints(record)
@@ -165,48 +173,22 @@ class RowFormat(Generic[R]):
         self._stored = [name for name in names if name in table.c]
         self._read = [name for name in names if name in table.c or name in joined]
         converted = {name: both for name in self._stored if (both := _conversion(kinds[name])) is not None}
-        self._encoders = [(name, both[0]) for name, both in converted.items()]
-        self._encoders += [(name, _storable) for name in free_text]
-        self._packed = [
-            (self._stored.index(name), text_if_ascii if encode is dump else encode)
-            for name, encode in self._encoders
-            if name not in free_text
+        self.documents = [name for name, both in converted.items() if both[0] is dump]
+        """Columns with lists and objects as text."""
+        self._encoders = [
+            (name, encode_document if name in self.documents else both[0]) for name, both in converted.items()
         ]
-        self._documents = [name for name, encode in self._encoders if encode is dump]
-        self._free_text = free_text
+        self._encoders += [(name, _storable) for name in free_text]
         self._decoders = [(name, both[1]) for name, both in converted.items()]
-        self._values_of = operator.attrgetter(*self._stored)
-        self._columns_of = operator.attrgetter(*self._read)
+        self._values_of = operator.attrgetter(*self._read)
 
     def row(self, record: R, **extra: Any) -> dict[str, Any]:
         """Return a record as a row; `extra` has the columns that are not fields."""
-        row = dict(zip(self._stored, self._values_of(record), strict=True))
+        row = dict(zip(self._read, self._values_of(record), strict=True))
         for name, encode in self._encoders:
             if row[name] is not None:
                 row[name] = encode(row[name])
         return row | extra
-
-    def pack(self, record: R) -> list[Any]:
-        """Return a record as plain values, which another process can `unpack`; its documents were decoded from JSON.
-
-        A text takes a third of the time of a document to encode, send and decode.
-        """
-        values = list(self._values_of(record))
-        for index, encode in self._packed:
-            if values[index] is not None:
-                values[index] = encode(values[index])
-        return values
-
-    def unpack(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return the row of packed values."""
-        row = dict(zip(self._stored, values, strict=True))
-        for name in self._documents:
-            if row[name] is not None and type(row[name]) is not str:
-                row[name] = dump(row[name])
-        for name in self._free_text:
-            if row[name] is not None:
-                row[name] = _storable(row[name])
-        return row
 
     def values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return some of a record's fields as columns."""
@@ -215,7 +197,7 @@ class RowFormat(Generic[R]):
 
     def record(self, row: StoredRow, **extra: Any) -> R:
         """Return a row as a record; `extra` has the fields that are not columns."""
-        fields = dict(zip(self._read, self._columns_of(row), strict=True))
+        fields = dict(zip(self._read, self._values_of(row), strict=True))
         for name, decode in self._decoders:
             if fields[name] is not None:
                 fields[name] = decode(fields[name])
@@ -223,11 +205,17 @@ class RowFormat(Generic[R]):
 
 
 _SESSIONS = RowFormat(Session, tables.sessions)
-TURNS = RowFormat(Turn, tables.turns, joined=("session_id", "tenant"), free_text=("model", "reason"))
-"""A row that is read also has its session's `session_id` and `tenant`, besides the columns of `turns`."""
+TURNS = RowFormat(
+    Turn,
+    tables.turns,
+    joined=("session_id", "tenant"),
+    free_text=("model", "reason"),
+    encode_document=text_if_ascii,
+)
+"""A row also has its session's `session_id` and `tenant`, besides the columns of `turns`; `finish_turn` ends it."""
 LABELS = RowFormat(Label, tables.session_labels, free_text=("note",))
 REWARDS = RowFormat(Reward, tables.rewards, joined=("session_id", "tenant"))
-"""A row that is read also has its session's `session_id` and `tenant`, besides the columns of `rewards`."""
+"""A row also has its session's `session_id` and `tenant`, besides the columns of `rewards`."""
 POLICIES = RowFormat(PolicyVersion, tables.policies)
 UPDATES = RowFormat(UpdateRecord, tables.updates)
 
@@ -260,8 +248,16 @@ def session_values(fields: Mapping[str, Any]) -> dict[str, Any]:
 def turn_row(turn: Turn, session_pk: int) -> dict[str, Any]:
     """Return the row of a new turn, with its digest."""
     row = TURNS.row(turn, session_pk=session_pk)
-    row["digest"] = digests.turn_digest(row)
+    finish_turn(row)
     return row
+
+
+def finish_turn(row: dict[str, Any]) -> None:
+    """Encode the documents that `TURNS.row` has left as they are, and set the digest of a turn's row."""
+    for name in TURNS.documents:
+        if row[name] is not None and type(row[name]) is not str:
+            row[name] = dump(row[name])
+    row["digest"] = digests.turn_digest(row)
 
 
 def reward_row(reward: Reward, session_pk: int) -> dict[str, Any]:

@@ -70,24 +70,6 @@ def fetch(conn: sa.Connection, sql: str, values: tuple[Any, ...]) -> list[tuple[
         raise _translated(conn, error, sql, values) from error
 
 
-def begin(conn: sa.Connection) -> None:
-    """Open the next transaction of the driver, as `execute` runs a statement; PostgreSQL's driver opens it itself."""
-    if conn.dialect.name == "sqlite":
-        execute(conn, conn.get_execution_options()["begin"], ())
-
-
-def commit(conn: sa.Connection) -> None:
-    """Commit the transaction of the driver, as `execute` runs a statement.
-
-    Raises:
-        sqlalchemy.exc.DBAPIError: the same error that SQLAlchemy would raise.
-    """
-    try:
-        conn.connection.dbapi_connection.commit()  # type: ignore[union-attr]
-    except _driver(conn).Error as error:
-        raise _translated(conn, error, "COMMIT", ()) from error
-
-
 def _driver(conn: sa.Connection) -> Any:
     """Return the module of the database's driver."""
     assert conn.dialect.dbapi is not None
@@ -163,7 +145,10 @@ def _json_sql(query: sa.Select[*tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]
 
 
 def insert_rows(conn: sa.Connection, table: sa.Table, batch: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows whose values the driver accepts without conversion: no enum, no datetime."""
+    """Insert rows whose values the driver accepts without conversion: no enum, no datetime.
+
+    Values that are no columns of the table are left out.
+    """
     _insert(conn, table, batch, "")
 
 
@@ -185,7 +170,7 @@ def _insert(
     found: list[tuple[Any, ...]] = []
     if not batch:
         return found
-    columns = tuple(batch[0])
+    columns = tuple(filter(_columns(table).__contains__, batch[0]))
     values_of = operator.itemgetter(*columns)
     for chunk in _chunks(batch):
         values = tuple(itertools.chain.from_iterable(map(values_of, chunk)))
@@ -195,6 +180,11 @@ def _insert(
         else:
             execute(conn, sql, values)
     return found
+
+
+@functools.lru_cache
+def _columns(table: sa.Table) -> frozenset[str]:
+    return frozenset(table.c.keys())
 
 
 _ROWS_PER_STATEMENT = (32, 16, 8, 4, 2, 1)

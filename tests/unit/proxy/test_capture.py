@@ -18,9 +18,9 @@ from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 from proxy.dialects.engine_reply import Captured, Choice
-from proxy.writer.process import Sampled, complete, pack
+from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
-from turnwise.types import Json, Outcome, Session, Turn, utc_now
+from turnwise.types import Json, Outcome, Session, utc_now
 
 SESSION = Session(session_id="s", tenant="team")
 TIMING = Timing(
@@ -64,11 +64,11 @@ def extending(call: Call) -> Plan:
     return plan_of(call, parent=parent, parent_tokens=tokens, between=between, prompt=tokens.extended(between))
 
 
-def stored(sampled: Sampled) -> Turn:
+def stored(turn: NewTurn) -> NewTurn:
     """Return a turn as the writing process stores it."""
-    row = complete(pack(sampled)).turn.row
+    row = complete(turn.row())
     return dataclasses.replace(
-        sampled.turn,
+        turn,
         outcome=Outcome(row["outcome"]),
         reason=row["reason"],
         prompt_delta=ids_from_blob(row["prompt_delta"]),
@@ -76,13 +76,13 @@ def stored(sampled: Sampled) -> Turn:
     )
 
 
-def built(call: Call, plan: Plan, captured: Captured, **fields: Any) -> list[Turn]:
+def built(call: Call, plan: Plan, captured: Captured, **fields: Any) -> list[NewTurn]:
     """Return the turns as they are stored."""
-    sampled = build_turns(call, plan, captured, TIMING, turn_id="chatcmpl-1", session=SESSION, **fields)
-    return list(map(stored, sampled))
+    turns = build_turns(call, plan, captured, TIMING, turn_id="chatcmpl-1", session=SESSION, **fields)
+    return list(map(stored, turns))
 
 
-def only(turns: list[Turn]) -> Turn:
+def only(turns: list[NewTurn]) -> NewTurn:
     (turn,) = turns
     return turn
 
@@ -137,7 +137,7 @@ def test_an_extension_stores_the_messages_after_its_parent():
     turn = only(built(call, plan, Captured(b"1,2,3,4", {0: choice(7)})))
     assert (turn.parent_turn_id, turn.outcome) == ("parent", Outcome.EXACT)
     assert (turn.prompt_delta.tolist(), turn.prompt_length, turn.messages, turn.tools) == ([4], 4, [USER], None)
-    known = known_turn(Sampled(turn, []), plan, "root")
+    known = known_turn(turn, plan, "root")
     assert known.tokens.decoded().tolist() == [1, 2, 3, 4, 7]
     assert (known.num_messages, known.history_digest, known.chain_id) == (4, turn.history_digest, "root")
 
@@ -150,7 +150,7 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
     assert (turn.outcome, turn.reason) == (Outcome.RETOKENISED, "echo_differs")
     assert (turn.parent_turn_id, turn.chain_id) == (None, "chatcmpl-1")
     assert (turn.prompt_delta.tolist(), turn.messages) == ([1, 2, 9, 4], call.messages)
-    assert known_turn(Sampled(turn, []), plan, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
+    assert known_turn(turn, plan, "chatcmpl-1").tokens.decoded().tolist() == [1, 2, 9, 4, 7]
 
 
 @pytest.mark.parametrize(("limit", "task"), [(None, "probe"), (2, "probe"), (50, "asks_for_title")])
@@ -159,9 +159,9 @@ def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defa
     call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
     plan, timing = plan_of(call), dataclasses.replace(TIMING, sampling_defaults={"max_tokens": 2})
     captured = Captured(PROMPT_TEXT, {0: choice(7)})
-    (sampled,) = build_turns(call, plan, captured, timing, turn_id="chatcmpl-1", session=SESSION)
-    in_memory = known_turn(sampled, plan, "chatcmpl-1", root_of(call, timing))
-    turn = stored(sampled)
+    (built_turn,) = build_turns(call, plan, captured, timing, turn_id="chatcmpl-1", session=SESSION)
+    in_memory = known_turn(built_turn, plan, "chatcmpl-1", root_of(call, timing))
+    turn = stored(built_turn)
     (read,) = known_turns([turn], digest_stored([turn], {}, frozenset()), {})
     assert (in_memory.side_task, in_memory.system_digest) == (task, read.system_digest)
     assert read.side_task == task

@@ -20,11 +20,11 @@ import pytest
 from proxy.metrics import Metrics
 from proxy.writer.client import Writer
 from proxy.writer.frames import Frames, frame
-from proxy.writer.process import Ending, Job, Report, Sampled, Setup, pack
+from proxy.writer.process import Ending, Job, NewTurn, Report, Setup
 from turnwise.errors import NotFound, StoreError, StoreUnavailable
 from turnwise.store import forks, ledger, queries
 from turnwise.store.database import Connection, Database
-from turnwise.types import Outcome, Session, Turn
+from turnwise.types import Outcome, Session
 
 
 @contextlib.asynccontextmanager
@@ -37,8 +37,8 @@ async def writing(url: str, *, seconds: float = 5.0, metrics: Metrics | None = N
         await writer.close()
 
 
-def turn(turn_id: str, session_id: str = "s", **known) -> Sampled:
-    return Sampled(Turn(turn_id=turn_id, session_id=session_id, chain_id=turn_id, **known), [])
+def turn(turn_id: str, session_id: str = "s", **known) -> NewTurn:
+    return NewTurn(turn_id=turn_id, session_id=session_id, chain_id=turn_id, **known)
 
 
 def stopping(connection: Connection) -> None:
@@ -85,7 +85,7 @@ def test_an_id_of_a_prompt_that_is_no_token_id_is_not_stored(database, database_
         async with writing(database_url) as writer:
             await writer.open(Session(session_id="s"))
             prompts = [b"1,2147483647", b"1,2147483648"]
-            jobs = [writer.append([turn(f"t{i}")._replace(prompt_ids=ids)]) for i, ids in enumerate(prompts)]
+            jobs = [writer.append([turn(f"t{i}", encoded_prompt=ids)]) for i, ids in enumerate(prompts)]
             return await asyncio.gather(*jobs, return_exceptions=True)
 
     _, refused = asyncio.run(run())
@@ -187,11 +187,10 @@ def test_a_turn_stores_the_engines_logprobs_and_is_untrainable_if_some_are_missi
     async def run() -> list[list[Ending]]:
         async with writing(database_url) as writer:
             await writer.do(ledger.create_session, Session(session_id="s"))
-            whole, short, broken = turn("whole", token_ids=two), turn("short", token_ids=two), turn("b", token_ids=two)
             return [
-                await writer.append([whole._replace(logprobs=[*pieces, other])]),
-                await writer.append([short._replace(logprobs=pieces)]),
-                await writer.append([broken._replace(logprobs=[*pieces, b"{"])]),
+                await writer.append([turn("whole", token_ids=two, encoded_logprobs=[*pieces, other])]),
+                await writer.append([turn("short", token_ids=two, encoded_logprobs=pieces)]),
+                await writer.append([turn("b", token_ids=two, encoded_logprobs=[*pieces, b"{"])]),
                 await writer.append([turn("none", outcome=Outcome.ERROR, reason="engine_500")]),
             ]
 
@@ -325,10 +324,10 @@ def test_the_queued_jobs_of_a_killed_proxy_are_not_committed(locked):
         with theirs:
             program = f"'{sys.executable}' -c 'from proxy.writer.process import main; main()' {theirs.fileno()} & wait"
             proxy = subprocess.Popen(["sh", "-c", program], pass_fds=[theirs.fileno()])
-        late = tuple(Job(0, time.monotonic(), [pack(turn("late"))]))
+        late = tuple(Job(0, time.monotonic(), [turn("late").row()]))
         ours.sendall(b"".join([*frame(Setup(url, 0.1, None, proxy.pid)), *frame(late)]))
         assert type(receive(ours).results[0]) is StoreUnavailable
-        ours.sendall(b"".join(frame(tuple(Job(1, time.monotonic() + 60, [pack(turn("left"))])))))
+        ours.sendall(b"".join(frame(tuple(Job(1, time.monotonic() + 60, [turn("left").row()])))))
         proxy.kill()
         proxy.wait()
         holder.rollback()
