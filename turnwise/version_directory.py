@@ -147,10 +147,10 @@ def base_version(model: str) -> PolicyVersion:
     Args:
         model: Its directory, or its id.
     """
-    is_local = Path(model).is_dir()
-    files = Path(model).resolve() if is_local else _cached(model)
+    files = local_files(model)
     digest = None if files is None else model_digest(files)
-    return PolicyVersion(version=0, path=str(files) if is_local else model, model_digest=digest)
+    path = str(Path(model).resolve()) if Path(model).is_dir() else model
+    return PolicyVersion(version=0, path=path, model_digest=digest)
 
 
 def model_digest(directory: Path) -> str | None:
@@ -174,10 +174,14 @@ def model_digest(directory: Path) -> str | None:
     return found.hexdigest()
 
 
-def _cached(model: str) -> Path | None:
-    """Return the files of a public model in the local cache; None if it holds none."""
-    from huggingface_hub import try_to_load_from_cache
-
+def local_files(model: str) -> Path | None:
+    """Return the directory with a model's files: its own, or that of its id in the local cache; None without one."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
     try:
         found = try_to_load_from_cache(model, MODEL_CONFIG)
     except ValueError:  # neither a directory nor an id

@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from support.ports import free_port
 
@@ -187,6 +188,12 @@ def test_no_more_tokens_are_asked_for_than_the_model_has_positions(model_dir):
         check_startable(EngineSettings(model=model, max_model_len=2048), gpu=False)
     longer = _write_config(model_dir, text_config={"max_position_embeddings": 40960})
     assert _flag(build_command(EngineSettings(model=longer), gpu=False).argv, "--max-model-len") == "2048"
+
+
+def test_the_positions_of_a_public_model_are_read_in_the_local_cache(model_dir, monkeypatch):
+    _write_config(model_dir, n_positions=1024)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, name: str(model_dir / name))
+    assert _flag(build_command(EngineSettings(model="owner/name"), gpu=False).argv, "--max-model-len") == "1024"
 
 
 def test_a_head_size_that_vllm_cannot_compute_on_a_cpu_is_refused_before_the_start(model_dir, monkeypatch):

@@ -25,6 +25,7 @@ from turnwise.engine_requirements import ENFORCE_STRICT_TOOLS
 from turnwise.errors import BadCheckpoint, EngineError, SettingsError
 from turnwise.processes.ports import check_port_is_free
 from turnwise.settings import Settings
+from turnwise.version_directory import MODEL_CONFIG, local_files
 
 CPU_CONTEXT_TOKENS = 2048
 """Longest prompt and reply on a CPU, unless the settings say more."""
@@ -241,9 +242,10 @@ def _cpu_context(model: str) -> int:
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Return the configuration of a model's directory, or of its text part; empty for the id of a public model."""
-    file = Path(model) / "config.json"
-    if not file.is_file():
+    """Return the configuration of a model, or of its text part; empty for a public model that is not in the cache."""
+    directory = local_files(model)
+    file = None if directory is None else directory / MODEL_CONFIG
+    if file is None or not file.is_file():
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -318,7 +320,7 @@ def check_startable(settings: EngineSettings, *, gpu: bool | None = None) -> Non
         )
     if is_directory(settings.model):
         check_model_directory(Path(settings.model))
-        check_model_fits(settings, gpu=_runs_on_gpu(settings, gpu))
+    check_model_fits(settings, gpu=_runs_on_gpu(settings, gpu))
     check_port_is_free("the engine", settings.host, settings.port)
 
 
