@@ -16,7 +16,7 @@ from turnwise.commands.filters import filter_of, filter_options
 from turnwise.commands.location import database_option, database_url
 from turnwise.commands.remote import api_filters, proxy_options, remote, session_document, sessions_of
 from turnwise.errors import InvalidRequest
-from turnwise.exchange import openai_chat, plugins
+from turnwise.exchange import openai_chat, plugins, training_formats
 from turnwise.types import Credit, Json
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from turnwise.store.database import Connection, Database
     from turnwise.store.experiences import SessionFilter
 
-EXPERIENCE_FORMATS = ("jsonl", "parquet", "hf")
-CORE_FORMATS = (*EXPERIENCE_FORMATS, "sessions", "openai")
-LineMaker = Callable[[Json], Iterable[Json]]
+EXPERIENCE_FORMATS = ("jsonl", "axolotl", "parquet", "hf")
+CORE_FORMATS = (*EXPERIENCE_FORMATS, "sessions", "openai", "trl", "trl-pairs", "verl")
+LineMaker = Callable[[Iterable[Json]], Iterable[Json]]
+"""Returns the lines of sessions."""
 
 
 @click.command("export")
@@ -38,9 +39,10 @@ LineMaker = Callable[[Json], Iterable[Json]]
     default="jsonl",
     show_default=True,
     metavar="NAME",
-    help="jsonl, parquet and hf are experiences, as a trainer sees them; sessions, openai and those of installed "
-    "packages are whole sessions. `list` prints all names.",
+    help="jsonl, axolotl, parquet and hf are experiences, as a trainer sees them; sessions, openai, trl, trl-pairs, "
+    "verl and those of installed packages are whole sessions. `list` prints all names.",
 )
+@click.option("--min-reward", type=float, help="Only sessions with at least this reward; of a pair, the chosen one.")
 @click.option("--merge", type=click.Choice(["turn", "chain"]), default="chain", show_default=True)
 @click.option("--credit", type=click.Choice(["step_wise", "propagate"]), help="Another credit policy, as a dry run.")
 @click.option("--gamma", type=float, help="Another discount, as a dry run.")
@@ -66,38 +68,42 @@ def export(
     url: str | None,
     api_key: str | None,
     *,
+    min_reward: float | None,
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Write experiences or sessions: JSON Lines, Parquet, a Hugging Face data set, OpenAI's format, or a package's."""
+    """Write experiences or sessions: JSON Lines, Parquet, a Hugging Face data set, or a format of another trainer."""
     if format_name == "list":
         click.echo("\n".join([*CORE_FORMATS, *sorted(plugins.installed(plugins.EXPORTS))]))
         return
     path = None if output is None or str(output) == "-" else output
-    lines = None if format_name in EXPERIENCE_FORMATS else _line_maker(format_name)
+    lines = None if format_name in EXPERIENCE_FORMATS else _line_maker(format_name, min_reward)
     with remote(None if archive else url, api_key, database) as client:
         if client is not None:
-            count = _write_lines(_remote_lines(client, format_name, lines, given), path)
+            count = _write_lines(_remote_lines(client, format_name, lines, min_reward, given), path)
         else:
-            count = _write_stored(database, archive, format_name, lines, path, given)
+            count = _write_stored(database, archive, format_name, lines, path, given | {"min_reward": min_reward})
     if as_json:
         click.echo(json.dumps({"format": format_name, "count": count}), err=True)
 
 
-def _remote_lines(client: Client, format_name: str, lines: LineMaker | None, given: dict[str, Any]) -> Iterator[Json]:
+def _remote_lines(
+    client: Client, format_name: str, lines: LineMaker | None, min_reward: float | None, given: dict[str, Any]
+) -> Iterator[Json]:
     """Yield the lines of a text format over HTTP.
 
     Raises:
         InvalidRequest: the format is not text.
     """
     filters = api_filters(given)
+    if format_name not in ("jsonl", "axolotl") and (lines is None or format_name == "verl"):
+        raise InvalidRequest(f"--format {format_name} needs the database; over HTTP export a text format")
     if lines is not None:
-        for session in sessions_of(client, filters):
-            yield from lines(session_document(client, session))
+        yield from lines(session_document(client, session) for session in sessions_of(client, filters))
         return
-    if format_name != "jsonl":
-        raise InvalidRequest(f"--format {format_name} needs the database; over HTTP export jsonl, or whole sessions")
-    yield from client.experiences(**filters, **{name: value for name, value in given.items() if value is not None})
+    found = client.experiences(**filters, **{name: value for name, value in given.items() if value is not None})
+    rewarded = (each for each in found if min_reward is None or each["reward"] >= min_reward)
+    yield from rewarded if format_name == "jsonl" else map(training_formats.axolotl_line, rewarded)
 
 
 def _write_stored(
@@ -112,29 +118,41 @@ def _write_stored(
     with _opened_source(database_url(database), archive) as store, store.read() as conn:
         if lines is None:
             return _write_experiences(conn, wanted, format_name, output, **given)
-        return _write_lines(_session_lines(conn, wanted, lines), output)
+        found = lines(_sessions(conn, wanted))
+        if format_name == "verl":
+            return training_formats.write_verl(found, _named(output, format_name))
+        return _write_lines(found, output)
 
 
-def _line_maker(format_name: str) -> LineMaker:
+def _line_maker(format_name: str, min_reward: float | None) -> LineMaker:
     """Return the function of a format of whole sessions.
 
     Raises:
         SettingsError: there is no such format, or its package is not installed.
     """
-    if format_name == "sessions":
-        return lambda session: [session]
-    if format_name == "openai":
-        return openai_chat.lines
-    maker: LineMaker = plugins.load(plugins.EXPORTS, format_name, CORE_FORMATS).lines
-    return maker
+    of_session: dict[str, Callable[[Json], Iterable[Json]]] = {
+        **dict.fromkeys(("sessions", "verl"), lambda session: [session]),
+        "openai": openai_chat.lines,
+        "trl": training_formats.trl_lines,
+    }
+    if format_name == "trl-pairs":
+        pairs = training_formats.trl_pairs
+        return lambda sessions: (one for one in pairs(sessions) if _is_at_least(one["chosen_reward"], min_reward))
+    lines = of_session.get(format_name) or plugins.load(plugins.EXPORTS, format_name, CORE_FORMATS).lines
+    return lambda sessions: (
+        line for session in sessions if _is_at_least(session["reward"], min_reward) for line in lines(session)
+    )
 
 
-def _session_lines(conn: Connection, wanted: SessionFilter, lines: LineMaker) -> Iterator[Json]:
+def _is_at_least(reward: float | None, bound: float | None) -> bool:
+    return bound is None or (reward is not None and reward >= bound)
+
+
+def _sessions(conn: Connection, wanted: SessionFilter) -> Iterator[Json]:
     from turnwise.exchange import session_document as documents
     from turnwise.store.session_records import session_records
 
-    for record in session_records(conn, wanted):
-        yield from lines(documents.session_document(record))
+    return map(documents.session_document, session_records(conn, wanted))
 
 
 def _write_experiences(
@@ -147,19 +165,32 @@ def _write_experiences(
     credit: str | None,
     gamma: float | None,
     reward_bonus_coeff: float,
+    min_reward: float | None,
 ) -> int:
     from turnwise.store.experiences import experiences
 
     policy = None if credit is None else Credit(credit)
     found = experiences(conn, wanted, merge=merge, credit=policy, gamma=gamma, reward_bonus_coeff=reward_bonus_coeff)
+    found = (each for each in found if _is_at_least(each.reward, min_reward))
     if format_name == "jsonl":
         return _write_lines(map(experience_json, found), output)
+    if format_name == "axolotl":
+        return _write_lines(map(training_formats.axolotl_line, map(experience_json, found)), output)
+    from turnwise.exchange.experience_table import write_dataset, write_parquet
+
+    return (write_dataset if format_name == "hf" else write_parquet)(found, _named(output, format_name))
+
+
+def _named(output: Path | None, format_name: str) -> Path:
+    """Return the place of a format that is not text.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
     if output is None:
         kind = "directory" if format_name == "hf" else "file"
         raise InvalidRequest(f"--format {format_name} is not text; name the {kind} to write by --output")
-    from turnwise.exchange.experience_table import write_dataset, write_parquet
-
-    return (write_dataset if format_name == "hf" else write_parquet)(found, output)
+    return output
 
 
 def experience_json(experience: Experience) -> Json:

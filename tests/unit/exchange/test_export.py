@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support.exchanged import CALL, TOOLS, captured, export, lines_of
-from support.ledger_samples import add_session
+from support.ledger_samples import add_session, finish, make_turn
 from support.migrated import migrated
 
 from turnwise.commands.cli import main
 from turnwise.exchange import plugins
+from turnwise.store import ledger
 from turnwise.store.database import Database
+from turnwise.types import Session
 
 
 @pytest.fixture
@@ -34,6 +36,35 @@ def test_a_conversation_becomes_a_line_of_openais_format(database: Database, tmp
     ]
     assert first["tools"] == TOOLS
     assert [message["role"] for message in second["messages"]][-2:] == ["user", "assistant"]
+
+
+def test_trainers_elsewhere_get_prompts_with_completions_pairs_and_masked_tokens(
+    database: Database, tmp_path: Path
+) -> None:
+    with database.write() as connection:
+        asks = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is kim's boss?"}]
+        worse = make_turn("t4", session_id="worse", messages=asks, response={"role": "assistant", "content": "tom"})
+        ledger.create_session(connection, Session(session_id="worse", task_id="kim", group_id="g"))
+        ledger.append_turns(connection, [worse])
+    finish(database, "worse", value=0.25)
+    rows = lines_of(export(tmp_path, "--format", "trl"))
+    assert [row["reward"] for row in rows] == [0.5, 0.5, 0.25]
+    assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
+    assert [message["role"] for message in rows[0]["completion"]] == ["assistant", "tool", "assistant"]
+    assert len(lines_of(export(tmp_path, "--format", "trl", "--min-reward", "0.5"))) == 2
+    (pair,) = lines_of(export(tmp_path, "--format", "trl-pairs"))
+    assert (pair["chosen_reward"], pair["rejected_reward"], pair["rejected"][0]["content"]) == (0.5, 0.25, "tom")
+    assert pair["chosen"] == rows[0]["completion"]
+    assert lines_of(export(tmp_path, "--format", "trl-pairs", "--min-reward", "0.6")) == []
+    of_turnwise = lines_of(export(tmp_path, "--format", "jsonl"))
+    for row, seen in zip(lines_of(export(tmp_path, "--format", "axolotl")), of_turnwise, strict=True):
+        assert row.keys() == {"input_ids", "attention_mask", "labels"}
+        mask = [False] * seen["prompt_length"] + seen["loss_mask"]
+        assert row["labels"] == [token if kept else -100 for token, kept in zip(seen["tokens"], mask, strict=True)]
+    export(tmp_path, "--format", "verl", "--output", str(tmp_path / "verl.parquet"))
+    table = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "verl.parquet").to_pylist()
+    assert [row["reward"] for row in table] == [0.5, 0.5, 0.25]
+    assert table[0]["messages"][2]["tool_calls"] == [CALL]
 
 
 @pytest.mark.parametrize("format_name", ["jsonl", "sessions", "openai", "parquet", "hf"])
@@ -75,7 +106,7 @@ def test_sessions_are_streamed_oldest_first(tmp_path: Path) -> None:
 
 def test_a_format_that_is_not_installed_names_its_package_or_the_formats(database: Database, tmp_path: Path) -> None:
     for name, expected in (
-        ("nonsense", "installed are jsonl, parquet, hf, sessions, openai"),
+        ("nonsense", "installed are jsonl, axolotl, parquet, hf, sessions, openai, trl, trl-pairs, verl"),
         ("atif", "extras/formats"),
     ):
         if name in plugins.installed(plugins.EXPORTS):

@@ -183,6 +183,15 @@ def test_a_preference_becomes_a_group_of_two(
         assert claims.num_claimable(conn, with_imported=True) == (1, 0)
 
 
+def test_alpacas_columns_become_a_prompt_and_a_reply(database: Database, tmp_path: Path, model: Path) -> None:
+    row = {"instruction": "Translate.", "input": "Hello", "output": "Ciao"}
+    run_import(tmp_path, model, [row, row | {"input": ""}], "hf")
+    assert [json.loads(line)["messages"] for line in export(tmp_path, "--format", "openai").splitlines()] == [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": "Ciao"}]
+        for asked in ("Translate.\n\nHello", "Translate.")
+    ]
+
+
 def test_a_parquet_chat_set_with_sharegpts_names_is_read(database: Database, tmp_path: Path, model: Path) -> None:
     import pyarrow
     import pyarrow.parquet

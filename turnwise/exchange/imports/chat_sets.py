@@ -1,7 +1,8 @@
 """Hugging Face chat data sets: the columns that TRL and most published sets use.
 
 `messages` or `conversations`; `prompt` with `completion`; `prompt` with `chosen` and `rejected`, or these two with the
-prompt in both. Each may be messages or plain text. A `label` (KTO) or `score` column is the reward.
+prompt in both; Alpaca's `instruction`, `input` and `output`. Each may be messages or plain text. A `label` (KTO) or
+`score` column is the reward.
 """
 
 from __future__ import annotations
@@ -42,9 +43,13 @@ def drafts_of(document: Json) -> list[Draft]:
             return [Draft(conversations=[_conversation(document[column], tools)], rewards=rewards)]
     if document.get("completion") is not None:
         return [Draft(conversations=[_output(document, "completion", tools)], rewards=rewards)]
+    if isinstance(document.get("instruction"), str) and document.get("output") is not None:
+        asked = "\n\n".join(filter(None, (document["instruction"], document.get("input"))))
+        row = {"prompt": asked, "completion": document["output"]}
+        return [Draft(conversations=[_output(row, "completion", tools)], rewards=rewards)]
     raise BadLine(
-        f"it has none of the columns {', '.join(CONVERSATION_COLUMNS)}, completion, chosen with rejected; its columns "
-        f"are {', '.join(document) or 'none'}"
+        f"it has none of the columns {', '.join(CONVERSATION_COLUMNS)}, completion, chosen with rejected, "
+        f"instruction with output; its columns are {', '.join(document) or 'none'}"
     )
 
 

@@ -1,0 +1,119 @@
+"""Formats of trainers elsewhere: TRL's conversations and preference pairs, Axolotl's tokens, verl's conversations.
+
+Conversations are rendered again by the other trainer's chat template; Axolotl's tokens are the stored ones. A reward is
+a column wherever the format allows further columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from turnwise.client.conversations import Conversation, conversations
+from turnwise.exchange.openai_chat import MESSAGE_FIELDS
+from turnwise.types import Json
+
+NO_LABEL = -100
+"""Label of a token that carries no loss."""
+ROWS_AT_ONCE = 256
+"""Rows of a Parquet file that are held in memory."""
+
+
+def trl_lines(session: Json) -> Iterator[Json]:
+    """Yield TRL's prompt and completion of each conversation; the completion begins with the first reply."""
+    for conversation in conversations(session):
+        yield _row(session, conversation, *_parts(conversation))
+
+
+def trl_pairs(sessions: Iterable[Json]) -> Iterator[Json]:
+    """Yield TRL's preference of each group: its best and its worst session, where rewards and prompts allow one."""
+    ends: dict[tuple[str, str], list[Json]] = {}
+    for session in sessions:
+        key = session.get("tenant") or "", session.get("group_id") or ""
+        if key[1] and session["reward"] is not None:
+            low, high = ends.get(key, [session, session])
+            ends[key] = [
+                session if session["reward"] < low["reward"] else low,
+                session if session["reward"] > high["reward"] else high,
+            ]
+    for low, high in ends.values():
+        chosen, rejected = (next(conversations(one), None) for one in (high, low))
+        if high["reward"] == low["reward"] or chosen is None or rejected is None:
+            continue
+        (prompt, good), (other, bad) = _parts(chosen), _parts(rejected)
+        if prompt == other:
+            pair: Json = {"prompt": prompt, "chosen": good, "rejected": bad, "group_id": high["group_id"]}
+            yield pair | {"chosen_reward": high["reward"], "rejected_reward": low["reward"]}
+
+
+def axolotl_line(experience: Json) -> Json:
+    """Return an experience as Axolotl's pre-tokenised row, which has exactly these columns."""
+    tokens, after = experience["tokens"], experience["prompt_length"]
+    labels = [token if kept else NO_LABEL for token, kept in zip(tokens[after:], experience["loss_mask"], strict=True)]
+    return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": [NO_LABEL] * after + labels}
+
+
+def write_verl(sessions: Iterable[Json], path: Path) -> int:
+    """Write the Parquet file of verl's multi-turn SFT: `messages`, `tools` as JSON, and the reward; return the rows."""
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = _verl_schema()
+    count = 0
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        pending: list[Json] = []
+        for session in sessions:
+            pending += [_verl_row(session, each) for each in conversations(session)]
+            if len(pending) >= ROWS_AT_ONCE:
+                writer.write_table(pyarrow.Table.from_pylist(pending, schema=schema))
+                count, pending = count + len(pending), []
+        writer.write_table(pyarrow.Table.from_pylist(pending, schema=schema))
+    return count + len(pending)
+
+
+def _parts(conversation: Conversation) -> tuple[list[Json], list[Json]]:
+    """Return the messages before the first reply, and those from it on."""
+    first = min(conversation.replies)
+    messages = [
+        {name: one[name] for name in MESSAGE_FIELDS if one.get(name) is not None} for one in conversation.messages
+    ]
+    return messages[:first], messages[first:]
+
+
+def _row(session: Json, conversation: Conversation, prompt: list[Json], completion: list[Json]) -> Json:
+    row: Json = {"prompt": prompt, "completion": completion}
+    if conversation.tools:
+        row["tools"] = conversation.tools
+    return row | {name: session[name] for name in ("reward", "session_id", "group_id", "task_id")}
+
+
+def _verl_row(session: Json, conversation: Conversation) -> Json:
+    messages = [message for part in _parts(conversation) for message in part]
+    for message in messages:
+        content = message.get("content")
+        message["content"] = content if isinstance(content, str | None) else json.dumps(content)
+    return {
+        "messages": messages,
+        "tools": json.dumps(conversation.tools) if conversation.tools else None,
+        **{name: session[name] for name in ("reward", "session_id", "group_id", "task_id")},
+    }
+
+
+def _verl_schema() -> Any:
+    import pyarrow
+
+    text = pyarrow.string()
+    call = pyarrow.struct(
+        {"id": text, "type": text, "function": pyarrow.struct({"name": text, "arguments": text})}.items()
+    )
+    fields = {**dict.fromkeys(("role", "content", "name", "tool_call_id"), text), "tool_calls": pyarrow.list_(call)}
+    return pyarrow.schema(
+        {
+            "messages": pyarrow.list_(pyarrow.struct(fields.items())),
+            "tools": text,
+            "reward": pyarrow.float64(),
+            **dict.fromkeys(("session_id", "group_id", "task_id"), text),
+        }.items()
+    )
