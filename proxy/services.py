@@ -36,6 +36,7 @@ from proxy.engines.probe import (
 from proxy.events import Events
 from proxy.fault import FaultPoints
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
+from proxy.limits.bodies import Bodies
 from proxy.limits.budgets import Budgets
 from proxy.limits.calls import Limits
 from proxy.limits.counts import RecentCounts
@@ -88,6 +89,7 @@ class Services:
     """Reads versions' files for the routes; the reloader has its own instance, to report its own slow reads."""
     authenticator: Authenticator
     limits: Limits
+    bodies: Bodies
     budgets: Budgets
     counts: RecentCounts
     replays: Replays
@@ -206,6 +208,7 @@ async def _open_services(settings: ProxySettings, peers: Peers, metrics: Metrics
         files=VersionFiles(),
         authenticator=Authenticator(database, secret),
         limits=Limits(settings, metrics),
+        bodies=Bodies(settings.max_body_bytes),
         budgets=Budgets(settings, database, writer, metrics),
         counts=RecentCounts(database),
         replays=Replays(settings.replay_bytes),

@@ -172,16 +172,20 @@ def check_same_request(identity: RequestIdentity, first_digest: bytes | None) ->
         )
 
 
-def identify_request(call: Call, principal: Principal, raw: bytes, digest: bytes | None = None) -> RequestIdentity:
-    """Return what a retry of the call must have in common with it; `digest` is the request's, if it is known."""
-    if digest is None:
-        digest = blake3(raw).digest(DIGEST_BYTES) if call.idempotency_key is None else keyed_digest(call)
+def identify_request(call: Call, principal: Principal, digest: bytes | None) -> RequestIdentity:
+    """Return what a retry of the call must have in common with it.
+
+    Args:
+        call: the call.
+        principal: its caller.
+        digest: of the request; None for that of the call as it is now, which has an `Idempotency-Key`.
+    """
     return RequestIdentity(
         principal.tenant,
         principal.key_id,
         principal.session_id or call.session_id or "",
         call.idempotency_key,
-        digest,
+        keyed_digest(call) if digest is None else digest,
         (call.dialect.name, call.stream),
     )
 

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
+from blake3 import blake3
+
 from proxy.auth import Principal
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
-from proxy.calls.replays import RequestIdentity, identify_request, keyed_digest, rebuilt_answer
+from proxy.calls.replays import DIGEST_BYTES, RequestIdentity, identify_request, keyed_digest, rebuilt_answer
 from proxy.calls.running import Running
 from proxy.continuation.which_session import name_session, newest_turn
 from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.hosted_tools import HOSTED_TOOLS
 from proxy.http.asgi import Receive, Scope, Send, parse_object, read_body
 from proxy.http.connections import LEFT
+from proxy.limits.bodies import SHORT_DIGITS, Reserved
 from proxy.limits.calls import Admission
 from proxy.routes.reply_sender import ReplySender
 from turnwise.errors import InvalidRequest, NotFound, StoreError, TurnwiseError
@@ -39,6 +43,8 @@ MAX_STEP = 2**31 - 1
 MAX_STEP_DIGITS = 10
 MAX_KEY_LENGTH = 256
 MAX_TOOL_NAME = 64
+CHUNKED = b"unknown"
+"""Length of a body that declares none."""
 SESSION = "x-session-id"
 """Reply header that names the session of the call, also where the proxy found it by itself."""
 POLICY_VERSION = "x-policy-version"
@@ -46,6 +52,62 @@ POLICY_VERSION = "x-policy-version"
 DROPPED_TOOLS = "x-turnwise-dropped-tools"
 """Reply header that names the tools which were removed from the request."""
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """The place of one call under all limits: taken before its body is read, and returned at its end."""
+
+    services: Services
+    principal: Principal
+    left: asyncio.Future[None]
+    """Done when the client has closed its connection."""
+    admission: Admission | None = None
+    """None until the place is taken."""
+    body: Reserved | None = None
+    """The memory of the request's body; None for a short one."""
+    num_tokens: int = 0
+    """Prompt and sampled tokens of the call."""
+
+    async def take(self) -> None:
+        """Check the budgets and take a place, after waiting in the queue if there is none.
+
+        Raises:
+            BudgetSpent: the budget of the caller's key or tenant is spent.
+            Overloaded: there is no place, or none within the queue's time.
+            ClientLeft: the client closed its connection while the call waited.
+        """
+        services, principal = self.services, self.principal
+        if services.budgets.apply_to(principal):
+            await services.budgets.check(principal)
+        if not services.settings.queue_seconds:
+            services.pool.check_place()
+        if services.limits.are_set:
+            with cancelled_when_client_leaves(self.left):
+                self.admission = await services.limits.admit(principal)
+        else:
+            self.admission = services.limits.unlimited
+        services.pool.num_served += 1
+
+    async def reserve_body(self, headers: dict[bytes, bytes]) -> None:
+        """Wait until the request's body fits into memory.
+
+        Raises:
+            TooLarge: it is longer than any body may be.
+            ClientLeft: the client closed its connection while the call waited.
+        """
+        with cancelled_when_client_leaves(self.left):
+            self.body = await self.services.bodies.reserve(self.principal, headers)
+
+    def release(self) -> None:
+        """Return all of it, and count the call's tokens."""
+        if self.body is not None:
+            self.body.release()
+        if self.admission is not None:
+            self.services.pool.num_served -= 1
+            self.admission.num_tokens = self.num_tokens
+            self.admission.release()
+            self.services.budgets.charge(self.principal, self.num_tokens)
 
 
 class SampleEndpoint:
@@ -79,13 +141,16 @@ class SampleEndpoint:
         principal.require("call")
         if named := scope.get("path_params", {}).get("session_id"):
             principal.require_session(named)
-        settings = services.settings
-        raw = await read_body(receive, max_bytes=settings.max_body_bytes)
-        if not settings.queue_seconds:
-            self._check_place(headers, principal)
-        services.pool.num_served += 1
+        place = Place(services, principal, scope["extensions"][LEFT])
         try:
-            call, digest = await self._read_call(raw, scope, headers, query, principal)
+            may_be_answered = b"idempotency-key" in headers or (
+                is_retry(headers) and services.replays.has_undelivered(principal.tenant, principal.key_id)
+            )
+            if not may_be_answered:  # the answer of a retry may be known, and needs no place
+                await place.take()
+            if len(headers.get(b"content-length", CHUNKED)) > SHORT_DIGITS:
+                await place.reserve_body(headers)
+            call, digest = await self._read(scope, receive, headers, query, principal)
             reply.call = call
             services.model_names.check(call.model, services.pool.engines)
             if call.dropped_fields or call.dropped_tools:
@@ -94,24 +159,9 @@ class SampleEndpoint:
                 await self._resume(call, principal)
             if call.session_source in ("path", "x-session-id", "metadata") and call.session_id is not None:
                 principal.require_session(call.session_id)
-            identity = identify_request(call, principal, raw, digest)
-            await self._answer(call, principal, identity, reply, scope["extensions"][LEFT])
+            await self._answer(call, place, identify_request(call, principal, digest), reply)
         finally:
-            services.pool.num_served -= 1
-
-    def _check_place(self, headers: dict[bytes, bytes], principal: Principal) -> None:
-        """Refuse a call over the limit before its body is decoded, which would delay the calls that have a place.
-
-        A retry whose answer may be known needs no place.
-
-        Raises:
-            Overloaded: all places are taken.
-        """
-        replays = self._services.replays
-        if b"idempotency-key" in headers:
-            return
-        if not (is_retry(headers) and replays.has_undelivered(principal.tenant, principal.key_id)):
-            self._services.pool.check_place()
+            place.release()
 
     def _report_dropped(self, call: Call, reply: ReplySender) -> None:
         """Count what was removed from the request, and name the removed tools in a header of the reply."""
@@ -124,16 +174,9 @@ class SampleEndpoint:
         if names:
             reply.headers[DROPPED_TOOLS] = ", ".join(names)
 
-    async def _answer(
-        self,
-        call: Call,
-        principal: Principal,
-        identity: RequestIdentity,
-        reply: ReplySender,
-        left: asyncio.Future[None],
-    ) -> None:
+    async def _answer(self, call: Call, place: Place, identity: RequestIdentity, reply: ReplySender) -> None:
         """Answer a retry with the first call's answer, and any other call from the engine."""
-        services = self._services
+        services, principal = self._services, place.principal
         may_repeat = call.is_retry or identity.idempotency_key is not None
         earlier = await services.replays.find(identity, is_retry=call.is_retry) if may_repeat else None
         if earlier is not None:
@@ -142,43 +185,28 @@ class SampleEndpoint:
                 reply.headers[SESSION] = named
             await reply.again(earlier, stream=call.stream)
             return
-        attempt = services.replays.begin(identity, ordered_hex(), left)
+        attempt = services.replays.begin(identity, ordered_hex(), place.left)
         answer = None
         try:
-            answer = await self._sample(call, principal, identity, attempt.call_id, reply, left)
+            answer = await self._sample(call, place, identity, attempt.call_id, reply)
         finally:
             services.replays.settle(attempt, answer)
 
     async def _sample(
-        self,
-        call: Call,
-        principal: Principal,
-        identity: RequestIdentity,
-        call_id: str,
-        reply: ReplySender,
-        left: asyncio.Future[None],
+        self, call: Call, place: Place, identity: RequestIdentity, call_id: str, reply: ReplySender
     ) -> bytes:
-        budgets = self._services.budgets
-        if budgets.apply_to(principal):
-            await budgets.check(principal)
-        limits = self._services.limits
-        admission = await self._admit(principal, left) if limits.are_set else limits.unlimited
+        services = self._services
+        if place.admission is None:
+            await place.take()
+        if place.body is not None:
+            place.body.release()
+        running = await services.relay.begin(call, place.principal, identity, call_id)
+        reply.headers[SESSION] = running.session.session_id
         try:
-            running = await self._services.relay.begin(call, principal, identity, call_id)
-            reply.headers[SESSION] = running.session.session_id
-            try:
-                return await self._reply_to(running, reply, left)
-            finally:
-                self._services.relay.end(running)
-                admission.num_tokens = num_tokens = running.num_tokens
-                budgets.charge(principal, num_tokens)
+            return await self._reply_to(running, reply, place.left)
         finally:
-            admission.release()
-
-    async def _admit(self, principal: Principal, left: asyncio.Future[None]) -> Admission:
-        """Take a place under the limits; stop waiting when the client leaves."""
-        with cancelled_when_client_leaves(left):
-            return await self._services.limits.admit(principal)
+            services.relay.end(running)
+            place.num_tokens = running.num_tokens
 
     async def _reply_to(self, running: Running, reply: ReplySender, left: asyncio.Future[None]) -> bytes:
         call, relay = running.call, self._services.relay
@@ -249,20 +277,23 @@ class SampleEndpoint:
         own = principal.session_id
         return {turn_id: view for turn_id, view in views.items() if own is None or view.turn.session_id == own}
 
-    async def _read_call(
-        self, raw: bytes, scope: Scope, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
+    async def _read(
+        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], query: dict[str, str], principal: Principal
     ) -> tuple[Call, bytes | None]:
-        """Return the call, and the digest of a request under an `Idempotency-Key`, before the call is resumed.
+        """Return the call before it is resumed, and the digest of the request if that does not depend on it.
 
         What a `conversation` holds is no part of the request: its newest turn may be that of the first attempt.
         """
         settings = self._services.settings
+        raw = await read_body(receive, max_bytes=settings.max_body_bytes)
         body = await parse_object(raw, **settings.json_limits)
         call = await self._parse(body, scope, query, principal)
         call.dialect = self._dialect
         identify(call, scope, headers, settings.ignored_ids)
+        if call.idempotency_key is None:
+            return call, blake3(raw).digest(DIGEST_BYTES)
         is_whole = call.previous_turn_id is None and not self._dialect.referenced_turns(body)
-        return call, keyed_digest(call) if call.idempotency_key is not None and is_whole else None
+        return call, keyed_digest(call) if is_whole else None
 
     async def _parse(self, body: Json, scope: Scope, query: dict[str, str], principal: Principal) -> Call:
         """Return the call that a decoded request asks for."""

@@ -104,14 +104,16 @@ class CheckedRoute(APIRoute):
         async def handle_checked(request: Request) -> Response:
             await self.authorise(request)
             _check_parameters(request, known)
-            settings = services_of(request).settings
+            services = services_of(request)
             checked = CheckedRequest(request.scope, request.receive)
-            if request.method in ("POST", "PUT"):
-                max_bytes, limits = self.limits(settings)
+            if request.method not in ("POST", "PUT"):
+                return await handle(checked)
+            with await services.bodies.reserve(await caller(request), dict(request.scope["headers"])):
+                max_bytes, limits = self.limits(services.settings)
                 raw = await read_body(request.receive, max_bytes=max_bytes)
                 await check_limits(raw, **limits)
                 checked._body = raw  # noqa: SLF001  Starlette's cache of the body
                 checked.decoded = await self.decode(raw)
-            return await handle(checked)
+                return await handle(checked)
 
         return handle_checked

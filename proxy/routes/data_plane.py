@@ -73,10 +73,11 @@ class QueryEndpoint:
         """Return the length of a prompt, continued from a stored turn or rendered by the engine."""
         principal.require("call")
         services, settings = self._services, self._services.settings
-        raw = await read_body(receive, max_bytes=settings.max_body_bytes)
-        call = await self._read_counted(raw, scope)
+        headers = dict(scope["headers"])
+        with await services.bodies.reserve(principal, headers):
+            call = await self._read_counted(await read_body(receive, max_bytes=settings.max_body_bytes), scope)
         services.model_names.check(call.model, services.pool.engines)
-        identify(call, scope, dict(scope["headers"]), settings.ignored_ids)
+        identify(call, scope, headers, settings.ignored_ids)
         continued = await services.sessions.continued_length(call, principal)
         if continued is not None:
             return self._dialect.encode_count(continued)

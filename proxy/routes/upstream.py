@@ -67,7 +67,12 @@ class Upstream:
                 "the setting `upstream` names a server that such requests are passed to",
                 code="no_route",
             )
-        body = await read_body(receive, max_bytes=settings.max_body_bytes)
+        with await self._services.bodies.reserve(principal, headers):
+            await self._pass_on(scope, await read_body(receive, max_bytes=settings.max_body_bytes), headers, send)
+
+    async def _pass_on(self, scope: Scope, body: bytes, headers: dict[bytes, bytes], send: Send) -> None:
+        assert self._client
+        settings = self._services.settings
         passed = {name.decode(): headers[name].decode("latin-1") for name in PASSED_HEADERS if name in headers}
         path = self._path.removeprefix("/v1") + (
             "?" + scope["query_string"].decode("latin-1") if query_of(scope) else ""

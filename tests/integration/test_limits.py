@@ -201,9 +201,10 @@ def test_calls_over_the_limit_are_refused_with_a_retry_after_header(limited):
     assert sorted(answers, key=str) == [(200, None)] * 4 + [(429, "1")] * 6
 
 
-def test_a_call_over_the_limit_is_refused_before_its_body_is_decoded(fake_engine, start_proxy: StartProxy):
+@pytest.mark.parametrize("limit", ["--max-concurrent-calls", "--key-max-calls"])
+def test_a_call_over_the_limit_is_refused_before_its_body_is_read(fake_engine, start_proxy: StartProxy, limit):
     """Also a retry, unless it has an `Idempotency-Key`: its answer may be stored."""
-    proxy = start_proxy(fake_engine.url, "--max-concurrent-calls", "1")
+    proxy = start_proxy(fake_engine.url, limit, "1")
     fake_engine.answer(Rule(contains="slowly", reply=Reply(text="a" * 600, pace_seconds=0.1)))
     asked = {**CHAT, "messages": [{"role": "user", "content": "slowly"}], "stream": True}
 
@@ -214,6 +215,8 @@ def test_a_call_over_the_limit_is_refused_before_its_body_is_decoded(fake_engine
     with httpx2.stream("POST", f"{proxy.v1}/chat/completions", json=asked, timeout=60) as running:
         lines = running.iter_lines()  # closing it would end the call
         assert next(lines)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        assert b"429 Too Many Requests" in talk(proxy, [head + b"content-length: 5000000\r\n\r\n"])
         assert post_half() == (429, "overloaded")
         assert post_half(**{"x-stainless-retry-count": "1"}) == (429, "overloaded")
         assert post_half(**{"idempotency-key": "k"}) == (400, "invalid_json")

@@ -24,7 +24,8 @@ def identity(
         {"messages": [{"role": "user", "content": text}], **fields}, max_choices=1, max_messages=9
     )
     call.idempotency_key = key
-    return identify_request(call, principal, repr((text, fields)).encode())
+    digest = repr((text, fields)).encode() if call.idempotency_key is None else None
+    return identify_request(call, principal, digest)
 
 
 def answered(replays: Replays, request: RequestIdentity, answer: bytes | None, *, delivered: bool = True) -> None:
