@@ -7,34 +7,37 @@ different tokens of one row, and FSDP2 adds up their gradients as it does for di
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from trainer.parallel import context_group
 from trainer.policy.context_parallel import ContextGroup
 from trainer.policy.loading import base_of
-from trainer.policy.router_replay import ROUTERS
 from turnwise.errors import SettingsError
 
 REPLICA, TENSOR = "replica", "tensor"
-COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-"""Linear layers of attention whose outputs are divided; those of Qwen3, Llama and Gemma have these names."""
-ROW = ("self_attn.o_proj",)
-"""Linear layers of attention whose inputs are divided."""
-MLP_COLUMN, MLP_ROW = ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
-"""The same of a dense MLP."""
-ROUTER, EXPERTS = "mlp.gate", "mlp.experts"
-"""The parts of a mixture of experts: each process holds the whole router and an equal share of the experts."""
-BY_HEAD = ("self_attn.q_norm", "self_attn.k_norm")
-"""Norms that run on the heads of a process, where a model has them."""
+LAYERS = ".layers."
+"""Part of the names of what is divided; embeddings and output layer, which may be tied, are replicated."""
+NORM_OF_HEADS = "replicated_with_grad_allreduce"
+"""transformers' style for a norm that runs on the heads of a process."""
+STYLES = {
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    NORM_OF_HEADS,
+    "grouped_gemm",
+    "ep_dispatch_experts",
+}
+"""The styles of transformers' plans whose results equal those of one process."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,117 +97,59 @@ def check_divisible(config: Any, tensor: int) -> None:
             )
 
 
-def divide_layers(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Divide the linear layers and the experts of each decoder layer over the mesh, and replicate all other weights.
+def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide linear layers and experts over the mesh as transformers plans it, and replicate all other weights.
 
     Raises:
-        SettingsError: A layer has none of the known linear layers.
+        SettingsError: transformers has no plan for this model, or one with a style that is not tested here.
     """
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        ParallelStyle,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+    from transformers.distributed.tensor_parallel import (
+        apply_expert_parallelism,
+        apply_tensor_parallelism,
+        replace_layer_number_by_wildcard,
     )
 
-    for layer in layers:
-        names = dict(layer.named_modules())
-        has_experts = type(names.get(ROUTER)).__name__ in ROUTERS
-        columns, rows = (COLUMN, ROW) if has_experts else (COLUMN + MLP_COLUMN, ROW + MLP_ROW)
-        if missing := [name for name in (*columns, *rows) if not isinstance(names.get(name), nn.Linear)]:
-            raise SettingsError(
-                f"tensor_parallel does not know the layers of {type(base_of(model)).__name__}: it has no linear "
-                f"{missing[0]}. Set tensor_parallel=1, which shards any model. Models like Qwen3, Qwen3-MoE, Llama and "
-                "Gemma are supported"
-            )
-        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
-        plan |= {name: RowwiseParallel() for name in rows}
-        plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in BY_HEAD if name in names}
-        parallelize_module(layer, mesh, plan)
-        if has_experts:
-            _divide_experts(names[ROUTER], names[EXPERTS], mesh)
+    whole = base_of(model)
+    experts = {name: style for name, style in whole.ep_plan.items() if LAYERS in name}
+    plan = {name: style for name, style in whole.tp_plan.items() if LAYERS in name and name not in experts}
+    unknown = {*plan.values(), *experts.values()} - STYLES
+    if unknown or not plan:
+        reason = f"a plan with {min(unknown)!r}, which is not tested" if unknown else "no plan"
+        raise SettingsError(
+            f"tensor_parallel does not know how to divide {type(whole).__name__}: transformers has {reason}. Set "
+            "tensor_parallel=1, which shards any model"
+        )
+    norms = {name for name, style in plan.items() if style == NORM_OF_HEADS}
+    apply_tensor_parallelism(whole, mesh, {name: style for name, style in plan.items() if name not in norms})
+    apply_expert_parallelism(whole, mesh, mesh, experts)
+    # transformers adds up the gradient of such a norm in a hook that does not see the gradients of FSDP2. With an input
+    # that counts as divided, in whichever dimension, the gradient of a replicated weight is a sum over the processes.
+    for name, module in whole.named_modules():
+        if replace_layer_number_by_wildcard(name) in norms:
+            parallelize_module(module, mesh, SequenceParallel(sequence_dim=0, use_local_output=True))
     _replicate_the_rest(model, mesh)
-
-
-def _divide_experts(router: Any, experts: Any, mesh: DeviceMesh) -> None:
-    """Replicate a router, and give each process an equal share of its experts."""
-    router.forward = functools.partial(_run_local, router, _with_local_weights(router, mesh, Replicate()))
-    local = _with_local_weights(experts, mesh, Shard(0))
-    local.num_experts //= mesh.size()
-    local._is_expert_parallel = True  # noqa: SLF001  transformers then skips the number behind the last expert
-    experts.forward = functools.partial(_run_own_experts, experts, local, mesh)
-
-
-def _with_local_weights(module: Any, mesh: DeviceMesh, placement: Placement) -> Any:
-    """Distribute the weights of a module; return a copy without weights, which computes with this process's parts.
-
-    The computation of experts indexes and counts tokens, which PyTorch does not support for distributed tensors.
-    """
-    local = copy.copy(module)
-    local._parameters = {}  # noqa: SLF001  the copy would share the dictionary
-    for name, weight in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [placement])))
-    return local
-
-
-def _run_local(module: Any, local: Any, *inputs: Tensor) -> Any:
-    for name, weight in module.named_parameters(recurse=False):
-        vars(local)[name] = weight.to_local()
-    return local.forward(*inputs)
-
-
-def _run_own_experts(
-    experts: Any, local: Any, mesh: DeviceMesh, hidden: Tensor, chosen: Tensor, weights: Tensor
-) -> Tensor:
-    """Compute the tokens of this process's experts, and add up the results of all processes.
-
-    Args:
-        experts: The module with the distributed weights.
-        local: Its copy that computes with this process's experts.
-        mesh: The processes.
-        hidden: The same in all processes. [N, H]
-        chosen: Numbers of the chosen experts. [N, k]
-        weights: Their weights. [N, k]
-    """
-    number = chosen - mesh.get_local_rank() * local.num_experts
-    is_own = (number >= 0) & (number < local.num_experts)
-    number = torch.where(is_own, number, local.num_experts)
-    weights = torch.where(is_own, _summed_backward(weights, mesh), 0.0)
-    own: Tensor = _run_local(experts, local, _summed_backward(hidden, mesh), number, weights)
-    whole = DTensor.from_local(own, mesh, [Partial()], run_check=False)
-    return whole.redistribute(placements=[Replicate()]).to_local()
-
-
-def _summed_backward(values: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return values that are equal in all processes; their gradient is the sum over the processes."""
-    return DTensor.from_local(values, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make every other weight a replicated one of the same mesh, so that the optimizer finds all weights on one."""
     replicated: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        plain = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=False)
-            if not isinstance(parameter, DTensor)
-        }
-        if not plain:
-            continue
-        for name, parameter in plain.items():
-            if id(parameter) in replicated:  # a tied weight stays one weight
-                setattr(module, name, replicated[id(parameter)])
-        distribute_module(module, mesh, input_fn=_as_replicated, output_fn=_as_local)
-        replicated |= {id(parameter): getattr(module, name) for name, parameter in plain.items()}
+        plain = [(name, each) for name, each in module.named_parameters(recurse=False) if not isinstance(each, DTensor)]
+        for name, parameter in plain:
+            if id(parameter) not in replicated:  # a tied weight stays one weight
+                replicated[id(parameter)] = nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()]))
+            module.register_parameter(name, replicated[id(parameter)])
+        if plain:
+            module.forward = functools.partial(_on_local_weights, module, module.forward)
 
 
-def _as_replicated(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-    return tuple(
-        DTensor.from_local(each, mesh, [Replicate()], run_check=False) if isinstance(each, Tensor) else each
-        for each in inputs
-    )
-
-
-def _as_local(_module: nn.Module, outputs: Any, _mesh: DeviceMesh) -> Any:
-    return outputs.to_local() if isinstance(outputs, DTensor) else outputs
+def _on_local_weights(module: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Compute with this process's copies of replicated weights."""
+    held: dict[str, Any] = vars(module)["_parameters"]
+    weights: dict[str, Any] = dict(module.named_parameters(recurse=False))
+    held.update({name: weight.to_local() for name, weight in weights.items()})
+    try:
+        return forward(*inputs, **options)
+    finally:
+        held.update(weights)

@@ -63,7 +63,7 @@ class PolicySpec(Settings):
     """With several processes: copies of the model, each sharded over its share of the processes (HSDP). More copies
     need more memory and exchange shards within a machine only."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """With several processes: so many divide each layer of the model. For models like Qwen3, Llama and Gemma."""
+    """With several processes: so many divide each layer of the model. For models that transformers has a plan for."""
     context_parallel: int = Field(default=1, ge=1)
     """With several processes: so many divide the tokens of each row, for chains that are too long for one GPU."""
     liger: bool | None = None
@@ -203,7 +203,7 @@ class Policy:
         layers = self._layers(self.model)
         if division.tensor > 1:
             check_divisible(self.config, division.tensor)
-            divide_layers(self.model, layers, mesh[TENSOR])
+            divide_layers(self.model, mesh[TENSOR])
         shards = mesh[axis] if division.replicas == 1 else mesh[REPLICA, axis]
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         for layer in layers:

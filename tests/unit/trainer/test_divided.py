@@ -40,11 +40,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+MORE_FAMILIES: dict[str, dict[str, Any]] = {"Mixtral": {"num_local_experts": 4}, "Olmo2": {}, "Qwen2": {}}
+"""Families with other styles in transformers' plans: other experts, norms over all heads, biases."""
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a small model of each family, with random weights."""
     root = tmp_path_factory.mktemp("models")
-    for family, changes in FAMILIES.items():
+    for family, changes in (FAMILIES | MORE_FAMILIES).items():
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**SIZES, **changes)
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / family)
@@ -75,6 +79,9 @@ def alone(model: Path, **rule: Any) -> dict[str, Any]:
         ("Qwen3", {"context_parallel": 2}),
         ("Qwen3Moe", {"tensor_parallel": 2}),
         pytest.param("Qwen3", {"tensor_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("Mixtral", {"tensor_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("Olmo2", {"tensor_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("Qwen2", {"tensor_parallel": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -177,11 +184,14 @@ def test_numbers_that_do_not_divide_are_refused_by_name(models: Path):
         check_divisible(config, 3)
 
 
-def test_a_mixture_of_experts_that_cannot_be_divided_by_layers_is_named_with_the_setting_to_change():
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
-    model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(SettingsError, match=r"MixtralForCausalLM: .* no linear mlp.gate_proj. Set tensor_parallel=1"):
-        divide_layers(model, list(model.model.layers), None)
+@pytest.mark.parametrize(
+    ("plan", "reason"), [({}, "no plan"), ({"model.layers.*.mlp.up_proj": "packed_colwise"}, "a plan with 'packed_col")]
+)
+def test_a_model_that_cannot_be_divided_is_named_with_the_setting_to_change(plan: dict[str, str], reason: str):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model._tp_plan = plan
+    with pytest.raises(SettingsError, match=rf"LlamaForCausalLM: transformers has {reason}.* Set tensor_parallel=1"):
+        divide_layers(model, None)
 
 
 def test_experts_that_do_not_divide_are_refused_by_name(models: Path):
