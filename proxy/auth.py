@@ -160,6 +160,9 @@ class Authenticator:
         self._has_keys = False
         self._open_until = 0.0
         self._verified: dict[bytes, tuple[float, Principal]] = {}
+        self._used: set[str] = set()
+        """Ids of keys whose use is to be recorded."""
+        self._recording: asyncio.Task[None] | None = None
 
     async def authenticate(self, headers: Mapping[bytes, bytes]) -> Principal:
         """Return the principal of the presented key.
@@ -210,6 +213,8 @@ class Authenticator:
         key = await asyncio.to_thread(self._read_key, find)
         if key is None:
             return None
+        if keys.is_use_unrecorded(key):
+            self._note_use(key.key_id)
         principal = Principal(
             tenant=key.tenant, role=key.role, key_id=key.key_id, has_budget=key.token_budget is not None
         )
@@ -219,16 +224,30 @@ class Authenticator:
         return principal
 
     def _read_key(self, find: Callable[[Connection], keys.Key | None]) -> keys.Key | None:
-        """Return a valid key, and record its use at most once a minute."""
         with self._database.read() as connection:
-            key = find(connection)
-        if key is not None and keys.is_use_unrecorded(key):
-            try:
-                with self._database.write() as connection:
-                    keys.record_use(connection, key.key_id)
-            except StoreError as error:
-                log.warning("the last use of key %s could not be recorded: %s", key.key_id, error)
-        return key
+            return find(connection)
+
+    def _note_use(self, key_id: str) -> None:
+        """Record the use of a key without waiting: the database may be locked."""
+        self._used.add(key_id)
+        if self._recording is None or self._recording.done():
+            self._recording = asyncio.create_task(self._record_uses())
+
+    async def _record_uses(self) -> None:
+        while self._used:
+            await asyncio.to_thread(self._record_use, self._used.pop())
+
+    def _record_use(self, key_id: str) -> None:
+        try:
+            with self._database.write() as connection:
+                keys.record_use(connection, key_id)
+        except StoreError as error:
+            log.warning("the last use of key %s could not be recorded: %s", key_id, error)
+
+    async def close(self) -> None:
+        """Wait until the last uses of keys are recorded."""
+        if self._recording is not None:
+            await self._recording
 
     def session_key(
         self, session: Session, creator: Principal, *, may_reward: bool = False, expires_at: int | None = None

@@ -238,6 +238,7 @@ async def _close_services(services: Services) -> None:
     services.pool.close()
     services.peers.close()
     await services.budgets.close()
+    await services.authenticator.close()
     await services.writer.close()
     for opened in (services.database, services.exports):
         opened.close()

@@ -127,7 +127,7 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
     explicit = {
         "path": path_id,
         OWN_HEADER: None if OWN_HEADER in ignored else _own_session(call, headers),
-        "metadata": metadata.get("session_id"),
+        "metadata": _metadata_session(metadata.get("session_id")),
     }
     for source, session_id in explicit.items():
         if session_id:
@@ -139,6 +139,12 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
         if isinstance(native, str) and native:
             call.session_id, call.session_source = _native_session_id(entry.name, native), entry.name
             return
+
+
+def _metadata_session(given: object) -> object:
+    """Return the session in the metadata; by its digest where an application keeps a text there that is no id."""
+    is_other_text = isinstance(given, str) and given and not _SESSION_ID.fullmatch(given)
+    return _native_session_id("metadata", str(given)) if is_other_text else given
 
 
 def _own_session(call: Call, headers: Headers) -> str | None:

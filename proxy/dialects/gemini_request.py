@@ -6,6 +6,7 @@ are one reply: Google's SDK stores each chunk of a stream as a content of its ow
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -240,12 +241,27 @@ def json_schema(schema: Any) -> Any:
         elif field == "properties" and isinstance(value, dict):
             plain[field] = {name: json_schema(each) for name, each in value.items()}
         elif field in SCHEMA_NUMBERS and isinstance(value, str):
-            plain[field] = float(value) if "." in value else int(value)
+            plain[field] = _number(field, value)
         elif field in ("enum", "default", "required", "const"):
             plain[field] = value
         elif field not in GOOGLE_ONLY and (field, value) != ("format", "enum"):
             plain[field] = json_schema(value)
     return plain
+
+
+def _number(field: str, value: str) -> float | int:
+    """Return a number that Google's JSON writes as a string.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    try:
+        number = float(value) if "." in value else int(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRequest(f"`{field}` of a schema is a number, not {value!r:.40}", param=field)
+    return number
 
 
 def _tool_choice(config: Json) -> Json:

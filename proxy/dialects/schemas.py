@@ -13,8 +13,8 @@ STREAM: Json = {"type": "boolean", "default": False}
 IDENTITY: Json = {
     "type": "object",
     "properties": {
-        "session_id": {"type": "string", "maxLength": 256},
-        "step": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+        "session_id": {"type": "string"},
+        "step": {"type": ["integer", "string"], "minimum": 0, "maximum": 2**31 - 1},
     },
 }
 """`metadata`, which may name the session and the step."""

@@ -314,7 +314,7 @@ def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids:
     """
     metadata = call.body.get("metadata") or {}
     name_session(call, scope.get("path_params", {}).get("session_id"), headers, ignored_ids)
-    call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or metadata.get("step"))
+    call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or _metadata_step(metadata.get("step")))
     if key := headers.get(b"idempotency-key"):
         call.idempotency_key = _idempotency_key(key)
     call.is_retry = is_retry(headers)
@@ -325,10 +325,20 @@ def is_retry(headers: dict[bytes, bytes]) -> bool:
     return headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")
 
 
+def _metadata_step(given: object) -> object:
+    """Return the step in the metadata, where an application may keep any text under that name."""
+    is_other_text = isinstance(given, str) and not (_is_digits(given) and int(given) <= MAX_STEP)
+    return None if is_other_text else given
+
+
+def _is_digits(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= MAX_STEP_DIGITS
+
+
 def _step(given: object) -> int | None:
     if given is None:
         return None
-    if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) <= MAX_STEP_DIGITS:
+    if isinstance(given, str) and _is_digits(given):
         given = int(given)
     if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_STEP:
         raise InvalidRequest(f"a step is a number from 0 to {MAX_STEP}, not {given!r:.80}", param="step")

@@ -142,7 +142,7 @@ async def healthz() -> str:
 @router.get("/readyz", responses={200: {"model": ReadyAnswer}, 503: {"model": ReadyAnswer}})
 async def readyz(request: Request, services: Annotated[Services, Depends(services_of)]) -> Response:
     """Report whether calls can be served: an engine serves the active version, and the store answers."""
-    is_known = await _has_key(request, services)
+    is_known = await _may_see_addresses(request, services)
     engines = [
         {
             "url": engine.url if is_known else None,
@@ -170,13 +170,13 @@ async def readyz(request: Request, services: Annotated[Services, Depends(service
     return JSONResponse(report, status_code=200 if ready else 503)
 
 
-async def _has_key(request: Request, services: Services) -> bool:
-    """Return whether the caller presents a valid key; callers without one do not see addresses."""
+async def _may_see_addresses(request: Request, services: Services) -> bool:
+    """Return whether the caller presents a valid API key; a session key is in the hands of an agent."""
     try:
-        await services.authenticator.authenticate(dict(request.scope["headers"]))
+        principal = await services.authenticator.authenticate(dict(request.scope["headers"]))
     except (ClientError, StoreError):
         return False
-    return True
+    return principal.session_id is None
 
 
 async def _read_store(services: Services) -> tuple[str | None, list[TrainerStatus]]:

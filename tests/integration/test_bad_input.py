@@ -118,6 +118,28 @@ def test_metadata_of_the_wrong_kind_is_refused(shared, metadata):
     refusal(http.post("/v1/chat/completions", json={**CHAT, "metadata": metadata}), 400, "invalid_request")
 
 
+def test_metadata_of_an_application_may_hold_any_text(shared):
+    """Its own `step` is no step of ours, and its own `session_id` names a session whatever it contains."""
+    both, http = shared
+    for step in ("search", "-1", "9" * 12):
+        body = {**CHAT, "metadata": {"step": step, "session_id": "user 42/é"}}
+        reply = http.post("/v1/chat/completions", json=body).raise_for_status()
+        assert reply.headers["x-session-id"].startswith("metadata:")
+    turns = both.proxy.turns(reply.headers["x-session-id"])
+    assert [view.turn.step for view in turns] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("number", ["abc", "1.x", "1e999.", "9" * 5000])
+def test_a_number_of_a_google_schema_that_is_none_is_refused(shared, number):
+    _, http = shared
+    schema = {"type": "OBJECT", "properties": {"a": {"type": "STRING", "maxLength": number}}}
+    body = {
+        "contents": [{"parts": [{"text": "Hello."}]}],
+        "tools": [{"functionDeclarations": [{"name": "f", "parameters": schema}]}],
+    }
+    assert http.post("/v1beta/models/fake:generateContent", json=body).status_code == 400
+
+
 @pytest.mark.parametrize(
     "change",
     [{"messages": "hi"}, {"messages": [1]}, {"n": "2"}, {"tools": {}}, {"model": 3}],

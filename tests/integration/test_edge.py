@@ -75,6 +75,9 @@ def test_with_keys_only_the_key_decides_and_anonymous_callers_see_no_engine_addr
         assert fake_engine.url not in anonymous.text
         mine = http.get(f"{proxy.url}/readyz", headers={"authorization": f"Bearer {secret}"})
         assert mine.json()["engines"][0]["url"] == fake_engine.url
+        made = http.post(f"{proxy.v1}/sessions", json={}, headers={"authorization": f"Bearer {secret}"}).json()
+        of_session = http.get(f"{proxy.url}/readyz", headers={"authorization": f"Bearer {made['api_key']}"})
+        assert fake_engine.url not in of_session.text
         answer = chat(proxy, host="proxy.example", authorization=f"Bearer {secret}")
         assert answer.status_code == 200
 

@@ -105,6 +105,18 @@ def test_a_curve_of_one_value_is_drawn_around_it(window: Visit) -> None:
     page.wait_for_selector(".chart[data-points='1'][data-span='120']")
 
 
+def test_content_of_any_shape_is_shown(window: Visit) -> None:
+    """A refused call is stored with what the client sent."""
+    page = window.open("")
+    read = "async (content) => (await import('/web/page.js')).text(content)"
+    assert [page.evaluate(read, content) for content in (None, 5, [None], [[]])] == [
+        "",
+        "5",
+        "[\n  null\n]",
+        "[\n  []\n]",
+    ]
+
+
 def test_sessions_are_found_by_their_content_and_a_group_is_shown_side_by_side(window: Visit) -> None:
     page = window.open("#sessions")
     page.fill("input[name=text]", "money back")

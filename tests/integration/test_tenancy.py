@@ -213,8 +213,8 @@ def test_a_thousand_injections_are_answered_without_a_5xx(keyed):
             case 3:
                 reply = http.post("/v1/rewards", json={"turn_id": text, "value": 1.0})
             case 4:
-                body = {**CHAT, "metadata": {"session_id": f"{text} "}}
-                reply = http.post("/v1/chat/completions", json=body)
+                named = urllib.parse.quote(f"{text} ", safe="")
+                reply = http.post(f"/sessions/{named}/v1/chat/completions", json=CHAT)
             case _:
                 reply = http.post("/v1/sessions", json={"session_id": f"{text}\n"})
         statuses.append((reply.status_code, number % 6, text))

@@ -79,7 +79,7 @@ export const tally = (counts) => facts(Object.entries(counts).map(([name, count]
 
 export function text(content) {
   if (typeof content === "string") return content;
-  const isText = Array.isArray(content) && content.every((part) => part.type === "text");
+  const isText = Array.isArray(content) && content.every((part) => part?.type === "text");
   return isText ? content.map((part) => part.text).join("\n") : content ? JSON.stringify(content, null, 2) : "";
 }
 
