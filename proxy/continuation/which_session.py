@@ -127,7 +127,7 @@ def name_session(call: Call, path_id: str | None, headers: Headers, ignored: Col
     explicit = {
         "path": path_id,
         OWN_HEADER: None if OWN_HEADER in ignored else _own_session(call, headers),
-        "metadata": _metadata_session(metadata.get("session_id")),
+        "metadata": _metadata_session(metadata["session_id"]) if "session_id" in metadata else None,
     }
     for source, session_id in explicit.items():
         if session_id:

@@ -314,7 +314,8 @@ def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids:
     """
     metadata = call.body.get("metadata") or {}
     name_session(call, scope.get("path_params", {}).get("session_id"), headers, ignored_ids)
-    call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or _metadata_step(metadata.get("step")))
+    given = _metadata_step(metadata["step"]) if "step" in metadata else None
+    call.step = _step(headers.get(b"x-step", b"").decode("latin-1") or given)
     if key := headers.get(b"idempotency-key"):
         call.idempotency_key = _idempotency_key(key)
     call.is_retry = is_retry(headers)
