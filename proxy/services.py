@@ -25,14 +25,7 @@ from proxy.engines.aliases import ModelNames
 from proxy.engines.engine import Engine
 from proxy.engines.http_client import Access
 from proxy.engines.pool import EnginePool
-from proxy.engines.probe import (
-    check_capture,
-    find_sampling_defaults,
-    find_template,
-    has_lora,
-    load_unchecked_template,
-    read_server_info,
-)
+from proxy.engines.served_template import find_template, load_unchecked_template
 from proxy.events import Events
 from proxy.fault import FaultPoints
 from proxy.http.freed_memory import keep_freed_memory, return_freed_memory
@@ -311,11 +304,8 @@ async def _check_engine(engine: Engine, sessions: Sessions, settings: ProxySetti
         if sessions.template is None:
             sessions.learn_template(await load_unchecked_template(engine, settings.tokenizer))
         return
-    engine.has_lora = await has_lora(engine)
     try:
-        await check_capture(engine)
-        engine.sampling_defaults = await find_sampling_defaults(engine)
-        await read_server_info(engine)
+        await engine.check_features()
     except EngineUnsuitable as unsuitable:
         if settings.engine_check == "strict":
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -211,7 +212,7 @@ class ProxySettings(Settings):
     fault: str | None = None
     """For tests of crashes: the named point of a call at which the process kills itself, see `proxy/fault.py`."""
 
-    @property
+    @functools.cached_property
     def json_limits(self) -> dict[str, int]:
         """The limits of a request body's JSON, as `proxy.http.asgi` takes them."""
         return {

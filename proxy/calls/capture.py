@@ -15,16 +15,14 @@ from proxy.continuation.forest import NO_ROOT, KnownTurn, Root
 from proxy.continuation.plan import NO_IDS, Plan
 from proxy.continuation.roles import Found, read_root
 from proxy.dialects.base import Call
-from proxy.dialects.engine_reply import Captured, Choice
+from proxy.dialects.captured import Captured, Choice
 from proxy.writer.process import NewTurn
-from turnwise.types import TOOL_GRAMMAR, Json, Outcome, Role, Session, TokenIds
+from turnwise.types import Json, Outcome, Role, Session, TokenIds
 
 SAMPLED_ENDS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons that a sampler ends with; a reply with any other was cut off by the engine."""
 CUT_OFF_ENDS = frozenset({"abort", "error", "repetition"})
-"""vLLM's other finish reasons."""
-LOWEST_TEMPERATURE = 0.01
-"""vLLM raises temperatures between 0 and this."""
+"""Other finish reasons of engines."""
 NO_LOGPROBS = np.empty(0, np.float32)
 MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "function_call", "annotations", "audio")
 """Fields of a reply that are stored."""
@@ -32,17 +30,15 @@ MESSAGE_FIELDS = ("role", "content", "reasoning", "tool_calls", "refusal", "func
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Timing:
-    """Times and policy versions of a call."""
+    """Times, policy versions and sampling of a call."""
 
     created_at: datetime.datetime
     ttft_seconds: float | None
     duration_seconds: float
     policy_version_first: int
     policy_version_last: int
-    sampling_defaults: Json = dataclasses.field(default_factory=dict)
-    """The engine's sampling parameters where the request sets none."""
-    has_tool_grammar: bool = False
-    """Whether the engine samples strict tool calls, and single ones, under a grammar."""
+    sampling: Json
+    """How the engine sampled the call."""
 
 
 def failed_turn(
@@ -144,7 +140,7 @@ def _common(call: Call, timing: Timing, session: Session, inferred_by: str | Non
         "tenant": session.tenant,
         "step": call.step,
         "dialect": call.dialect.name,
-        "sampling": effective_sampling(call, timing),
+        "sampling": timing.sampling,
         "logprobs": NO_LOGPROBS,
         "policy_version_first": timing.policy_version_first,
         "policy_version_last": timing.policy_version_last,
@@ -153,32 +149,6 @@ def _common(call: Call, timing: Timing, session: Session, inferred_by: str | Non
         "ttft_seconds": timing.ttft_seconds,
         "duration_seconds": timing.duration_seconds,
     }
-
-
-def effective_sampling(call: Call, timing: Timing) -> Json:
-    """Return how a call was sampled: its parameters, the engine's defaults, and what the engine made of both."""
-    sampling = call.sampling
-    unset = {name: value for name, value in timing.sampling_defaults.items() if sampling.get(name) is None}
-    temperature = sampling.get("temperature", unset.get("temperature"))
-    if isinstance(temperature, int | float) and 0 < temperature < LOWEST_TEMPERATURE:
-        unset["temperature"] = LOWEST_TEMPERATURE
-    if timing.has_tool_grammar and wants_tool_grammar(call):
-        unset[TOOL_GRAMMAR] = True
-    return {**sampling, **unset} if unset else sampling
-
-
-def wants_tool_grammar(call: Call) -> bool:
-    """Return whether an engine that enforces strict tools samples the call under a grammar that it does not name.
-
-    With `tool_choice` "auto", vLLM attaches a structural tag if a tool is strict or only one call is allowed.
-    """
-    tools = call.tools
-    if not tools or call.body.get("tool_choice") not in (None, "auto"):
-        return False
-    if call.body.get("parallel_tool_calls") is False:
-        return True
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
-    return any(isinstance(function, dict) and bool(function.get("strict")) for function in functions)
 
 
 class _Prompt(NamedTuple):
@@ -208,16 +178,6 @@ def _routing(choice: Choice, prompt: _Prompt) -> tuple[str, int, int] | None:
         return None
     start = 0 if prompt.parent is None else prompt.length - len(prompt.between)
     return choice.routed_experts, start, prompt.length + len(choice.token_ids)
-
-
-def routing_request(plan: Plan) -> Json:
-    """Return the request's field that leaves the tokens of earlier turns out of the experts that vLLM returns.
-
-    The last token before this turn's own was not routed when it was sampled, so its experts are this turn's.
-    """
-    if plan.prompt is None or plan.parent is None:
-        return {}
-    return {"routed_experts_prompt_start": plan.prompt.num_ids - len(plan.between) - 1}
 
 
 def request_key(idempotency_key: str, index: int) -> str:
@@ -254,7 +214,7 @@ def _outcome(
 
 def root_of(call: Call, timing: Timing) -> Root:
     """Return what a call without a parent shows about its chain: what is read from its stored turn after a restart."""
-    return read_root(call.messages, call.tools, effective_sampling(call, timing))
+    return read_root(call.messages, call.tools, timing.sampling)
 
 
 def known_turn(turn: NewTurn, plan: Plan, chain_id: str, root: Root | None = None) -> KnownTurn:

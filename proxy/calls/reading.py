@@ -30,7 +30,6 @@ def take_whole(reply: bytes, running: Running, lane: Lane) -> bytes:
         EngineUnavailable: it is not a completion.
     """
     (shown,) = _take([reply], running, lane)
-    lane.engine.returns_routing |= running.captured.has_routing
     return shown
 
 
@@ -65,11 +64,11 @@ def _encode(chunks: list[bytes], running: Running, lane: Lane) -> bytes:
 
 def _take(parts: list[bytes], running: Running, lane: Lane) -> list[bytes]:
     call = running.call
-    inside, requested = lane.adapter or lane.engine.model, call.model or lane.engine.model
+    inside, requested = lane.model, call.model or lane.engine.model
     if inside != requested:
         old, new = (b'"model":' + orjson.dumps(name) for name in (inside, requested))
         parts = [part.replace(old, new, 1) for part in parts]
     try:
-        return call.dialect.capture(parts, running.captured, call)
+        return lane.engine.read_reply(parts, running.captured, call)
     except NOT_A_COMPLETION as error:
         raise not_a_completion(lane, error) from error

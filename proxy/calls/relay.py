@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-import orjson
-
 from proxy.auth import Principal
 from proxy.calls import capture, reading
 from proxy.calls.client_left import ClientLeft, cancelled_when_client_leaves
@@ -151,29 +149,13 @@ class Relay:
             lane = running.lane = await self._pool.admit(running.session, has_waited=running.has_waited)
             running.version_first = lane.version
             self._faults.point("before_engine")
-            with await self._post(running, lane) as answer:
+            headers = {"content-type": "application/json", "x-request-id": running.call_id}
+            with await lane.engine.sample(running.call, running.plan, lane.model, headers) as answer:
                 if running.call.stream:
                     held = await self._relay_events(answer, running, lane, send)
                 else:
                     held = await self._read_whole(answer, running, lane)
         return held if await self._commit(running) else None
-
-    @staticmethod
-    async def _post(running: Running, lane: Lane) -> Answer:
-        """Send a call to its engine.
-
-        Raises:
-            EngineUnavailable: no connection, or one that broke before the answer's head.
-            EngineRefused: an error status, with the engine's own body.
-            InvalidRequest: the request would crash the engine.
-        """
-        call, prompt = running.call, running.plan.prompt
-        body = call.dialect.engine_body(call, None if prompt is None else prompt.json())
-        body["model"] = lane.adapter or lane.engine.model
-        body |= capture.routing_request(running.plan) if lane.engine.returns_routing else {}
-        lane.engine.reject_prompt_logprobs(body)
-        headers = {"content-type": "application/json", "x-request-id": running.call_id}
-        return await lane.engine.post(call.dialect.engine_route, orjson.dumps(body), headers)
 
     async def _read_whole(self, answer: Answer, running: Running, lane: Lane) -> bytes:
         try:

@@ -11,7 +11,7 @@ from proxy.calls.replays import RequestIdentity
 from proxy.continuation.memory import Placement
 from proxy.continuation.plan import Plan
 from proxy.dialects.base import Call
-from proxy.dialects.engine_reply import Captured
+from proxy.dialects.captured import Captured
 from proxy.engines.engine import Lane
 from turnwise.types import SHADOW, Session, utc_now
 
@@ -75,6 +75,5 @@ class Running:
             duration_seconds=time.perf_counter() - self.started,
             policy_version_first=self.version_first,
             policy_version_last=self.version_last,
-            sampling_defaults={} if self.lane is None else self.lane.engine.sampling_defaults,
-            has_tool_grammar=self.lane is not None and self.lane.engine.has_tool_grammar,
+            sampling=self.call.sampling if self.lane is None else self.lane.engine.effective_sampling(self.call),
         )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from proxy.dialects import sse
-from proxy.dialects.engine_reply import Captured, read_parts, without_thinking
 from turnwise.store.lineage import TurnView
 from turnwise.types import Json
 
@@ -20,15 +19,6 @@ TEMPLATE_FIELDS = ("chat_template", "documents")
 """Request fields besides `chat_template_kwargs` that are arguments of the chat template."""
 NOT_SAMPLING = frozenset({"messages", "tools", "metadata", "model", "stream", "stream_options"})
 """Request fields that are stored elsewhere or do not affect sampling."""
-
-
-ENGINE_FIELDS = frozenset(
-    {
-        *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority", "request_id", "data_parallel_rank"),
-        *("mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "stream_interval", "prompt_embeds"),
-    }
-)
-"""Request fields that steer the engine itself; a client's are removed."""
 
 
 class Encoder(Protocol):
@@ -53,7 +43,7 @@ class Call:
 
     dialect: Dialect
     body: Json
-    """The request to the engine's route, before capture's options are added."""
+    """The request in OpenAI's format, of `Dialect.engine_route`."""
     messages: list[Json]
     """The conversation; empty for a bare text prompt."""
     stream: bool
@@ -61,7 +51,7 @@ class Call:
     wants_logprobs: bool
     wants_token_ids: bool
     hides_thinking: bool = False
-    """Whether the client asked for no reasoning; vLLM then returns no token ids and logprobs either."""
+    """Whether the client asked for no reasoning; it then gets no token ids and logprobs either, as from vLLM."""
     session_id: str | None = None
     session_source: str | None = None
     """Where `session_id` was found: `path`, `x-session-id`, `metadata`, or the name of a native id."""
@@ -95,6 +85,12 @@ class Call:
         if sampling:
             self.body = {**self.body, **sampling}
 
+    def drop_fields(self, fields: Collection[str]) -> None:
+        """Remove request fields that steer the engine itself."""
+        self.dropped_fields = sorted(field for field in fields if field in self.body)
+        if self.dropped_fields:
+            self.body = {field: value for field, value in self.body.items() if field not in fields}
+
     def encode_with(self, make_encoder: Callable[[], Encoder]) -> None:
         """Encode a streamed reply by another encoder."""
         self.make_encoder, self.encoder = make_encoder, make_encoder()
@@ -115,8 +111,15 @@ class Call:
 
     @property
     def template_arguments(self) -> Json:
-        """The arguments of the chat template besides messages and tools."""
-        return template_arguments(self.body)
+        """The arguments of the chat template besides messages and tools, as vLLM derives them from a request."""
+        body = self.body
+        arguments = dict(body.get("chat_template_kwargs") or {})
+        effort = body.get("reasoning_effort")
+        if effort is not None:
+            arguments["reasoning_effort"] = effort
+            arguments.setdefault("enable_thinking", effort != "none")
+        arguments.update({field: body[field] for field in TEMPLATE_FIELDS if body.get(field) is not None})
+        return arguments
 
     @property
     def sampling(self) -> Json:
@@ -130,25 +133,6 @@ class Call:
         return bool(
             body.get("continue_final_message") or body.get("echo") or body.get("add_generation_prompt") is False
         )
-
-
-def template_arguments(body: Json) -> Json:
-    """Return the arguments of the chat template besides messages and tools, as vLLM derives them from a request."""
-    arguments = dict(body.get("chat_template_kwargs") or {})
-    effort = body.get("reasoning_effort")
-    if effort is not None:
-        arguments["reasoning_effort"] = effort
-        arguments.setdefault("enable_thinking", effort != "none")
-    arguments.update({field: body[field] for field in TEMPLATE_FIELDS if body.get(field) is not None})
-    return arguments
-
-
-def remove_engine_fields(body: Json) -> tuple[Json, list[str]]:
-    """Return a request without the fields that steer the engine itself, and the names of these fields."""
-    if ENGINE_FIELDS.isdisjoint(body):
-        return body, []
-    removed = sorted(ENGINE_FIELDS.intersection(body))
-    return {field: value for field, value in body.items() if field not in removed}, removed
 
 
 class Action(enum.StrEnum):
@@ -192,7 +176,7 @@ class Dialect(abc.ABC):
     error_schema: ClassVar[Json] = OPENAI_ERROR_SCHEMA
     """JSON schema of an error body."""
     engine_route: ClassVar[str]
-    """The engine's route that serves the calls."""
+    """OpenAI's route of the engine that serves the calls: chat or text completions."""
     id_prefix: ClassVar[str]
     """Prefix of a completion's id, before the call's id."""
     object_names: ClassVar[tuple[str, str]]
@@ -226,30 +210,6 @@ class Dialect(abc.ABC):
         """Put the conversation of an earlier turn before the call's own messages."""
         call.messages = [*earlier.messages, earlier.turn.response, *call.messages]
         call.body["messages"] = call.messages
-
-    @abc.abstractmethod
-    def engine_body(self, call: Call, prompt_token_ids: bytes | None) -> Json:
-        """Return the engine request, with the options that capture needs, for `orjson.dumps`.
-
-        Args:
-            call: the call.
-            prompt_token_ids: a JSON array; None where the engine renders the messages.
-        """
-
-    def capture(self, parts: list[bytes], captured: Captured, call: Call) -> list[bytes]:
-        """Capture a whole reply, or chunks of a stream; return them without the fields the client did not ask for.
-
-        Raises:
-            msgspec.DecodeError: a part is not what the engine's route answers.
-        """
-        shown = read_parts(
-            parts,
-            captured,
-            shows_logprobs=call.wants_logprobs,
-            shows_token_ids=call.wants_token_ids,
-            shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
-        )
-        return list(map(without_thinking, shown)) if call.hides_thinking else shown
 
     @abc.abstractmethod
     def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:

@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import msgspec
 import orjson
 
-from proxy.dialects import engine_reply, sse
+from proxy.dialects import sse
 from proxy.dialects.chat import ChatCompletions
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
@@ -72,7 +73,7 @@ class BlockEncoder(abc.ABC):
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Return the events for some stripped chunks of the engine; there may be none."""
-        return b"".join([self._encode(engine_reply.decoded(chunk)) for chunk in chunks])
+        return b"".join([self._encode(msgspec.json.decode(chunk)) for chunk in chunks])
 
     def _encode(self, chunk: Json) -> bytes:
         self.usage = chunk.get("usage") or self.usage

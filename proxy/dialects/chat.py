@@ -1,8 +1,4 @@
-"""`/v1/chat/completions`: the engine's own dialect. Every other dialect except completions is translated to it.
-
-The engine always returns token ids and logprobs. They are captured here and stay in the reply only if the client asked
-for them.
-"""
+"""`/v1/chat/completions`: the engine's own dialect. Every other dialect except completions is translated to it."""
 
 from __future__ import annotations
 
@@ -17,14 +13,11 @@ from proxy.dialects.base import (
     Call,
     Dialect,
     WireRoute,
-    remove_engine_fields,
 )
 from proxy.dialects.schemas import IDENTITY, MESSAGES, STREAM
 from turnwise.errors import InvalidRequest
 from turnwise.types import Json
 
-FORCED: Mapping[str, Any] = {"return_token_ids": True, "logprobs": True, "include_reasoning": True}
-"""Request fields that capture always sets."""
 JSON_NAME: Mapping[type, str] = {list: "array", dict: "object", str: "string"}
 
 
@@ -62,7 +55,6 @@ class ChatCompletions(Dialect):
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
         """
-        body, dropped_fields = remove_engine_fields(body)
         messages = body.get("messages") or []
         if not isinstance(messages, list) or not set(map(type, messages)) <= {dict}:
             raise InvalidRequest("`messages` must be a list of objects.", param="messages")
@@ -81,19 +73,7 @@ class ChatCompletions(Dialect):
             wants_logprobs=bool(body.get("logprobs")) and not hides_thinking,
             hides_thinking=hides_thinking,
             wants_token_ids=bool(body.get("return_token_ids")),
-            dropped_fields=dropped_fields,
         )
-
-    def engine_body(self, call: Call, prompt_token_ids: bytes | None) -> Json:
-        """Return the engine request, with the options that capture needs."""
-        body = dict(call.body)
-        if call.messages:
-            body["messages"] = readable_messages(call)
-        if not _is_refused(body):
-            body |= FORCED
-        if prompt_token_ids is not None:
-            body["kv_transfer_params"] = orjson.Fragment(b'{"prompt_token_ids":%b}' % prompt_token_ids)
-        return body
 
     def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:
         """Return a stored choice as vLLM's chat route formats it."""
@@ -167,8 +147,3 @@ def number_of_choices(body: Json, max_choices: int) -> int:
     if not isinstance(count, int) or isinstance(count, bool) or count > max_choices:
         raise InvalidRequest(f"`n` must be an integer from 1 to {max_choices}, not {count!r}.", param="n")
     return max(count, 1)
-
-
-def _is_refused(body: Json) -> bool:
-    """Return whether the engine refuses the request; capture's options must not change that error."""
-    return not body.get("messages") or (bool(body.get("top_logprobs")) and not body.get("logprobs"))

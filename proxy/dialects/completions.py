@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from proxy.dialects.base import Call, Dialect, WireRoute, remove_engine_fields
+from proxy.dialects.base import Call, Dialect, WireRoute
 from proxy.dialects.chat import check_kinds, number_of_choices
 from proxy.dialects.schemas import STREAM
 from turnwise.errors import InvalidRequest
@@ -41,7 +41,6 @@ class TextCompletions(Dialect):
         Raises:
             InvalidRequest: naming the field and what is wrong with it.
         """
-        body, dropped_fields = remove_engine_fields(body)
         prompts = number_of_prompts(body.get("prompt"))
         if prompts > max_messages:
             raise InvalidRequest(f"`prompt` has {prompts} entries; at most {max_messages} are served.", param="prompt")
@@ -56,17 +55,7 @@ class TextCompletions(Dialect):
             num_choices=prompts * number_of_choices(body, max_choices),
             wants_logprobs=body.get("logprobs") is not None,
             wants_token_ids=bool(body.get("return_token_ids")),
-            dropped_fields=dropped_fields,
         )
-
-    def engine_body(
-        self,
-        call: Call,
-        prompt_token_ids: bytes | None,  # noqa: ARG002  never extended
-    ) -> Json:
-        """Return the engine request, with the options that capture needs."""
-        logprobs = call.body.get("logprobs")
-        return {**call.body, "return_token_ids": True, "logprobs": 0 if logprobs is None else logprobs}
 
     def rebuild_choice(self, message: Json, finish_reason: str | None, index: int, *, stream: bool) -> Json:  # noqa: ARG002
         """Return a stored choice as vLLM's completions route formats it, whole or streamed alike."""

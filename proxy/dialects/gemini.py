@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import orjson
 
-from proxy.dialects import engine_reply, sse
+from proxy.dialects import sse
 from proxy.dialects.base import Action, Call, WireRoute
 from proxy.dialects.blocks import own_id, parsed_arguments
 from proxy.dialects.chat import ChatCompletions
@@ -127,7 +128,7 @@ class Gemini(ChatCompletions):
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
         """Return a chat reply as a `GenerateContentResponse`."""
-        decoded = engine_reply.decoded(reply)
+        decoded = msgspec.json.decode(reply)
         shows_thoughts = _shows_thoughts(call.original)
         candidates = []
         for choice in decoded["choices"]:
@@ -177,7 +178,7 @@ class GeminiEncoder:
 
     def chunks(self, chunks: list[bytes]) -> bytes:
         """Return the events for some stripped chunks of the engine; there may be none."""
-        return b"".join([self._encode(engine_reply.decoded(chunk)) for chunk in chunks])
+        return b"".join([self._encode(msgspec.json.decode(chunk)) for chunk in chunks])
 
     def done(self) -> bytes:
         """Return the end of the stream; events need none."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import orjson
 
-from proxy.dialects import engine_reply
 from proxy.dialects.base import Action, Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id, parsed_arguments
 from proxy.dialects.chat import ChatCompletions, is_json_object
@@ -100,7 +100,7 @@ class Messages(ChatCompletions):
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:  # noqa: ARG002  the reply has all that is needed
         """Return a chat reply as a message of blocks."""
-        decoded = engine_reply.decoded(reply)
+        decoded = msgspec.json.decode(reply)
         choice = decoded["choices"][0]
         blocks = list(blocks_of(choice["message"]))
         message = _head(decoded, self.id_prefix)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import orjson
 
-from proxy.dialects import engine_reply
 from proxy.dialects.base import Call, WireRoute
 from proxy.dialects.blocks import Block, BlockEncoder, blocks_of, own_id
 from proxy.dialects.chat import ChatCompletions, check_kinds
@@ -103,7 +103,7 @@ class Responses(ChatCompletions):
 
     def encode_reply(self, reply: bytes, call: Call) -> bytes:
         """Return a chat reply as a response of items."""
-        decoded = engine_reply.decoded(reply)
+        decoded = msgspec.json.decode(reply)
         choice = decoded["choices"][0]
         response = _head(decoded, self.id_prefix, call.original)
         blocks = list(blocks_of(choice["message"])) or [Block("text", "")]

@@ -1,12 +1,10 @@
-"""One vLLM process over HTTP: its calls, its control routes, and the lanes that calls sample in."""
+"""One engine process over HTTP: its state, its health, and the lanes that calls sample in."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -16,9 +14,9 @@ import orjson
 
 from proxy.engines.answers import Answer, Disconnected, NotConnected
 from proxy.engines.http_client import Access, Body, HttpClient
+from proxy.engines.kind import EngineKind
 from proxy.engines.state import SERVING, EngineState, EngineStatus
-from proxy.engines.weight_transfers import WeightTransfers
-from turnwise.errors import EngineRefused, EngineUnavailable, InvalidRequest, ReloadFailed
+from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
 from turnwise.telemetry import current_request
 from turnwise.types import Json
 
@@ -28,8 +26,6 @@ CONNECT_SECONDS = 5.0
 """An engine on loopback or a private network accepts a connection within this time, or it is absent."""
 HEALTH_TIMEOUT_SECONDS = 2.0
 """How long a health check may take."""
-COUNT = re.compile(rb'\s*\{\s*"count"\s*:\s*(\d+)')
-"""The begin of the answer of `/tokenize`, as vLLM writes it."""
 MAX_FAILED_CHECKS = 3
 """Health checks in a row that a serving engine may fail before it is taken out."""
 ADAPTER_PREFIX = "policy-v"
@@ -52,9 +48,14 @@ class Lane:
     num_calls: int = 0
     """Running calls of this process."""
 
+    @property
+    def model(self) -> str:
+        """The name that its engine serves it under."""
+        return self.adapter or self.engine.model
 
-class Engine:
-    """One vLLM process."""
+
+class Engine(EngineKind):
+    """One engine process; a kind of engine is a subclass."""
 
     def __init__(
         self, url: str, *, timeout_seconds: float, gone_seconds: float = 30.0, access: Access | None = None
@@ -82,21 +83,12 @@ class Engine:
         """When its last draining began, on the monotonic clock."""
         self.num_started = 0
         """Calls of this process that it was given since the process began."""
-        self.has_lora = False
-        """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
-        self.returns_routing = False
-        """Whether one of its replies had the experts of its tokens."""
-        self.transfers = WeightTransfers(self.url, self.ask)
+        self.takes_no_weights = False
+        """Whether it has answered that it was started without weights from memory."""
         self.wait_until_serving: Callable[[], Awaitable[bool]] | None = None
         """Waits while it is absent and no other engine serves; returns whether it serves again."""
         self.observe_head: Callable[[float], None] | None = None
         """Called with the seconds from each call's request to the head of its answer."""
-        self.sampling_defaults: Json = {}
-        """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
-        self.has_tool_grammar = True
-        """Whether it samples strict tool calls, and single ones, under a grammar; True also where that is unknown."""
-        self.dtype: str | None = None
-        """Number format of its weights, such as `float32`; None if it does not say."""
         self._gone_seconds = gone_seconds
         self._failed_checks = 0
         self._num_labels = 0
@@ -206,31 +198,19 @@ class Engine:
             EngineUnavailable: no answer within `seconds`.
             EngineRefused: an error status.
         """
-        raw = await self._ask(method, path, b"" if body is None else orjson.dumps(body), seconds, query)
+        raw = await self.ask_raw(method, path, b"" if body is None else orjson.dumps(body), seconds, query)
         try:
             return orjson.loads(raw) if raw else None
         except orjson.JSONDecodeError:
             return raw.decode(errors="replace")
 
-    async def count_tokens(self, request: Body) -> int:
-        """Return the number of tokens of a prompt; only the count is read, not the ids that follow it.
+    async def ask_raw(self, method: str, path: str, data: Body, seconds: float, query: Mapping[str, str]) -> bytes:
+        """Call a control route and return its answer.
 
         Raises:
-            EngineUnavailable: no answer in time, or one without the number.
+            EngineUnavailable: no answer within `seconds`.
             EngineRefused: an error status.
         """
-        raw = await self._ask("POST", "/tokenize", request, 10.0, {})
-        if found := COUNT.match(raw):
-            return int(found[1])
-        try:
-            return int((await asyncio.to_thread(orjson.loads, raw))["count"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise EngineUnavailable(
-                f"the engine at {self.url} answered no number of tokens: {raw[:80]!r}; retry"
-            ) from error
-
-    async def _ask(self, method: str, path: str, data: Body, seconds: float, query: Mapping[str, str]) -> bytes:
-        """Call a route and return its answer."""
         if query:
             path += "?" + urlencode(query)
         try:
@@ -243,24 +223,6 @@ class Engine:
         if answer.status >= 400:
             raise EngineRefused(answer.status, raw)
         return raw
-
-    def reject_prompt_logprobs(self, body: Json) -> None:
-        """Reject a request that would crash this engine.
-
-        A vLLM with LoRA crashes on logprobs of the prompt's own tokens while another call runs. `echo` asks for them
-        too, in chat even without `logprobs`.
-
-        Raises:
-            InvalidRequest: naming the field.
-        """
-        field = "prompt_logprobs" if body.get("prompt_logprobs") is not None else "echo" if body.get("echo") else None
-        if field is not None and (self.has_lora or self.adapters):
-            raise InvalidRequest(
-                f"`{field}` would crash the engine, because it was started with LoRA; send the request without it, or "
-                "serve from an engine that was started without --lora",
-                param=field,
-                code="engine_has_lora",
-            )
 
     async def fetch_models(self) -> None:
         """Read which model and which adapters it serves."""
@@ -282,59 +244,9 @@ class Engine:
         if any(str(model["id"]) == adapter_name(version) for model in models) and version not in self.adapters:
             self.adapters[version] = Lane(self, version, adapter_name(version))
 
-    async def pause(self) -> None:
-        """Stop sampling; running calls are kept, new ones queue."""
-        await self.ask("POST", "/pause", mode="keep", clear_cache="true")
-
-    async def is_paused(self) -> bool:
-        """Return whether sampling is stopped; False from an engine without that route."""
-        try:
-            answer = await self.ask("GET", "/is_paused")
-        except EngineRefused:
-            return False
-        return isinstance(answer, dict) and bool(answer.get("is_paused"))
-
-    async def resume(self) -> None:
-        """Continue sampling."""
-        await self.ask("POST", "/resume")
-
-    async def is_sleeping(self) -> bool:
-        """Return whether it gave up its memory; False from an engine without sleep mode."""
-        try:
-            answer = await self.ask("GET", "/is_sleeping")
-        except EngineRefused:
-            return False
-        return isinstance(answer, dict) and bool(answer.get("is_sleeping"))
-
-    async def sleep(self, level: int, *, seconds: float) -> None:
-        """Stop sampling and give up memory; running calls are kept, new ones queue."""
-        await self.ask("POST", "/sleep", seconds=seconds, level=str(level), mode="keep")
-
-    async def wake(self, part: str, *, seconds: float) -> None:
-        """Take back memory: `weights`, or `kv_cache`; sampling resumes once the engine has both."""
-        await self.ask("POST", "/wake_up", seconds=seconds, tags=part)
-
-    async def load_weights(self, path: str, *, seconds: float) -> None:
-        """Replace the base weights with those of a checkpoint directory.
-
-        Raises:
-            ReloadFailed: the engine refused them.
-        """
-        body: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        try:
-            await self.ask("POST", "/collective_rpc", body, seconds=seconds)
-        except EngineRefused as refused:
-            raise ReloadFailed(
-                f"the engine at {self.url} did not load {path!r}: {refused}", is_transient=refused.is_transient
-            ) from refused
-
-    def forget_transfers(self) -> None:
-        """Find out again which weight transfers it takes: it may have been restarted with other flags."""
-        self.transfers = WeightTransfers(self.url, self.ask)
-
     async def label_weights(self, label: int | str) -> None:
-        """Write the label of the base weights into the engine."""
-        await self.ask("POST", "/update_weight_version", {"new_version": str(label)})
+        """Label the base weights."""
+        await self.write_label(str(label))
         self.apply_label(str(label))
 
     def apply_label(self, label: str | None) -> None:
@@ -353,15 +265,6 @@ class Engine:
         if num_applied == self._num_labels:
             self.apply_label(label)
 
-    async def weights_label(self) -> str | None:
-        """Return the label of the base weights, None from an engine that keeps none."""
-        try:
-            answer = await self.ask("GET", "/weight_info")
-        except EngineRefused:
-            return None
-        label = answer.get("weight_version") if isinstance(answer, dict) else None
-        return None if label is None else str(label)
-
     async def load_adapter(self, version: int, path: str, *, seconds: float) -> Lane:
         """Load a LoRA adapter under a name of its own beside what is served; a loaded one stays.
 
@@ -370,9 +273,8 @@ class Engine:
         """
         await self.fetch_models()
         if version not in self.adapters:
-            body: Json = {"lora_name": adapter_name(version), "lora_path": path}
             try:
-                await self.ask("POST", "/v1/load_lora_adapter", body, seconds=seconds)
+                await self.add_adapter(adapter_name(version), path, seconds=seconds)
             except EngineRefused as refused:
                 raise ReloadFailed(
                     f"the engine at {self.url} did not load the adapter {path!r}: {refused}; "
@@ -384,8 +286,7 @@ class Engine:
 
     async def unload_adapter(self, version: int) -> None:
         """Unload a LoRA adapter; one that is not loaded is no error."""
-        with contextlib.suppress(EngineRefused):
-            await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
+        await self.remove_adapter(adapter_name(version))
         self.adapters.pop(version, None)
 
 

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from proxy.engines.engine import Engine, Lane
 from proxy.engines.http_client import Access
 from proxy.engines.state import EngineState
+from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable, Overloaded
 from turnwise.types import SHADOW, Session
@@ -38,9 +39,11 @@ class EnginePool:
         wait_seconds: float = 0.0,
         gone_seconds: float = 30.0,
         access: Access | None = None,
+        kind: type[Engine] = Vllm,
     ) -> None:
+        self.kind = kind
         self.engines = [
-            Engine(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
+            kind(url, timeout_seconds=timeout_seconds, gone_seconds=gone_seconds, access=access) for url in urls
         ]
         self.serving: list[Engine] = []
         """Engines that calls are routed to; another list after each change."""

@@ -42,32 +42,28 @@ class EngineStatus:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._state = EngineState.ABSENT
+        self.current = EngineState.ABSENT
+        """The state now; only `change` sets it."""
         self.on_change: Callable[[EngineState], None] | None = None
         """Called after each change with the new state."""
 
-    @property
-    def current(self) -> EngineState:
-        """The state now."""
-        return self._state
-
     def change(self, new: EngineState) -> None:
         """Change the state; to the present state this does nothing."""
-        if new is self._state:
+        if new is self.current:
             return
-        assert new in TRANSITIONS[self._state], f"an engine cannot change from {self._state} to {new}"
-        log.debug("the engine at %s changes from %s to %s", self._url, self._state, new)
-        self._state = new
+        assert new in TRANSITIONS[self.current], f"an engine cannot change from {self.current} to {new}"
+        log.debug("the engine at %s changes from %s to %s", self._url, self.current, new)
+        self.current = new
         if self.on_change is not None:
             self.on_change(new)
 
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:
         """Keep the engine in RELOADING for the block; then restore its state, unless the block took it out."""
-        before = self._state
+        before = self.current
         self.change(EngineState.RELOADING)
         try:
             yield
         finally:
-            if self._state is EngineState.RELOADING:
+            if self.current is EngineState.RELOADING:
                 self.change(before)

@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from proxy.engines.engine import Engine
 from proxy.engines.pool import EnginePool
-from proxy.engines.probe import token_logprobs
 from proxy.engines.state import EngineState
 from proxy.metrics import Metrics
 from proxy.reload.driver_lease import DriverLease
@@ -304,8 +303,8 @@ class Canary:
         if probe is None or not tried or not control:
             return None
         positions = probe.positions(NUM_PROBED)
-        before = await token_logprobs(control[0], probe.token_ids, positions)
-        nats = drift(before, await token_logprobs(tried[0], probe.token_ids, positions))
+        before = await control[0].engine.token_logprobs(control[0].model, probe.token_ids, positions)
+        nats = drift(before, await tried[0].engine.token_logprobs(tried[0].model, probe.token_ids, positions))
         if nats <= self._settings.canary_drift_nats:
             return None
         return (

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name
-from proxy.engines.probe import token_logprobs
 from proxy.engines.state import EngineState
 from proxy.fault import FaultPoints
 from proxy.reload.checkpoint import check_policy, check_tokenizer, check_values
@@ -198,7 +197,7 @@ class Loader:
         else:
             paused = await self._replace_weights(
                 engine,
-                lambda: engine.transfers.load_received(policy.version, seconds=self._settings.reload_timeout_seconds),
+                lambda: engine.load_received(policy.version, seconds=self._settings.reload_timeout_seconds),
                 policy.version,
             )
         probe = received.probe if received else await self.probe(policy, engine, seconds=None)
@@ -255,7 +254,7 @@ class Loader:
         if probe is None:
             return
         positions = probe.positions(NUM_PROBED)
-        logprobs = await token_logprobs(lane, probe.token_ids, positions)
+        logprobs = await lane.engine.token_logprobs(lane.model, probe.token_ids, positions)
         problem = mismatch(
             probe, positions, logprobs, engine_dtype=lane.engine.dtype, tolerance=self._settings.probe_tolerance
         )

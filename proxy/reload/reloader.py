@@ -276,7 +276,7 @@ class Reloader:
 
     async def _admit(self, engine: Engine) -> None:
         """Route calls to an engine that has appeared, after loading the active version if it was restarted."""
-        engine.forget_transfers()
+        engine.takes_no_weights = False  # it may have been restarted with other flags
         await engine.fetch_models()
         await engine.read_label()
         wanted = await self._wanted()

@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 REFUSED_SECONDS = 60.0
 """How long an engine that refused a transfer gets its versions from directories without being asked again."""
-LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
-"""What vLLM answers without weight transfers, and with another backend than the plugin's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,8 +92,8 @@ class Transfers:
             problem = f"it took over {self._seconds:g} s (--reload-timeout-seconds)"
         except EngineError as error:
             problem = str(error)
-            if _lacks_transfers(error):
-                engine.transfers.is_unsupported = True
+            if isinstance(error, EngineRefused) and engine.says_it_takes_no_weights(error):
+                engine.takes_no_weights = True
                 log.warning(
                     "the engine at %s was started without Turnwise's weight transfers, so it reads versions from their "
                     "directories until it is restarted; start it with `turnwise engine` to send them from memory",
@@ -119,16 +117,16 @@ class Transfers:
         Raises:
             EngineError: the engine takes no transfers.
         """
-        request: Json = {"version": offer.version, "num_workers": await engine.transfers.num_workers()}
+        request: Json = {"version": offer.version, "num_workers": await engine.num_workers()}
         started = await ask_trainer(offer.url, "POST", "/transfers", request, ANSWER_SECONDS)
         if started is None:
             return "the trainer does not hold it any more, or does not answer"
-        await engine.transfers.receive(started["init_info"], seconds=self._seconds)
+        await engine.receive_weights(started["init_info"], seconds=self._seconds)
         ended = await ask_trainer(offer.url, "GET", f"/transfers/{started['transfer_id']}", {}, self._seconds)
         return "the trainer ended" if ended is None else ended["error"]
 
     def _has_refused(self, engine: Engine) -> bool:
-        if engine.transfers.is_unsupported:
+        if engine.takes_no_weights:
             return True
         refused_at = self._refused_at.get(engine.url)
         return refused_at is not None and time.monotonic() - refused_at < REFUSED_SECONDS
@@ -164,10 +162,3 @@ class Transfers:
         except StoreError as error:
             log.warning("the addresses of weights could not be read: %s", error)
             return []
-
-
-def _lacks_transfers(error: EngineError) -> bool:
-    """Return whether an engine has answered that it takes no transfers of ours, which only a restart changes."""
-    if not isinstance(error, EngineRefused):
-        return False
-    return error.status in (404, 405) or any(words in str(error) for words in LACKS_TRANSFERS)

@@ -303,7 +303,9 @@ class SampleEndpoint:
             views = await self._read_turns(turn_ids, principal)
             replies = {turn_id: view.turn.response for turn_id, view in views.items()}
             body = self._dialect.resolve_references(body, replies)
-        return self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
+        call = self._dialect.parse(body, max_choices=settings.max_choices, max_messages=settings.max_messages)
+        call.drop_fields(self._services.pool.kind.own_fields)
+        return call
 
 
 def identify(call: Call, scope: Scope, headers: dict[bytes, bytes], ignored_ids: Collection[str]) -> None:

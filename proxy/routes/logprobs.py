@@ -9,7 +9,6 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Response
 
 from proxy.auth import Principal
-from proxy.engines.probe import token_logprobs
 from proxy.routes.checked_route import CheckedRoute, Id
 from proxy.routes.models import Answer, answer, describe_answer
 from proxy.routes.serialise import caller
@@ -66,7 +65,7 @@ async def recompute_logprobs(
     after: list[float] = []
     for start in range(turn.prompt_length, len(token_ids), step):
         positions = list(range(start, min(start + step, len(token_ids))))
-        after += await token_logprobs(lane, token_ids, positions, turn.sampling)
+        after += await lane.engine.token_logprobs(lane.model, token_ids, positions, turn.sampling)
     if lane.version != version:
         raise Conflict(f"version {lane.version} was loaded in the place of {version} meanwhile; ask again")
     return answer(

@@ -43,6 +43,8 @@ CHECK_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
 """How long the readiness check waits for the writing process."""
 
+NO_SPAN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
 
 class _Waiting(NamedTuple):
     """A job without a result yet."""
@@ -110,20 +112,17 @@ class Writer:
             StoreUnavailable: when they could not be committed in time; nothing of them is stored.
             NotFound: when the session does not exist.
         """
-        context = current_request.get()
-        if context is None or context.trace is None:
-            return await self._append(turns)
-        turn = turns[0]
-        named = {
-            "turnwise.turn_id": turn.turn_id,
-            "turnwise.session_id": turn.session_id,
-            "turnwise.tenant": turn.tenant,
-        }
-        with context.trace.commit(named):
-            return await self._append(turns)
-
-    async def _append(self, turns: list[NewTurn]) -> list[Ending]:
-        endings = [Ending(*fields) for fields in await self._submit([turn.row() for turn in turns])]
+        context, span = current_request.get(), NO_SPAN
+        if context is not None and context.trace is not None:
+            turn = turns[0]
+            named = {
+                "turnwise.turn_id": turn.turn_id,
+                "turnwise.session_id": turn.session_id,
+                "turnwise.tenant": turn.tenant,
+            }
+            span = context.trace.commit(named)
+        with span:
+            endings = [Ending(*fields) for fields in await self._submit([turn.row() for turn in turns])]
         for ending in endings:
             if ending.routing_problem is not None:
                 self._metrics.unreadable_routing.labels(ending.routing_problem.value).inc()

@@ -19,7 +19,7 @@ from support.proxies import RunningProxy
 from support.waiting import wait_until
 from turnwise_fake_engine import RunningFakeEngine
 
-from proxy.engines.engine import Engine
+from proxy.engines.vllm.engine import Vllm
 from proxy.services import engine_access
 from proxy.settings import ProxySettings
 from turnwise.errors import EngineUnavailable
@@ -241,7 +241,7 @@ async def test_an_engine_with_tls_is_verified_by_its_own_authority_and_may_requi
         ({"engine_ca": authority}, False),
         (own, False),
     ):
-        engine = Engine(url, timeout_seconds=5, access=engine_access(ProxySettings(**settings)))
+        engine = Vllm(url, timeout_seconds=5, access=engine_access(ProxySettings(**settings)))
         if is_served:
             assert await engine.ask("GET", "/health") == {}
         else:

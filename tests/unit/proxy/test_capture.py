@@ -16,15 +16,21 @@ from proxy.continuation.forest import KnownTurn
 from proxy.continuation.plan import Plan
 from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.dialects.base import Call
+from proxy.dialects.captured import Captured, Choice
 from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.engine_reply import Captured, Choice
+from proxy.engines.vllm.sampling import effective
 from proxy.writer.process import NewTurn, complete
 from turnwise.store.rows import ids_from_blob, logprobs_from_blob
 from turnwise.types import Json, Outcome, Session, utc_now
 
 SESSION = Session(session_id="s", tenant="team")
 TIMING = Timing(
-    created_at=utc_now(), ttft_seconds=0.5, duration_seconds=1.5, policy_version_first=3, policy_version_last=4
+    created_at=utc_now(),
+    ttft_seconds=0.5,
+    duration_seconds=1.5,
+    policy_version_first=3,
+    policy_version_last=4,
+    sampling={"temperature": 0.5},
 )
 USER: Json = {"role": "user", "content": "Hello."}
 REPLY: Json = {"role": "assistant", "content": "Hi."}
@@ -89,7 +95,7 @@ def only(turns: list[NewTurn]) -> NewTurn:
 
 def test_the_first_turn_of_a_chain_stores_all_that_the_call_captured():
     """Prompt, tokens, logprobs, time and policy version; of the message the fields that clients repeat."""
-    call = call_of(USER, tools=[{"type": "function"}], temperature=0.5)
+    call = call_of(USER, tools=[{"type": "function"}])
     captured = Captured(PROMPT_TEXT, {0: choice(7, 8)}, "served")
     captured.choices[0].message |= {"unheard_of": 1, "refusal": None}
     turn = only(built(call, plan_of(call), captured))
@@ -157,7 +163,8 @@ def test_a_turn_whose_engine_echoes_another_prompt_starts_a_chain():
 def test_a_restart_finds_the_same_side_task_as_memory_has_under_the_engines_defaults(limit: int | None, task: str):
     """The defaults limit a call without a limit to two tokens. A limit of four or less makes a call a probe."""
     call = call_of({"role": "user", "content": "Write a title."}, max_tokens=limit)
-    plan, timing = plan_of(call), dataclasses.replace(TIMING, sampling_defaults={"max_tokens": 2})
+    sampling = effective(call, {"max_tokens": 2}, has_tool_grammar=False)
+    plan, timing = plan_of(call), dataclasses.replace(TIMING, sampling=sampling)
     captured = Captured(PROMPT_TEXT, {0: choice(7)})
     (built_turn,) = build_turns(call, plan, captured, timing, turn_id="chatcmpl-1", session=SESSION)
     in_memory = known_turn(built_turn, plan, "chatcmpl-1", root_of(call, timing))

@@ -10,8 +10,9 @@ import pytest
 from proxy.engines.engine import LOADING, UNLABELLED, Engine, Lane, adapter_name, adapter_version
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import EngineState
+from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
-from turnwise.errors import EngineUnavailable, InvalidRequest, Overloaded
+from turnwise.errors import EngineUnavailable, Overloaded
 from turnwise.types import SHADOW, Session
 
 URLS = ["http://a", "http://b", "http://c"]
@@ -195,10 +196,10 @@ def test_an_engine_counts_as_lora_enabled_from_its_first_adapter():
 
     def use(pool: EnginePool) -> None:
         engine = pool.engines[0]
-        engine.reject_prompt_logprobs({"prompt_logprobs": 1})
+        assert isinstance(engine, Vllm)
+        assert not engine.may_have_lora
         engine.adapters[3] = Lane(engine, 3, adapter_name(3))
-        with pytest.raises(InvalidRequest, match="`prompt_logprobs` would crash the engine"):
-            engine.reject_prompt_logprobs({"prompt_logprobs": 0})
+        assert engine.may_have_lora
 
     with_pool(use)
 

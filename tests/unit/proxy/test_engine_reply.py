@@ -8,7 +8,8 @@ import msgspec
 import orjson
 import pytest
 
-from proxy.dialects.engine_reply import Captured, read_logprobs, read_parts
+from proxy.dialects.captured import Captured, read_logprobs
+from proxy.engines.vllm.reply import read_parts
 from proxy.settings import ProxySettings
 
 ENTRY = {"token": '},"finish_reason":', "logprob": -0.5, "bytes": [125], "top_logprobs": []}

@@ -9,9 +9,10 @@ import pytest
 from support.ports import free_port
 from turnwise_fake_engine import Fault, FaultKind, RunningFakeEngine, running_fake_engine
 
-from proxy.engines.engine import MAX_FAILED_CHECKS, Engine, without_credentials
+from proxy.engines.engine import MAX_FAILED_CHECKS, without_credentials
 from proxy.engines.pool import EnginePool
 from proxy.engines.state import SERVING, TRANSITIONS, EngineState, EngineStatus
+from proxy.engines.vllm.engine import Vllm
 from proxy.metrics import Metrics
 from turnwise.errors import EngineUnavailable
 from turnwise.types import Session
@@ -97,7 +98,7 @@ async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_
     """A listener that accepts and never answers simulates an engine whose event loop is busy."""
     monkeypatch.setattr("proxy.engines.engine.HEALTH_TIMEOUT_SECONDS", 0.05)
     async with SilentServer() as url:
-        engine = Engine(url, timeout_seconds=5)
+        engine = Vllm(url, timeout_seconds=5)
         engine.status.change(EngineState.READY)
         for _ in range(MAX_FAILED_CHECKS - 1):
             await engine.check_health()
@@ -109,7 +110,7 @@ async def test_a_slow_health_check_does_not_take_an_engine_out_but_several_in_a_
 async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
     async with SilentServer() as url:
         pass
-    engine = Engine(url, timeout_seconds=5)
+    engine = Vllm(url, timeout_seconds=5)
     engine.status.change(EngineState.READY)
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
@@ -118,7 +119,7 @@ async def test_a_closed_port_takes_an_engine_out_at_the_first_check():
 async def test_a_running_call_ends_when_its_engine_is_detected_as_down(fake_engine: RunningFakeEngine):
     """Without this it would wait for `engine_timeout_seconds`, 600 s by default."""
     fake_engine.fail_next(Fault(kind=FaultKind.HANG))
-    engine = Engine(fake_engine.url, timeout_seconds=600, gone_seconds=0.0)
+    engine = Vllm(fake_engine.url, timeout_seconds=600, gone_seconds=0.0)
     call = asyncio.ensure_future(engine.post("/v1/chat/completions", chat_body(), {"content-type": "application/json"}))
     while not fake_engine.calls:  # noqa: ASYNC110  the engine runs in another thread
         await asyncio.sleep(0.01)
@@ -151,7 +152,7 @@ class SilentServer:
 
 async def test_connections_to_an_engine_have_keep_alive_probes_and_a_limit_for_unacknowledged_data(fake_engine):
 
-    engine = Engine(fake_engine.url, timeout_seconds=5)
+    engine = Vllm(fake_engine.url, timeout_seconds=5)
     await engine.ask("GET", "/health")
     (connection,) = engine._http._open
     given = connection._transport.get_extra_info("socket")
@@ -163,7 +164,7 @@ async def test_connections_to_an_engine_have_keep_alive_probes_and_a_limit_for_u
 
 def test_user_and_password_of_an_engine_appear_in_no_address():
     assert without_credentials("http://user:secret@host:8000/base/") == "http://host:8000/base"
-    engine = Engine("http://user:secret@host:8000", timeout_seconds=1)
+    engine = Vllm("http://user:secret@host:8000", timeout_seconds=1)
     assert "secret" not in engine.url + str(engine._unavailable(OSError("refused")))
 
 

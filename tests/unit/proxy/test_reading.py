@@ -18,12 +18,13 @@ from proxy.continuation.memory import LiveSession, Placement
 from proxy.continuation.plan import Plan
 from proxy.dialects import sse
 from proxy.dialects.base import Dialect
+from proxy.dialects.captured import read_logprobs
 from proxy.dialects.chat import ChatCompletions
-from proxy.dialects.engine_reply import read_logprobs
 from proxy.dialects.gemini import Gemini
 from proxy.dialects.messages import Messages
 from proxy.dialects.responses import Responses
-from proxy.engines.engine import Engine, Lane
+from proxy.engines.engine import Lane
+from proxy.engines.vllm.engine import Vllm
 from turnwise.types import Json, Session
 
 TRAPS = [
@@ -108,7 +109,7 @@ def running(dialect: Dialect, body: Json) -> tuple[Running, Lane]:
     plan = Plan(history=history_of(call))
     placement = Placement(LiveSession(Session(session_id="s", tenant="team")))
     state = Running(call, placement, plan, RequestIdentity("team", "", "s", None, b"", ("", True)), "call")
-    engine = Engine("http://127.0.0.1:9", timeout_seconds=1.0)
+    engine = Vllm("http://127.0.0.1:9", timeout_seconds=1.0)
     engine.model = MODEL
     return state, Lane(engine)
 

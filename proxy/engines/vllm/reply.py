@@ -1,4 +1,4 @@
-"""Read the reply of an engine, whole or streamed: what is captured of it, and the bytes of it that the client gets.
+"""Read a reply of vLLM, whole or streamed: what is captured of it, and the bytes of it that the client gets.
 
 A whole reply is read as a stream of one part. Each part is decoded once. Logprobs and the prompt's ids, most of a
 reply's bytes, stay JSON, which the writer decodes. Fields that the client did not ask for become `null` in its reply;
@@ -7,16 +7,13 @@ every other byte stays as the engine wrote it.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import operator
 import re
-from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 import orjson
 
+from proxy.dialects.captured import Captured, Choice
 from turnwise.types import Json
 
 IDS = re.compile(rb'token_ids":\s*\[[^]]*\]')
@@ -33,43 +30,6 @@ ABSENT = msgspec.Raw(NULL)
 DIGITS = b"0123456789"
 SPACES = b" \t\r\n"
 """The spaces that JSON allows."""
-
-
-@dataclasses.dataclass(slots=True)
-class Choice:
-    """One sampled choice, complete or so far."""
-
-    message: Json = dataclasses.field(default_factory=lambda: {"role": "assistant", "content": None})
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[bytes] = dataclasses.field(default_factory=list)
-    """The sampled tokens' logprobs as JSON, one value for each part of the reply; decoded by the writer."""
-    finish_reason: str | None = None
-    prompt_ids: bytes = b""
-    """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
-    routed_experts: str | None = None
-    """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
-
-
-@dataclasses.dataclass(slots=True)
-class Captured:
-    """Everything that the engine has returned for one call."""
-
-    prompt_ids: bytes = b""
-    """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them."""
-    choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
-    model: str = ""
-
-    def choice(self, index: int) -> Choice:
-        """Return the choice with this index; create it if it is new."""
-        found = self.choices.get(index)
-        if found is None:
-            found = self.choices[index] = Choice()
-        return found
-
-    @property
-    def has_routing(self) -> bool:
-        """Whether the engine has returned the experts of the tokens."""
-        return any(choice.routed_experts is not None for choice in self.choices.values())
 
 
 class EngineChoice(msgspec.Struct, gc=False):
@@ -100,20 +60,7 @@ class EngineReply(msgspec.Struct, gc=False):
     """A JSON array; see `read_ids`."""
 
 
-class _Sampled(msgspec.Struct, gc=False):
-    logprob: float | None
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Sampled] | None = None
-    """On the chat route."""
-    token_logprobs: list[float | None] | None = None
-    """On the completions route."""
-
-
 _replies = msgspec.json.Decoder(list[EngineReply])
-_logprobs = msgspec.json.Decoder(list[_Logprobs | None])
-_logprob_of = operator.attrgetter("logprob")
 
 
 def read_parts(
@@ -168,28 +115,6 @@ def _is_list_of_ids(array: bytes) -> bool:
     return separators == b"[%b]" % (b"," * (len(separators) - 2))
 
 
-def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
-    """Return the logprobs of the sampled tokens; an empty list if the JSON has another shape."""
-    found: list[float | None] = []
-    try:
-        for piece in _logprobs.decode(b"[%b]" % b",".join(pieces)):
-            if piece is not None:
-                found += map(_logprob_of, piece.content or ())
-                found += piece.token_logprobs or ()
-    except msgspec.DecodeError:
-        return []
-    return found
-
-
-def decoded(raw: bytes) -> Any:
-    """Decode JSON.
-
-    Raises:
-        msgspec.DecodeError: it is not JSON.
-    """
-    return msgspec.json.decode(raw)
-
-
 def _capture(replies: list[EngineReply], captured: Captured) -> list[bool]:
     """Capture parts; return which of them hold anything for a client that asked for text only."""
     has_content = []
@@ -198,7 +123,10 @@ def _capture(replies: list[EngineReply], captured: Captured) -> list[bool]:
             captured.prompt_ids = read_ids(reply.prompt_token_ids) or captured.prompt_ids
         is_filled = not reply.choices
         for part in reply.choices:
-            choice = captured.choices.get(part.index) or captured.choice(part.index)
+            choice = captured.choices.get(part.index)
+            if choice is None:
+                choice = captured.choices[part.index] = Choice()
+            captured.has_routing |= part.routed_experts is not None
             if part.prompt_token_ids is not ABSENT:
                 choice.prompt_ids = read_ids(part.prompt_token_ids) or choice.prompt_ids
                 captured.prompt_ids = captured.prompt_ids or choice.prompt_ids
@@ -276,7 +204,7 @@ def _without_ids(text: bytes, captured: Captured) -> bytes:
 
 def without_thinking(raw: bytes) -> bytes:
     """Remove the reasoning and the token ids, as vLLM does with `include_reasoning: false`."""
-    reply = decoded(raw)
+    reply = msgspec.json.decode(raw)
     for choice in reply["choices"]:
         if "token_ids" in choice:
             choice["token_ids"] = None

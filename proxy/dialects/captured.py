@@ -1,0 +1,70 @@
+"""What is captured of an engine's reply, whole or so far.
+
+Logprobs and the prompt's ids, most of a reply's bytes, stay JSON, which the writer decodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable
+
+import msgspec
+
+from turnwise.types import Json
+
+
+@dataclasses.dataclass(slots=True)
+class Choice:
+    """One sampled choice, complete or so far."""
+
+    message: Json = dataclasses.field(default_factory=functools.partial(dict, role="assistant", content=None))
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[bytes] = dataclasses.field(default_factory=list)
+    """The sampled tokens' logprobs as JSON, one value for each part of the reply; decoded by the writer."""
+    finish_reason: str | None = None
+    prompt_ids: bytes = b""
+    """As `Captured.prompt_ids`, where the choices of one call have different prompts; otherwise empty."""
+    routed_experts: str | None = None
+    """Experts of each token by layer, as an .npy array in base64; None unless the engine returns them."""
+
+
+@dataclasses.dataclass(slots=True)
+class Captured:
+    """Everything that the engine has returned for one call."""
+
+    prompt_ids: bytes = b""
+    """Ids of the prompt as decimal numbers, separated by commas: the writer decodes them."""
+    choices: dict[int, Choice] = dataclasses.field(default_factory=dict)
+    model: str = ""
+    has_routing: bool = False
+    """Whether the engine has returned the experts of the tokens."""
+
+
+class _Sampled(msgspec.Struct, gc=False):
+    logprob: float | None
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Sampled] | None = None
+    """On the chat route."""
+    token_logprobs: list[float | None] | None = None
+    """On the completions route."""
+
+
+_logprobs = msgspec.json.Decoder(list[_Logprobs | None])
+_logprob_of = operator.attrgetter("logprob")
+
+
+def read_logprobs(pieces: Iterable[bytes]) -> list[float | None]:
+    """Return the logprobs of the sampled tokens; an empty list if the JSON has another shape."""
+    found: list[float | None] = []
+    try:
+        for piece in _logprobs.decode(b"[%b]" % b",".join(pieces)):
+            if piece is not None:
+                found += map(_logprob_of, piece.content or ())
+                found += piece.token_logprobs or ()
+    except msgspec.DecodeError:
+        return []
+    return found

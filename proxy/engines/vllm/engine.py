@@ -1,0 +1,208 @@
+"""A vLLM process: every route of vLLM, and of Turnwise's plug-in in it, that the proxy calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+import orjson
+
+from proxy.continuation.plan import Plan
+from proxy.dialects.base import Call
+from proxy.dialects.captured import Captured
+from proxy.engines.answers import Answer
+from proxy.engines.engine import Engine
+from proxy.engines.http_client import Body
+from proxy.engines.vllm import requirements, sampling
+from proxy.engines.vllm.reply import read_parts, without_thinking
+from turnwise import logprob_request
+from turnwise.errors import EngineRefused, EngineUnavailable, ReloadFailed
+from turnwise.types import Json
+
+COUNT = re.compile(rb'\s*\{\s*"count"\s*:\s*(\d+)')
+"""The begin of the answer of `/tokenize`, as vLLM writes it."""
+LACKS_TRANSFERS = ("Weight transfer not configured", "Invalid init_info")
+"""What vLLM answers without weight transfers, and with another backend than the plug-in's."""
+
+
+class Vllm(Engine):
+    """One vLLM process."""
+
+    own_fields: ClassVar[frozenset[str]] = sampling.OWN_FIELDS
+    has_lora = False
+    """Whether it was started with LoRA, so that requests for prompt logprobs must not reach it."""
+    returns_routing = False
+    """Whether one of its replies had the experts of its tokens."""
+    has_tool_grammar = True
+    """Whether it samples strict tool calls, and single ones, under a grammar; True also where that is unknown."""
+    defaults: Mapping[str, object] = {}
+    """Sampling parameters that it uses where a request sets none, as far as they are not neutral."""
+
+    @property
+    def may_have_lora(self) -> bool:
+        """Whether it was started with LoRA, as far as that is known."""
+        return self.has_lora or bool(self.adapters)
+
+    async def check_features(self) -> None:
+        """Find out what it was started with, and check that it meets the requirements of exact capture.
+
+        Raises:
+            EngineUnsuitable: naming what is missing and how to get it.
+            EngineUnavailable: no answer.
+        """
+        self.has_lora = await requirements.has_lora(self)
+        await requirements.check_capture(self)
+        self.defaults = await requirements.find_sampling_defaults(self)
+        self.dtype, self.has_tool_grammar = await requirements.read_server_info(self)
+
+    async def sample(self, call: Call, plan: Plan, model: str, headers: dict[str, str]) -> Answer:
+        """Send a call."""
+        body = sampling.request(call, plan, returns_routing=self.returns_routing)
+        body["model"] = model
+        if self.may_have_lora:
+            sampling.reject_prompt_logprobs(body)
+        return await self.post(call.dialect.engine_route, orjson.dumps(body), headers)
+
+    def effective_sampling(self, call: Call) -> Json:
+        """Return how it samples a call."""
+        return sampling.effective(call, self.defaults, has_tool_grammar=self.has_tool_grammar)
+
+    def read_reply(self, parts: list[bytes], captured: Captured, call: Call) -> list[bytes]:
+        """Capture a whole reply, or chunks of a stream."""
+        shown = read_parts(
+            parts,
+            captured,
+            shows_logprobs=call.wants_logprobs,
+            shows_token_ids=call.wants_token_ids,
+            shows_empty=call.wants_logprobs or call.wants_token_ids or not call.stream,
+        )
+        self.returns_routing |= captured.has_routing
+        return list(map(without_thinking, shown)) if call.hides_thinking else shown
+
+    async def count_tokens(self, request: Body) -> int:
+        """Return the number of tokens of a prompt; only the count is read, not the ids that follow it."""
+        raw = await self.ask_raw("POST", "/tokenize", request, 10.0, {})
+        if found := COUNT.match(raw):
+            return int(found[1])
+        try:
+            return int((await asyncio.to_thread(orjson.loads, raw))["count"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise EngineUnavailable(
+                f"the engine at {self.url} answered no number of tokens: {raw[:80]!r}; retry"
+            ) from error
+
+    async def tokenise(self, messages: list[Json], tools: list[Json] | None) -> list[int]:
+        """Return the prompt of a conversation."""
+        body: Json = {"model": self.model, "messages": messages, "add_generation_prompt": True}
+        if tools:
+            body["tools"] = tools
+        token_ids: list[int] = (await self.ask("POST", "/tokenize", body))["tokens"]
+        return token_ids
+
+    async def token_logprobs(
+        self, model: str, token_ids: list[int], positions: list[int], parameters: Json | None = None
+    ) -> list[float]:
+        """Return the logprobs of some of a text's tokens, each given the tokens before it, under a served model."""
+        body = logprob_request.request(model, token_ids, positions, parameters or {})
+        reply = await self.ask("POST", "/v1/completions", body, seconds=60.0)
+        return logprob_request.read(reply, token_ids, positions)
+
+    async def pause(self) -> None:
+        """Stop sampling; running calls are kept, new ones queue."""
+        await self.ask("POST", "/pause", mode="keep", clear_cache="true")
+
+    async def is_paused(self) -> bool:
+        """Return whether sampling is stopped; False from an engine without that route."""
+        return await self._is("paused")
+
+    async def resume(self) -> None:
+        """Continue sampling."""
+        await self.ask("POST", "/resume")
+
+    async def is_sleeping(self) -> bool:
+        """Return whether it gave up its memory; False from an engine without sleep mode."""
+        return await self._is("sleeping")
+
+    async def _is(self, state: str) -> bool:
+        try:
+            answer = await self.ask("GET", f"/is_{state}")
+        except EngineRefused:
+            return False
+        return isinstance(answer, dict) and bool(answer.get(f"is_{state}"))
+
+    async def sleep(self, level: int, *, seconds: float) -> None:
+        """Stop sampling and give up memory; running calls are kept, new ones queue."""
+        await self.ask("POST", "/sleep", seconds=seconds, level=str(level), mode="keep")
+
+    async def wake(self, part: str, *, seconds: float) -> None:
+        """Take back memory: `weights`, or `kv_cache`; sampling resumes once the engine has both."""
+        await self.ask("POST", "/wake_up", seconds=seconds, tags=part)
+
+    async def load_weights(self, path: str, *, seconds: float) -> None:
+        """Replace the base weights with those of a checkpoint directory."""
+        body: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        try:
+            await self.ask("POST", "/collective_rpc", body, seconds=seconds)
+        except EngineRefused as refused:
+            raise ReloadFailed(
+                f"the engine at {self.url} did not load {path!r}: {refused}", is_transient=refused.is_transient
+            ) from refused
+
+    async def num_workers(self) -> int:
+        """Return how many processes hold a part of its model."""
+        return int((await self.ask("GET", "/get_world_size"))["world_size"])
+
+    async def receive_weights(self, init_info: Json, *, seconds: float) -> None:
+        """Start to receive a version from a trainer, beside the running calls."""
+        await self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info}, seconds=seconds)
+
+    async def load_received(self, version: int, *, seconds: float) -> None:
+        """Replace the base weights with a version that it received."""
+        try:
+            await self._start_update(seconds)
+            await self.ask("POST", "/update_weights", {"update_info": {"version": version}}, seconds=seconds)
+            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
+        except EngineRefused as refused:
+            raise ReloadFailed(
+                f"the engine at {self.url} did not load version {version}, which it had received: {refused}",
+                is_transient=refused.is_transient,
+            ) from refused
+
+    async def _start_update(self, seconds: float) -> None:
+        """Start a weight update, and end the one that a process which died had started."""
+        try:
+            await self.ask("POST", "/start_weight_update", seconds=seconds)
+        except EngineRefused:
+            await self.ask("POST", "/finish_weight_update", {}, seconds=seconds)
+            await self.ask("POST", "/start_weight_update", seconds=seconds)
+
+    @staticmethod
+    def says_it_takes_no_weights(refused: EngineRefused) -> bool:
+        """Return whether it refused weights from memory because it was started without that."""
+        return refused.status in (404, 405) or any(words in str(refused) for words in LACKS_TRANSFERS)
+
+    async def write_label(self, label: str) -> None:
+        """Write the label of the base weights into the engine."""
+        await self.ask("POST", "/update_weight_version", {"new_version": label})
+
+    async def weights_label(self) -> str | None:
+        """Return the label of the base weights, None from an engine that keeps none."""
+        try:
+            answer = await self.ask("GET", "/weight_info")
+        except EngineRefused:
+            return None
+        label = answer.get("weight_version") if isinstance(answer, dict) else None
+        return None if label is None else str(label)
+
+    async def add_adapter(self, name: str, path: str, *, seconds: float) -> None:
+        """Load a LoRA adapter beside what is served."""
+        body: Json = {"lora_name": name, "lora_path": path}
+        await self.ask("POST", "/v1/load_lora_adapter", body, seconds=seconds)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter; one that is not loaded is no error."""
+        with contextlib.suppress(EngineRefused):
+            await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
