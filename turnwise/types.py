@@ -173,6 +173,8 @@ class Session:
     sampling: Json = dataclasses.field(default_factory=dict)
     """Sampling parameters that override those of the session's calls."""
     metadata: Json = dataclasses.field(default_factory=dict)
+    user_id: str | None = None
+    """The person or account that the agent serves, as the application names it: a filter, also of deletions."""
     opened_by: str | None = None
     """`api` for a session created by `POST /v1/sessions`, `call` for one created by its first call, `import` for an
     imported one."""

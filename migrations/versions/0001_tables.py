@@ -97,6 +97,7 @@ def _groups_and_sessions() -> None:
         sa.Column("gamma", sa.Float, nullable=False),
         sa.Column("sampling", sa.Text, nullable=False),
         sa.Column("metadata", sa.Text, nullable=False),
+        sa.Column("user_id", sa.Text),
         sa.Column("opened_by", sa.Text),
         sa.Column("continues", sa.Text),
         sa.Column("canary", sa.Integer),
@@ -119,6 +120,7 @@ def _groups_and_sessions() -> None:
     op.create_index("ix_sessions_tenant_status", "sessions", ["tenant", "status", "session_pk"])
     op.create_index("ix_sessions_created", "sessions", ["created_at"])
     op.create_index("ix_sessions_split", "sessions", ["split", "session_pk"])
+    _create_index_where_set("user_id", "ix_sessions_user", "sessions", ["tenant", "user_id"])
     op.create_table(
         "session_labels",
         sa.Column("session_pk", Serial, autoincrement=False, nullable=False),

@@ -135,6 +135,7 @@ class Shadows:
             group_id=group_id,
             group_size=self._settings.shadow_replies + 1,
             sampling=chosen.session.sampling,
+            user_id=chosen.session.user_id,
             metadata={SHADOW: shadowed},
             opened_by=SHADOW,
         )

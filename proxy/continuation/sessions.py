@@ -25,7 +25,15 @@ from proxy.continuation.memory import LiveSession, LiveSessions, Placement, Toke
 from proxy.continuation.plan import Plan, break_reason, new_chain, plan_call
 from proxy.continuation.stored_turns import digest_stored, known_turns
 from proxy.continuation.template import ChatTemplate
-from proxy.continuation.which_session import Caller, Candidate, InferredSessions, check_id, choose_candidate, next_id
+from proxy.continuation.which_session import (
+    Caller,
+    Candidate,
+    InferredSessions,
+    check_id,
+    choose_candidate,
+    end_user,
+    next_id,
+)
 from proxy.dialects.base import Call
 from proxy.fault import FaultPoints
 from proxy.metrics import Metrics
@@ -91,7 +99,7 @@ class Sessions:
         if principal.session_id is not None:
             live = await self.find_own(principal)
         elif live is None:
-            live = await self.open(_opened_by_call(check_id(session_id), principal.tenant))
+            live = await self.open(_opened_by_call(check_id(session_id), principal.tenant, end_user(call)))
         if live.session.status is SessionStatus.OPEN:
             return Placement(live)
         is_named_by_app = principal.session_id is None and call.session_source != "path"
@@ -100,9 +108,9 @@ class Sessions:
                 f"session {session_id!r} is {live.session.status.value}; create a new one to go on",
                 code="session_not_open",
             )
-        return Placement(await self._open_next(live.session))
+        return Placement(await self._open_next(live.session, end_user(call)))
 
-    async def _open_next(self, over: Session) -> LiveSession:
+    async def _open_next(self, over: Session, user_id: str | None) -> LiveSession:
         """Return the open session that continues one which is over; create it if there is none.
 
         An application keeps the id that it has chosen, for example after an hour of silence.
@@ -111,7 +119,7 @@ class Sessions:
         before = over.session_id
         for number in itertools.count(self._generations.get(name, 2)):
             session_id = next_id(over.session_id, number)
-            live = await self.open(_opened_by_call(session_id, over.tenant, continues=before))
+            live = await self.open(_opened_by_call(session_id, over.tenant, user_id or over.user_id, continues=before))
             if live.session.status is SessionStatus.OPEN:
                 self._generations[name] = number
                 self._generations.move_to_end(name)
@@ -343,10 +351,10 @@ class Sessions:
         if call.idempotency_key is not None:
             # A retry derives the same id, so it finds the session and its turn even after a restart.
             derived = blake2b("\0".join((*caller, call.idempotency_key)).encode(), digest_size=16).hexdigest()
-            live = await self.open(_opened_by_call(f"auto-{derived}", caller.tenant))
+            live = await self.open(_opened_by_call(f"auto-{derived}", caller.tenant, end_user(call)))
             if live.session.status is SessionStatus.OPEN:
                 return Placement(live, caller.key_id)
-        session = _opened_by_call(f"auto-{uuid.uuid4().hex}", caller.tenant)
+        session = _opened_by_call(f"auto-{uuid.uuid4().hex}", caller.tenant, end_user(call))
         return Placement(await self.open(session), caller.key_id)
 
     async def _find_by_calls(self, conversation: Conversation, caller: Caller) -> LiveSession | None:
@@ -437,6 +445,8 @@ class Sessions:
                     self._inferred.add(caller, call_id.encode(), live.session.session_id)
 
 
-def _opened_by_call(session_id: str, tenant: str, *, continues: str | None = None) -> Session:
+def _opened_by_call(
+    session_id: str, tenant: str, user_id: str | None = None, *, continues: str | None = None
+) -> Session:
     """Return a new session that nobody has created explicitly."""
-    return Session(session_id=session_id, tenant=tenant, opened_by="call", continues=continues)
+    return Session(session_id=session_id, tenant=tenant, user_id=user_id, opened_by="call", continues=continues)

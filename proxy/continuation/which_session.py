@@ -35,6 +35,8 @@ SESSION_ID = r"^[A-Za-z0-9_:@~-][A-Za-z0-9_.:@~-]{0,255}$"
 """Valid session ids. They are part of URLs and headers, so no character needs escaping, and no id is `..`."""
 _SESSION_ID = re.compile(SESSION_ID)
 _MAX_NATIVE_ID = 200
+MAX_USER_ID = 1000
+"""Characters of an end user's id that are stored."""
 _UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
 _CLAUDE_SESSION = re.compile(rf"_session_({_UUID.pattern})$")
 
@@ -145,6 +147,21 @@ def _metadata_session(given: object) -> object:
     """Return the session in the metadata; by its digest where an application keeps a text there that is no id."""
     is_other_text = isinstance(given, str) and given and not _SESSION_ID.fullmatch(given)
     return _native_session_id("metadata", str(given)) if is_other_text else given
+
+
+def end_user(call: Call) -> str | None:
+    """Return the end user of a call: OpenAI's `safety_identifier` or `user`, or `metadata.user_id` of Messages.
+
+    Claude Code's `metadata.user_id` names the session too, and only the part before it is the user.
+    """
+    body = {**call.body, **call.original}
+    metadata = body.get("metadata")
+    named = [body.get("safety_identifier"), body.get("user")]
+    named.append(metadata.get("user_id") if isinstance(metadata, dict) else None)
+    user = next((each for each in named if isinstance(each, str) and each), None)
+    if user is None or user.startswith("{"):
+        return None
+    return _CLAUDE_SESSION.sub("", user)[:MAX_USER_ID] or None
 
 
 def _own_session(call: Call, headers: Headers) -> str | None:

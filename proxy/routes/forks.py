@@ -24,7 +24,10 @@ router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
 
 
 class Fork(NewSession):
-    """The fields of the new session; `task_id`, `credit`, `gamma` and `sampling` are by default the forked one's."""
+    """The fields of the new session.
+
+    `task_id`, `credit`, `gamma`, `sampling` and `user_id` are by default the forked one's.
+    """
 
     at: Literal["after", "before"] = "after"
     """Go on after the turn's reply, or before it, so that the same prompt is sampled again."""
@@ -55,7 +58,7 @@ async def fork_turn(
 
     forked = await asyncio.to_thread(read)
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds", "at", "session_id", "metadata"})
-    left_out = {"task_id", "credit", "gamma", "sampling"} - wanted.model_fields_set
+    left_out = {"task_id", "credit", "gamma", "sampling", "user_id"} - wanted.model_fields_set
     session = Session(
         session_id=check_id(wanted.session_id or f"fork-{uuid.uuid4().hex}"),
         tenant=principal.tenant,

@@ -31,6 +31,7 @@ from proxy.auth import Principal
 from proxy.http.asgi import Receive, Scope, Send
 from proxy.routes.checked_route import CheckedRoute, Count, Id, LabelName, RewardValue, Text
 from proxy.routes.models import RewardsAnswer, describe_answer
+from proxy.routes.search import MetadataFilter
 from proxy.routes.serialise import caller, experience_json
 from proxy.services import Services, services_of
 from proxy.settings import ProxySettings
@@ -232,7 +233,9 @@ async def list_experiences(
     group_id: Id | None = None,
     split: Split | None = None,
     status: SessionStatus | None = None,
+    user_id: Id | None = None,
     label: LabelName | None = None,
+    metadata: MetadataFilter = None,
     credit: Credit | None = None,
     gamma: Annotated[float | None, Query(ge=0.0, le=1.0)] = None,
     reward_bonus_coeff: Annotated[float, Query(ge=0.0, le=1e6)] = 0.0,
@@ -255,7 +258,9 @@ async def list_experiences(
         group_id=group_id,
         split=split,
         status=status,
+        user_id=user_id,
         label=label,
+        metadata=metadata,
     )
 
     def lines() -> Generator[bytes]:

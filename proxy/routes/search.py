@@ -10,6 +10,7 @@ from proxy.routes.checked_route import Id
 from turnwise.store.search import Contents
 from turnwise.types import Outcome
 
+MetadataFilter = Annotated[Id | None, Query(description="`KEY=VALUE`: a pair of the session's metadata.")]
 FiniteNumber = Annotated[float, Query(allow_inf_nan=False)]
 
 

@@ -26,7 +26,7 @@ from proxy.routes.models import (
     describe_answer,
     encode_page,
 )
-from proxy.routes.search import contents
+from proxy.routes.search import MetadataFilter, contents
 from proxy.routes.serialise import caller, page, record_json, turn_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
@@ -73,6 +73,8 @@ class NewSession(BaseModel):
     credit: Credit = Credit.PROPAGATE
     gamma: Annotated[Number, Field(ge=0.0, le=1.0)] = 0.0
     metadata: dict[str, Any] = Field(default_factory=dict)
+    user_id: Id | None = None
+    """The person or account that the agent serves; `turnwise forget --user-id` deletes its sessions."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Sampling parameters that override those of the session's calls: one of `PINNABLE`."""
     key_may: Literal["call", "call_and_reward"] = "call"
@@ -123,7 +125,7 @@ async def create_session(wanted: NewSession, request: Request, services: Here, p
     """Create a session, or change the session with this id; a field that can no longer change gets 409.
 
     Fields that are left out do not change. All fields of an open session can change until its group is complete; of a
-    session that is over, only `metadata` can change.
+    session that is over, only `metadata` and `user_id` can change.
     """
     fields = wanted.model_dump(exclude={"key_may", "key_expires_seconds"})
     session_id = check_id(fields.pop("session_id") or f"session-{uuid.uuid4().hex}")
@@ -162,7 +164,9 @@ async def list_sessions(
     group_id: Id | None = None,
     split: Split | None = None,
     status: SessionStatus | None = None,
+    user_id: Id | None = None,
     label: LabelName | None = None,
+    metadata: MetadataFilter = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
 ) -> Response:
@@ -174,7 +178,14 @@ async def list_sessions(
     `outcome`, `reason`, `policy_version` and `text` together.
     """
     wanted = experiences.SessionFilter(
-        tenant=principal.tenant, task_id=task_id, group_id=group_id, split=split, status=status, label=label
+        tenant=principal.tenant,
+        task_id=task_id,
+        group_id=group_id,
+        split=split,
+        status=status,
+        user_id=user_id,
+        label=label,
+        metadata=metadata,
     )
 
     def read() -> Json:

@@ -34,7 +34,10 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
     with running_fake_engine() as engine, running_proxy(engine.url, url, tmp_path) as proxy:
         with Client(proxy.url, made["key"]) as client:
             for name in ("a", "b"):
-                session = client.create_session(session_id=name, task_id=f"task-{name}")
+                metadata = {"shop": name, "n": 1 + (name == "b") * 10}
+                session = client.create_session(
+                    session_id=name, task_id=f"task-{name}", user_id=name, metadata=metadata
+                )
                 messages = [{"role": "user", "content": f"Hello from {name}"}]
                 session.openai().chat.completions.create(model="fake", messages=messages)
                 session.end(reward=0.25)
@@ -43,8 +46,11 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
         by_http = json.loads(run("sessions", "--json", *there).stdout)
         assert [each["session_id"] for each in by_http] == ["b", "a"]
         assert json.loads(run("sessions", "--json", **variables).stdout) == by_http
-        filtered = json.loads(run("sessions", "--json", "--task-id", "task-a", *there).stdout)
-        assert [each["session_id"] for each in filtered] == ["a"]
+        for chosen in (("--task-id", "task-a"), ("--user-id", "a"), ("--metadata", "shop=a"), ("--metadata", "n=1")):
+            for place in (there, ("--database", url)):
+                filtered = json.loads(run("sessions", "--json", *chosen, *place).stdout)
+                assert [each["session_id"] for each in filtered] == ["a"], chosen
+        assert "KEY=VALUE" in run("sessions", "--metadata", "shop", *there).stderr
         assert "task-b" in run("sessions", **variables).stdout
         for options in (("--format", "openai"), ("--merge", "chain")):
             stored = lines_of(run("export", *options, "--database", url))

@@ -206,6 +206,7 @@ OF_TENANT: dict[str, Ask] = {
     "keys and their usage": _keys,
     "a deleted session": lambda c: retention.delete_session(c, "t", "s"),
     "a deleted tenant": lambda c: retention.delete_tenant(c, "t"),
+    "the sessions of an end user": lambda c: retention.delete_user(c, "t", "kim"),
     "a tenant without sessions": lambda c: retention.delete_tenant(c, "nobody"),
 }
 """Calls of one tenant: their work must not grow with the data of others."""
@@ -263,8 +264,13 @@ OF_ALL: dict[str, Ask] = {
     "a lease": _lease,
     "engine activity": lambda c: [engine_activity.add_activity(c, {(1, "e"): Activity(1, 1)}) for _ in range(2)],
     "idle shares of engines": lambda c: engine_activity.idle_shares(c, [(NOW - WEEK, NOW)]),
-    "trainers": lambda c: trainer_status.report_status(
-        c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)
+    "trainers": lambda c: (
+        trainer_status.report_status(c, TrainerStatus(trainer_id="trainer", text="waits", reported_at=NOW)),
+        trainer_status.note_sign_of_life(c, "trainer"),
+        trainer_status.trainer_statuses(c),
+    ),
+    "the base model": lambda c: policies.adopt_base(
+        c, dataclasses.replace(policies.get_policy(c, 1), model_digest="d")
     ),
     "weights in memory": lambda c: (
         weight_servers.announce_weights(c, "trainer", "http://trainer", NOW),

@@ -291,3 +291,11 @@ def test_a_session_is_created_with_the_fields_that_the_route_takes():
     records = {field.name for field in dataclasses.fields(Session)} | {"key_may", "key_expires_seconds"}
     assert set(NewSession.model_fields) <= records
     assert set(wire.RewardFields.__annotations__) == set(RewardLine.model_fields) - {"session_id", "value"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_an_invalid_request(value):
+    with Client("http://127.0.0.1:9", "key") as client, pytest.raises(errors.InvalidRequest, match="finite number"):
+        client.reward(value, session_id="s")
+    with Client("http://127.0.0.1:9", "key") as client, pytest.raises(errors.InvalidRequest, match="finite number"):
+        client.end_session("s", reward=value)

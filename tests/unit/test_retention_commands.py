@@ -74,6 +74,14 @@ def test_forget_deletes_a_session_or_a_tenant_with_its_keys(store: Database, tmp
     assert run(tmp_path, "keys", "list") == []
 
 
+def test_forget_deletes_the_sessions_of_an_end_user(store: Database, tmp_path: Path) -> None:
+    with store.write() as connection:
+        for session_id, user_id in (("a", "kim"), ("b", "kim"), ("c", "lea"), ("d", None)):
+            ledger.create_session(connection, Session(session_id=session_id, user_id=user_id))
+    assert run(tmp_path, "forget", "--tenant", "default", "--user-id", "kim", "--yes")["num_sessions"] == 2
+    assert session_ids(store) == {"c", "d"}
+
+
 def test_forget_asks_and_deletes_nothing_without_an_answer_or_where_nothing_is_found(
     store: Database, tmp_path: Path
 ) -> None:
@@ -89,7 +97,11 @@ def test_forget_asks_and_deletes_nothing_without_an_answer_or_where_nothing_is_f
             refused.output
         )
         assert "--yes" in refused.stderr
-    for options in (("--tenant", "acmee"), ("--tenant", "acme", "--session-id", "x")):
+    for options in (
+        ("--tenant", "acmee"),
+        ("--tenant", "acme", "--session-id", "x"),
+        ("--tenant", "acme", "--user-id", "x"),
+    ):
         missing = forget(*options, "--yes")
         assert (missing.exit_code, "has no session" in missing.stderr) == (2, True)
     assert session_ids(store) == {"a", "b"}

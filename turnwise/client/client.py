@@ -108,8 +108,7 @@ class Client(Connection):
 
     def end_session(self, session_id: str, *, reason: str | None = None, reward: float | None = None) -> Json:
         """End a session; return its JSON, in which `training_note` says what it waits for until it is trained."""
-        body = wire.given({"termination_reason": reason, "reward": reward})
-        return self._json(wire.write(wire.session_path(session_id, "/end"), body))
+        return self._json(wire.end_session(session_id, reason, reward))
 
     def turns(self, session_id: str, **filters: Any) -> Iterator[Json]:
         """Iterate over a session's turns in order, page by page; filters are those of `GET /v1/sessions/{id}/turns`."""
@@ -275,8 +274,7 @@ class AsyncClient(Connection):
 
     async def end_session(self, session_id: str, *, reason: str | None = None, reward: float | None = None) -> Json:
         """End a session; return its JSON, in which `training_note` says what it waits for until it is trained."""
-        body = wire.given({"termination_reason": reason, "reward": reward})
-        return await self._json(wire.write(wire.session_path(session_id, "/end"), body))
+        return await self._json(wire.end_session(session_id, reason, reward))
 
     def turns(self, session_id: str, **filters: Any) -> AsyncIterator[Json]:
         """Iterate over a session's turns in order, page by page; filters are those of `GET /v1/sessions/{id}/turns`."""

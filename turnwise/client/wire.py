@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import uuid
 from collections.abc import Iterable, Mapping
@@ -63,6 +64,8 @@ class SessionFields(TypedDict, total=False):
     """Discount of a step-wise return, 0 to 1."""
     metadata: Json
     """Any JSON object of the caller; it is stored and returned."""
+    user_id: str
+    """The person or account that the agent serves."""
     sampling: Json
     """Sampling parameters that override those of the session's calls."""
     key_may: Literal["call", "call_and_reward"]
@@ -179,12 +182,29 @@ def reward_line(
     """Return one line for the ledger.
 
     Raises:
-        InvalidRequest: neither a session nor a turn is given.
+        InvalidRequest: neither a session nor a turn is given, or the value is not a finite number.
     """
+    _check_finite(value)
     if session_id is None and turn_id is None:
         raise errors.InvalidRequest("a reward needs a target: give session_id or turn_id", param="session_id")
     fields = {"turn_id": turn_id} if turn_id else {"session_id": session_id}
     return {**fields, **given({"step": step, "name": name, "source": source}), "value": float(value)}
+
+
+def end_session(session_id: str, reason: str | None, reward: float | None) -> Call:
+    """Return the call that ends a session.
+
+    Raises:
+        InvalidRequest: the reward is not a finite number.
+    """
+    _check_finite(reward)
+    return write(session_path(session_id, "/end"), given({"termination_reason": reason, "reward": reward}))
+
+
+def _check_finite(value: float | None) -> None:
+    """Refuse a reward that JSON cannot hold."""
+    if value is not None and not math.isfinite(value):
+        raise errors.InvalidRequest(f"a reward is a finite number, not {value!r}; leave it out", param="value")
 
 
 def post_rewards(lines: Iterable[Mapping[str, Any]], *, idempotency_key: str | None = None) -> Call:

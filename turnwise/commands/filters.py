@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from turnwise.store.experiences import SessionFilter
 
-NAMES = ("tenant", "task_id", "group_id", "session_id", "split", "status", "label")
+NAMES = ("tenant", "task_id", "group_id", "session_id", "split", "status", "user_id", "label", "metadata")
 """The options, by the name of the filter."""
 
 
@@ -23,6 +23,8 @@ def filter_options(command: Any) -> Any:
         click.option("--session-id", help="Only this session."),
         click.option("--split", type=click.Choice(["train", "eval"])),
         click.option("--status", type=click.Choice(["open", "ended", "expired"])),
+        click.option("--user-id", help="Only of this end user."),
+        click.option("--metadata", metavar="KEY=VALUE", help="Only with this pair in the metadata."),
         click.option("--label", help="Only with this label."),
     ):
         command = option(command)

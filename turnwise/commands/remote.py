@@ -65,7 +65,7 @@ def sessions_of(client: Client, filters: Json) -> Iterator[Json]:
         yield from client.sessions(**filters)
         return
     session = client.session(session_id)
-    if all(session.get(name) == value for name, value in filters.items() if name != "label"):
+    if all(session.get(name) == value for name, value in filters.items() if name not in ("label", "metadata")):
         yield session
 
 

@@ -80,22 +80,29 @@ def prune(older_than_days: float, database: str | None, *, as_json: bool) -> Non
 @click.command("forget")
 @click.option("--tenant", required=True, help="Whose sessions.")
 @click.option("--session-id", help="Only this session; by default everything of the tenant, its keys included.")
+@click.option("--user-id", help="Only the sessions of this end user.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @database_option
 @json_option
-def forget(tenant: str, session_id: str | None, database: str | None, *, yes: bool, as_json: bool) -> None:
-    """Delete a session or a tenant for good, and name the policy versions that were trained on it.
+def forget(
+    tenant: str, session_id: str | None, user_id: str | None, database: str | None, *, yes: bool, as_json: bool
+) -> None:
+    """Delete a session, an end user's sessions or a tenant for good.
 
-    It asks first, and fails where there is nothing to delete.
+    It names the policy versions that were trained on it. It asks first, and fails where there is nothing to delete.
     """
+    if session_id is not None and user_id is not None:
+        raise click.UsageError("give either --session-id or --user-id")
     from turnwise.commands.store import opened
     from turnwise.store import retention
 
     with opened(database_url(database)) as store:
-        found = _contents(store, tenant, session_id)
+        found = _contents(store, tenant, session_id, user_id)
         if not yes:
             _confirm(found)
-        if session_id is None:
+        if user_id is not None:
+            deleted = _delete_all(store, lambda conn: retention.delete_user(conn, tenant, user_id))
+        elif session_id is None:
             deleted = _delete_all(store, lambda conn: retention.delete_tenant(conn, tenant))
         else:
             with store.write() as conn:
@@ -103,7 +110,7 @@ def forget(tenant: str, session_id: str | None, database: str | None, *, yes: bo
     print_records(deleted, as_json=as_json)
 
 
-def _contents(store: Database, tenant: str, session_id: str | None) -> str:
+def _contents(store: Database, tenant: str, session_id: str | None, user_id: str | None) -> str:
     """Return in words what would be deleted.
 
     Raises:
@@ -114,11 +121,15 @@ def _contents(store: Database, tenant: str, session_id: str | None) -> str:
     from turnwise.store.session_records import count_sessions
 
     with store.read() as conn:
-        num_sessions = count_sessions(conn, SessionFilter(tenant=tenant, session_id=session_id))
-        num_keys = len(keys.list_keys(conn, tenant)) if session_id is None else 0
+        num_sessions = count_sessions(conn, SessionFilter(tenant=tenant, session_id=session_id, user_id=user_id))
+        num_keys = len(keys.list_keys(conn, tenant)) if session_id is None and user_id is None else 0
         tenants = sorted({key.tenant for key in keys.list_keys(conn, None)})
     if session_id is not None and not num_sessions:
         raise NotFound(f"tenant {tenant!r} has no session {session_id!r}; `turnwise sessions` lists them")
+    if user_id is not None:
+        if not num_sessions:
+            raise NotFound(f"tenant {tenant!r} has no session of user {user_id!r}; nothing is deleted")
+        return f"all {num_sessions} sessions of user {user_id!r} of tenant {tenant!r}"
     if not num_sessions and not num_keys:
         known = f"; tenants with keys are {', '.join(map(repr, tenants))}" if tenants else ""
         raise NotFound(f"tenant {tenant!r} has no session and no key: nothing is deleted{known}")

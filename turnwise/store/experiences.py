@@ -19,6 +19,7 @@ import sqlalchemy as sa
 
 from turnwise.chains import ChainTokens, is_imported, is_trainable, merge_session, split_session
 from turnwise.credit import SessionCredit, assign_credit, latest_lines
+from turnwise.errors import InvalidRequest
 from turnwise.experience import EID, Experience
 from turnwise.store import lineage, rows, trained
 from turnwise.store.tables import session_labels, sessions
@@ -52,21 +53,39 @@ class SessionFilter:
     """A group's id. It does not match a session without `group_id`, whose group has the session id."""
     split: Split | None = None
     status: SessionStatus | None = None
+    user_id: str | None = None
     label: str | None = None
+    metadata: str | None = None
+    """`KEY=VALUE`: the session's metadata have this value, which is JSON or else a text, at this key."""
 
     def clauses(self) -> list[sa.ColumnElement[bool]]:
         """Return the conditions on the table of sessions."""
         wanted = [
             sessions.c[field.name] == getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name != "label" and getattr(self, field.name) is not None
+            if field.name not in ("label", "metadata") and getattr(self, field.name) is not None
         ]
+        if self.metadata is not None:
+            wanted.append(_has_metadata(self.metadata))
         if self.label is not None:
             labelled = sa.select(session_labels.c.session_pk).where(session_labels.c.label == self.label)
             if self.tenant is not None:
                 labelled = labelled.where(session_labels.c.tenant == self.tenant)
             wanted.append(sessions.c.session_pk.in_(labelled))
         return wanted
+
+
+def _has_metadata(condition: str) -> sa.ColumnElement[bool]:
+    """Return the condition on the stored text, in which a pair ends with a comma or a brace."""
+    key, sign, text = condition.partition("=")
+    if not key or not sign:
+        raise InvalidRequest(f"a metadata filter is KEY=VALUE, not {condition!r}", param="metadata")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    pair = rows.dump({key: value})[1:-1]
+    return sa.or_(*(sessions.c.metadata.contains(pair + end, autoescape=True) for end in ",}"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +298,7 @@ def _experience(
         trained_in=tuple(update for update, advantages in updates_of if not advantages.keys().isdisjoint(turn_ids)),
         metrics={"num_turns": len(turn_ids), "num_tokens": int(sequence.loss_mask.sum())},
         info={
+            "status": session.status.value,
             "termination_reason": session.termination_reason,
             "metadata": session.metadata,
             "credit": session.credit.value,

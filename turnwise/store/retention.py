@@ -1,4 +1,4 @@
-"""Deletion of old sessions, of one session, and of all data of a tenant.
+"""Deletion of old sessions, of one session, of an end user's sessions, and of all data of a tenant.
 
 Deletion uses short transactions of a few sessions each, so that agents do not wait. A deletion does not change trained
 weights, so it returns the policy versions that were trained on the deleted sessions; all later versions descend from
@@ -78,6 +78,12 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
         for table in (groups, api_keys, token_usage, idempotency):
             conn.execute(sa.delete(table).where(table.c.tenant == tenant))
     return _delete(conn, found)
+
+
+def delete_user(conn: sa.Connection, tenant: str, user_id: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
+    """Delete some sessions of an end user; call it until it deletes no session."""
+    own = sessions.c.tenant == tenant, sessions.c.user_id == user_id
+    return _delete(conn, conn.execute(sa.select(sessions).where(*own).limit(limit)).all())
 
 
 def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:

@@ -1,7 +1,8 @@
 """Changes to an existing session, such as fields that its creator sends after the first call created it.
 
-The fields that training reads can change while the session is open and its group accepts sessions; metadata can change
-at any time. If any of the given fields can no longer change, the request is a conflict and nothing changes.
+The fields that training reads can change while the session is open and its group accepts sessions; metadata and the
+user can change at any time. If any of the given fields can no longer change, the request is a conflict and nothing
+changes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from turnwise.types import Label, Session, SessionStatus, Split
 
 CHANGEABLE = (
     *("task_id", "run", "group_id", "group_size", "split", "credit", "gamma", "sampling", "metadata"),
-    "opened_by",
+    *("user_id", "opened_by"),
 )
 """Fields that a repeated creation of a session may change."""
 MAX_LABELS = 100
@@ -46,7 +47,7 @@ def change_session(conn: sa.Connection, wanted: Session, given: Collection[str])
     if not changes:
         return queries.session(conn, wanted.tenant, wanted.session_id)
     if stored.status is not SessionStatus.OPEN:
-        _reject_changes(changes.keys() - {"metadata"}, stored, f"it is {stored.status.value}")
+        _reject_changes(changes.keys() - {"metadata", "user_id"}, stored, f"it is {stored.status.value}")
     values: dict[str, Any] = rows.session_values(changes)
     if _GROUPING & changes.keys():
         values["group_pk"] = _regroup(conn, row.group_pk, stored, dataclasses.replace(stored, **changes))

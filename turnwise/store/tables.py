@@ -93,6 +93,7 @@ sessions = sa.Table(
     sa.Index("ix_sessions_tenant_status", "tenant", "status", "session_pk"),
     sa.Index("ix_sessions_created", "created_at"),
     sa.Index("ix_sessions_split", "split", "session_pk"),
+    _index_where_set("user_id", "ix_sessions_user", "tenant", "user_id"),
 )
 """`group_pk` is null for eval sessions: they are never claimed."""
 

@@ -5,8 +5,8 @@ import {chip, readiness, sessionTable} from "./overview.js";
 const PAGE = 50, COMPARED = 16, TURNS = 50;
 const OUTCOMES = ["", "exact", "retokenised", "aborted", "error", "untrainable"];
 // Name, label, and choices or the type of the input.
-const FIRST = [["text", "Text", "search"], ["label", "Label"], ["task_id", "Task"], ["group_id", "Group"], ["status", "Status", ["", "open", "ended", "expired"]]];
-const MORE = [["split", "Split", ["", "train", "eval"]], ["outcome", "Outcome of a turn", OUTCOMES], ["reason", "Reason of the outcome"], ["policy_version", "Sampled by version", "number"],
+const FIRST = [["text", "Text", "search"], ["label", "Label"], ["user_id", "User"], ["task_id", "Task"], ["group_id", "Group"], ["status", "Status", ["", "open", "ended", "expired"]]];
+const MORE = [["metadata", "Metadata, KEY=VALUE"], ["split", "Split", ["", "train", "eval"]], ["outcome", "Outcome of a turn", OUTCOMES], ["reason", "Reason of the outcome"], ["policy_version", "Sampled by version", "number"],
   ["min_reward", "Reward from", "number"], ["max_reward", "Reward to", "number"], ["termination_reason", "Ended by"]];
 const SEARCHED = new Set(["text", "outcome", "reason", "policy_version", "min_reward", "max_reward", "termination_reason"]);
 

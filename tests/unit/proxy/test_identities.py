@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.continuation.which_session import name_session
+from proxy.continuation.which_session import end_user, name_session
 from proxy.dialects.base import Call
 from proxy.dialects.chat import ChatCompletions
 
@@ -20,6 +20,21 @@ def named(
     call = ChatCompletions().parse({"messages": [], **(body or {})}, max_choices=1, max_messages=1)
     name_session(call, path, {name.encode(): value.encode() for name, value in headers.items()}, ignored)
     return call
+
+
+@pytest.mark.parametrize(
+    ("body", "user_id"),
+    [
+        ({"user": "kim"}, "kim"),
+        ({"user": "kim", "safety_identifier": "hash-1"}, "hash-1"),
+        ({"metadata": {"user_id": "kim"}}, "kim"),
+        ({"metadata": {"user_id": f"user_1_account_{THREAD}_session_{UUID}"}}, f"user_1_account_{THREAD}"),
+        ({"metadata": {"user_id": f'{{"session_id": "{UUID}"}}'}}, None),
+        ({"user": ["kim"]}, None),
+    ],
+)
+def test_the_end_user_of_a_request_is_read(body, user_id):
+    assert end_user(named({}, body)) == user_id
 
 
 @pytest.mark.parametrize(
