@@ -21,7 +21,7 @@ import torch
 import transformers
 from tiny import ENOUGH, NUM_TURNS, TinyRun, between, rewards_of
 
-from turnwise.store import ledger
+from turnwise.store import ledger, queries
 from turnwise.store.forks import fork_session
 from turnwise.types import SHADOW, Credit, Reward, Session
 
@@ -86,9 +86,11 @@ class LiveRun(TinyRun):
             for run, value in enumerate(values):
                 of_group = {"group_id": group, "group_size": len(values), "run": run, "opened_by": SHADOW}
                 member = Session(session_id=f"{group}-{run}", task_id=group, **of_group)
-                _, copies = fork_session(conn, member, turn_id, before=run > 0, is_sampled_here=run == 0)
+                while not fork_session(conn, member, turn_id, before=run > 0, is_sampled_here=run == 0)[1]:
+                    pass
                 if run:
-                    parent = copies[-1] if copies else None
+                    copies, _ = queries.turns(conn, "default", member.session_id, limit=None, whole_prompt=False)
+                    parent = copies[-1].turn if copies else None
                     turn = self.turn(member.session_id, number, prompt, sampled[run - 1], logprobs[run - 1])
                     if parent is not None:
                         turn = dataclasses.replace(

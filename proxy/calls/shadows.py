@@ -31,7 +31,6 @@ from proxy.writer.client import Writer
 from turnwise.chains import TRAINABLE_OUTCOMES
 from turnwise.errors import TurnwiseError
 from turnwise.store import ledger
-from turnwise.store.forks import fork_session
 from turnwise.types import SHADOW, Outcome, Role, Session, Split
 
 log = logging.getLogger(__name__)
@@ -115,10 +114,10 @@ class Shadows:
         """Sample the further replies, then end their sessions and that of the copy of the real turn."""
         members = [self._member(chosen, number) for number in range(self._settings.shadow_replies + 1)]
         for member in members[1:]:
-            await self._writer.do(fork_session, member, chosen.turn_id, before=True)
+            await self._sessions.fork(member, chosen.turn_id, before=True)
             if not await self._sample(chosen, member):
                 return
-        await self._writer.do(fork_session, members[0], chosen.turn_id, before=False, is_sampled_here=True)
+        await self._sessions.fork(members[0], chosen.turn_id, before=False, is_sampled_here=True)
         for member in members:
             await self._writer.do(ledger.end_session, member.tenant, member.session_id, SHADOW)
             self._sessions.forget(member.tenant, member.session_id)

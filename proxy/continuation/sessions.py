@@ -42,6 +42,7 @@ from proxy.writer.client import Writer
 from turnwise.errors import Conflict, NotFound
 from turnwise.store import history, queries
 from turnwise.store.database import Database
+from turnwise.store.forks import fork_session
 from turnwise.types import Session, SessionKey, SessionStatus
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,17 @@ class Sessions:
         if created:
             self._live.put(LiveSession(stored))
         return stored
+
+    async def fork(self, session: Session, turn_id: str, *, before: bool, is_sampled_here: bool = False) -> Session:
+        """Store `session` with copies of a turn and its ancestors, in short transactions; see `forks.fork_session`."""
+        is_complete = False
+        while not is_complete:
+            async with self._writer.slices:
+                session, is_complete = await self._writer.do(
+                    fork_session, session, turn_id, before=before, is_sampled_here=is_sampled_here
+                )
+        self.forget(session.tenant, session.session_id)
+        return session
 
     async def open(self, session: Session) -> LiveSession:
         """Return the session with this id; store `session` if there is none."""

@@ -17,7 +17,6 @@ from proxy.routes.sessions import NewSession, new_session_json
 from proxy.services import Services, services_of
 from turnwise.errors import NotFound
 from turnwise.store import queries
-from turnwise.store.forks import fork_session
 from turnwise.types import Session
 
 router = APIRouter(prefix="/v1", route_class=CheckedRoute, tags=["sessions"])
@@ -66,6 +65,6 @@ async def fork_turn(
         metadata={**wanted.metadata, "forked_from": {"session_id": forked.session_id, "turn_id": turn_id}},
         **fields | {name: getattr(forked, name) for name in left_out},
     )
-    stored, _ = await services.writer.do(fork_session, session, turn_id, before=wanted.at == "before")
+    stored = await services.sessions.fork(session, turn_id, before=wanted.at == "before")
     services.forget_session(stored.tenant, stored.session_id)
     return answer(new_session_json(stored, wanted, request, services, principal))

@@ -74,6 +74,8 @@ class Writer:
         self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
         """Jobs by their numbers, oldest first."""
+        self.slices = asyncio.Lock()
+        """Held while one slice of a long change is written, so that many such changes delay other writes like one."""
         self._outgoing: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None

@@ -77,6 +77,20 @@ def with_ancestors(conn: sa.Connection, session_pk: int, *wanted: sa.ColumnEleme
     return [rows.TURNS.record(row) for row in found]
 
 
+def path_ids(conn: sa.Connection, session_pk: int, turn_id: str) -> list[str]:
+    """Return the ids of the turns from the root of a chain to this turn, inclusive."""
+    through = _with_parents(session_pk, turns.c.turn_id == turn_id)
+    return list(conn.execute(sa.select(turns.c.turn_id).where(*through).order_by(turns.c.seq)).scalars())
+
+
+def sizes_of(conn: sa.Connection, turn_ids: Sequence[str]) -> dict[str, int]:
+    """Return the stored bytes of turns."""
+    held = turns.c
+    size = size_of(conn.dialect.name, held.messages, held.tools, held.response, held.prompt_delta, held.token_ids)
+    found = conn.execute(sa.select(held.turn_id, size).where(held.turn_id.in_(turn_ids)))
+    return {row.turn_id: row[1] for row in found}
+
+
 def tokens_through(conn: sa.Connection, session_pk: int, turn_id: str) -> TokenIds:
     """Return prompt and sampled tokens of one turn of a session."""
     found = conn.execute(
