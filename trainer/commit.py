@@ -100,6 +100,7 @@ class Commits:
         metrics: Json,
         num_steps: int,
         version: int,
+        weights: dict[str, Tensor],
         probe: Json,
         refusal: str | None,
     ) -> tuple[Json, State]:
@@ -121,7 +122,6 @@ class Commits:
             ),
             metrics=metrics | {"policy_version": version},
         )
-        weights = self._agent.export()
         if self._agent.world.is_first:
             policy = self._written_version(after, weights, parent, probe, refusal)
             finished = FinishedBatch(

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from trainer.build import OptimizerLike, as_settings, make_agent, optimizer_factory
 from trainer.claims import Claims, group_keys, num_minibatches
@@ -144,7 +145,8 @@ class RLWorkflow(abc.ABC):
         log.info("resuming after batch %d at policy version %d", last.update_id, last.policy_version)
         if last.policy_version:
             place = self.checkpoints.policy_directory(last.policy_version)
-            self._hold(state, last.policy_version, read_manifest(place).get("probe"))
+            if self._sends_weights:
+                self._hold(last.policy_version, self.agent.export(), read_manifest(place).get("probe"))
         if "buffer" in last.metrics:
             state = dataclasses.replace(state, buffer=last.metrics["buffer"])
         state = self.states.with_missed_singles(state, self.env)
@@ -210,8 +212,7 @@ class RLWorkflow(abc.ABC):
         """Hand weights to engines from memory, and tell the proxy where."""
         if self.weights is not None:
             return
-        sends = self.config.weight_transfer and self.config.kind is PolicyKind.FULL
-        if sends or self.config.engine_sleep_level:
+        if self._sends_weights or self.config.engine_sleep_level:
             self.weights = WeightServer(self.config)
         self.env.announce_weights(None if self.weights is None else self.weights.url)
 
@@ -229,12 +230,16 @@ class RLWorkflow(abc.ABC):
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
 
-    def _hold(self, state: State, version: int, probe: Json | None) -> None:
-        """Keep a version's weights in memory for engines; in all processes, which gather sharded weights together."""
-        if not (self.config.weight_transfer and self.config.kind is PolicyKind.FULL):
+    @property
+    def _sends_weights(self) -> bool:
+        """Whether engines get versions from memory."""
+        return self.config.weight_transfer and self.config.kind is PolicyKind.FULL
+
+    def _hold(self, version: int, weights: dict[str, Tensor], probe: Json | None) -> None:
+        """Keep a version's weights in memory for engines, in the first process."""
+        if self.weights is None or not self._sends_weights:
             return
-        weights = state.policy.published_weights()
-        if self.weights is not None and not self.weights.held.hold(version, weights, probe):
+        if not self.weights.held.hold(version, self.agent.policy.published(weights), probe):
             log.error("version %d has weights that are not finite; engines will refuse its directory", version)
 
     def _record(self, metrics: Json, step: int) -> None:
@@ -309,5 +314,6 @@ class OnPolicyWorkflow(RLWorkflow):
             metrics, refusal = metrics | gate.gauges, gate.reason
         version = self.commits.next_version(state)
         probe = probe_of(state.policy, chosen.experiences)
-        self._hold(state, version, probe)
-        return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, version, probe, refusal)
+        weights = self.agent.export()
+        self._hold(version, weights, probe)
+        return self.commits.commit(state, claimed, chosen, metrics, done.num_steps, version, weights, probe, refusal)

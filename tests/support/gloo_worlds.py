@@ -99,7 +99,7 @@ def steps(
     logprobs = agent.logprobs_of(batch, range(len(found)))
     text = policy.next_logprobs(found[0].tokens.tolist())
     weights = policy.trained_state()
-    published = {} if spec.get("kind") == "lora" else policy.published_weights()
+    published = {} if spec.get("kind") == "lora" else policy.published(weights)
     return {
         "losses": losses,
         "norms": norms,

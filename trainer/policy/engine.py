@@ -44,4 +44,4 @@ class TrainingEngine(Protocol):
         """Return why the model cannot compute a chain; None where it can."""
 
     def export(self) -> dict[str, Tensor]:
-        """Return the weights of a version, whole and on the CPU; in all processes together."""
+        """Return a version's weights, whole and on the CPU, in all processes together; empty in all but the first."""

@@ -306,19 +306,12 @@ class Policy:
         model.save_pretrained(directory, state_dict=self._published(state), safe_serialization=True)
         copy_tokenizer(self.spec.model, directory)
 
-    def published_weights(self) -> dict[str, Tensor]:
-        """Return what `save` writes of a whole model, by its names in the checkpoint, on the CPU.
-
-        All processes call this in step. Sharded weights are gathered one by one, in the precision of the engines.
-        """
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what `save` writes of a whole model, by its names in the checkpoint; `state` is of `trained_state`."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        gathered = {}
-        for name, value in self._published(cast("dict[str, Tensor]", get_model_state_dict(self.model))).items():
-            full = getattr(value, "full_tensor", None)
-            gathered[name] = (value if full is None else full()).detach().cpu().contiguous()
-        return cast("dict[str, Tensor]", revert_weight_conversion(base_of(self.model), gathered))
+        weights = {name: value.contiguous() for name, value in self._published(state).items()}
+        return cast("dict[str, Tensor]", revert_weight_conversion(base_of(self.model), weights))
 
     def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that engines load: in the precision of the computation, a tied output layer left out."""
@@ -326,7 +319,10 @@ class Policy:
         return {name: value.to(self.compute_dtype) for name, value in state.items() if name not in tied}
 
     def trained_state(self) -> dict[str, Tensor]:
-        """Return everything a checkpoint must hold: the whole weights, or the adapter's, on the CPU and not sharded."""
+        """Return everything a checkpoint must hold: the whole weights, or the adapter's, on the CPU and not sharded.
+
+        All processes call this in step; in all but the first one it is empty.
+        """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         trained_only = self.spec.kind is PolicyKind.LORA

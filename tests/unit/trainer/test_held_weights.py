@@ -42,8 +42,9 @@ def test_the_sent_weights_equal_the_directory_of_the_version_bit_for_bit(tmp_pat
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.01)
-    policy.save(tmp_path / "written", policy.trained_state())
-    written, sent = load_file(tmp_path / "written" / "model.safetensors"), policy.published_weights()
+    state = policy.trained_state()
+    policy.save(tmp_path / "written", state)
+    written, sent = load_file(tmp_path / "written" / "model.safetensors"), policy.published(state)
     assert sent.keys() == written.keys()
     for name, tensor in written.items():
         assert sent[name].dtype == tensor.dtype == getattr(torch, dtype)
