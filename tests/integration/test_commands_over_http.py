@@ -27,7 +27,7 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What HTTP gives is what the database gives."""
-    pytest.importorskip("openai")
+    openai = pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path}/turnwise.db"
     made = json.loads(run("keys", "create", "--role", "admin", "--database", url, "--json").stdout)
@@ -64,6 +64,10 @@ def test_sessions_policies_and_exports_are_read_with_a_url_and_a_key(
         assert [line["value"] for line in document["rewards"]] == [0.25]
         assert json.loads(run("policies", "--json", *there).stdout) == []
         assert json.loads(run("updates", "--json", *there).stdout) == []
+        with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=made["key"]) as plain:
+            hello = [{"role": "user", "content": "Hello"}]
+            plain.chat.completions.create(model="fake", messages=hello, user="lea")
+        assert len(json.loads(run("sessions", "--json", "--user-id", "lea", *there).stdout)) == 1
         missing, wrong = (
             run("sessions", "--url", proxy.url),
             run("sessions", "--url", proxy.url, "--api-key", "tw-wrong"),

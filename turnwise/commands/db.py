@@ -62,6 +62,33 @@ def db_backup(file: Path, database: str | None, *, as_json: bool) -> None:
     print_records({"backup": str(file), "num_bytes": file.stat().st_size}, as_json=as_json)
 
 
+@db.command("copy")
+@click.option("--from", "source", metavar="URL", required=True, help="SQLAlchemy URL of the database to read.")
+@click.option("--to", "target", metavar="URL", required=True, help="SQLAlchemy URL of an empty database.")
+@json_option
+def db_copy(source: str, target: str, *, as_json: bool) -> None:
+    """Copy a whole database into another one, such as SQLite to PostgreSQL, and compare all rows.
+
+    Stop the proxies and the trainer first. A copy that was interrupted is repeated with the same command.
+    """
+    from turnwise.commands.store import opened
+    from turnwise.errors import SettingsError
+    from turnwise.store.copying import copy_all
+
+    if source == target:
+        raise SettingsError("--from and --to name the same database")
+
+    def note(table: str, count: int) -> None:
+        if not as_json:
+            click.echo(f"{table}: {count} rows, the same in both")
+
+    with opened(source) as reading, opened(target, make_ready=False) as writing:
+        writing.upgrade()
+        counts = copy_all(reading, writing, note)
+    if as_json:
+        click.echo(json.dumps(counts))
+
+
 def _create_first_key(url: str, file: Path) -> str | None:
     """Create an admin key where there is no key yet, and write it to a file; return it, None where there are keys."""
     from turnwise.commands.store import opened

@@ -1,0 +1,53 @@
+"""`turnwise db copy`: a whole database in another one, of the same or the other kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from click.testing import CliRunner
+from support.exchanged import captured
+from support.ledger_samples import add_session, finish
+
+from turnwise.commands.cli import main
+from turnwise.errors import StoreError
+from turnwise.store import copying, keys, policies, queries
+from turnwise.store.database import Database
+from turnwise.store.tables import sessions
+from turnwise.types import PolicyVersion
+
+
+def test_a_copy_has_every_row_is_resumed_and_numbers_its_next_rows_after_them(
+    empty_database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "ROWS_AT_ONCE", 2)
+    source = captured(tmp_path)
+    for number in range(5):
+        add_session(source, f"s{number}", turns=3)
+    finish(source, "s1", value=0.5)
+    with source.write() as conn:
+        keys.create_key(conn, "default", keys.KeyRole.ADMIN, "me")
+        policies.publish_policy(conn, PolicyVersion(version=0, path="/model"))
+    url = source._engine.url.render_as_string(hide_password=False)
+    command = ["db", "copy", "--from", url, "--to", empty_database_url]
+    target = Database(empty_database_url)
+    target.upgrade()
+    with source.read() as conn:  # an interrupted copy
+        copying._copy_table(conn, target, sessions.metadata.tables["groups"])
+    for _ in range(2):
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+    with source.read() as conn, target.read() as other:
+        assert queries.counts(other) == queries.counts(conn)
+        views, copied = (queries.turns(each, "default", "s1")[0] for each in (conn, other))
+        assert [view.turn.digest for view in copied] == [view.turn.digest for view in views]
+        assert keys.list_keys(other, "default") == keys.list_keys(conn, "default")
+    add_session(target, "later")
+    with target.read() as conn:
+        numbers = conn.execute(sa.select(sessions.c.session_pk).order_by(sessions.c.session_pk)).scalars().all()
+    assert len(numbers) == len(set(numbers)) == 7
+    with pytest.raises(StoreError, match="'groups' has 6 rows in the source and 7 in the target"):
+        copying.copy_all(source, target, lambda *_: None)
+    source.close()
+    target.close()

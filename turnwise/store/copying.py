@@ -1,0 +1,99 @@
+"""Copy a whole database into another one, of the same or the other kind, and prove that it arrived.
+
+The source is read in one snapshot, and a row whose key the target has is left as it is, so a copy that was interrupted
+is repeated as a whole. The proof is one sum of digests per table: both databases hold the same rows, in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from turnwise.errors import StoreError
+from turnwise.store.database import Database
+from turnwise.store.tables import metadata
+
+OF_PROCESSES = frozenset({"leases", "trainer_status", "weight_servers"})
+"""Tables about running processes, which are others over the target."""
+ROWS_AT_ONCE = 500
+_DIGEST_BITS = 64
+
+
+def copy_all(source: Database, target: Database, note: Callable[[str, int], None]) -> dict[str, int]:
+    """Copy every table but those of running processes; return the rows by table.
+
+    Args:
+        source: What is read; it may be in use, and later rows are left out.
+        target: Its tables are of this release. Nothing else may write to it.
+        note: Gets each table with its rows, once they are copied and compared.
+
+    Raises:
+        StoreError: the target holds other rows than the source.
+    """
+    counts = {}
+    with source.read() as conn:
+        for table in metadata.sorted_tables:
+            if table.name in OF_PROCESSES:
+                continue
+            counts[table.name] = _copy_table(conn, target, table)
+            note(table.name, counts[table.name])
+    return counts
+
+
+def _copy_table(conn: sa.Connection, target: Database, table: sa.Table) -> int:
+    count = digest = 0
+    for rows in _portions(conn, table):
+        count, digest = count + len(rows), digest + sum(map(_digest, rows))
+        with target.write() as writing:
+            _insert(writing, table, rows)
+    found_count = found_digest = 0
+    with target.read() as reading:
+        for rows in _portions(reading, table):
+            found_count, found_digest = found_count + len(rows), found_digest + sum(map(_digest, rows))
+    if (count, digest % 2**_DIGEST_BITS) != (found_count, found_digest % 2**_DIGEST_BITS):
+        raise StoreError(
+            f"table {table.name!r} has {count} rows in the source and {found_count} in the target, or other values: "
+            "copy into a database that holds nothing else, and let no process write to it meanwhile"
+        )
+    with target.write() as writing:
+        _continue_numbers(writing, table)
+    return count
+
+
+def _portions(conn: sa.Connection, table: sa.Table) -> Iterator[list[tuple[Any, ...]]]:
+    """Yield the rows of a table, some at once, in the order of the primary key."""
+    keys = list(table.primary_key.columns)
+    places = [table.c.keys().index(key.name) for key in keys]
+    wanted = sa.select(table).order_by(*keys).limit(ROWS_AT_ONCE)
+    last: list[Any] | None = None
+    while True:
+        after = wanted if last is None else wanted.where(sa.tuple_(*keys) > sa.tuple_(*map(sa.literal, last)))
+        rows = [tuple(row) for row in conn.execute(after)]
+        if not rows:
+            return
+        yield rows
+        last = [rows[-1][place] for place in places]
+
+
+def _digest(row: tuple[Any, ...]) -> int:
+    values = [bytes(value) if isinstance(value, memoryview) else value for value in row]
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=_DIGEST_BITS // 8).digest())
+
+
+def _insert(conn: sa.Connection, table: sa.Table, rows: list[tuple[Any, ...]]) -> None:
+    insert = postgresql.insert if conn.dialect.name == "postgresql" else sqlite.insert
+    conn.execute(insert(table).on_conflict_do_nothing(), [dict(zip(table.c.keys(), row, strict=True)) for row in rows])
+
+
+def _continue_numbers(conn: sa.Connection, table: sa.Table) -> None:
+    """Let PostgreSQL number the next row after the copied ones; SQLite does so by itself."""
+    key = table.autoincrement_column
+    if key is None or conn.dialect.name != "postgresql":
+        return
+    sequence = sa.func.pg_get_serial_sequence(table.name, key.name)
+    highest = sa.select(sa.func.max(key)).scalar_subquery()
+    conn.execute(sa.select(sa.func.setval(sequence, highest)).where(highest.is_not(None)))
