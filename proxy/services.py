@@ -319,9 +319,9 @@ async def _prune(services: Services) -> None:
     days = services.settings.retention_days
     if days is None:
         return
-    while deleted := (await services.writer.do(retention.prune, utc_now() - datetime.timedelta(days=days))).sessions:
-        for tenant, session_id in deleted:
-            services.forget_session(tenant, session_id)
+    deleted = await services.writer.delete_all(retention.prune, utc_now() - datetime.timedelta(days=days))
+    for tenant, session_id in deleted.sessions:
+        services.forget_session(tenant, session_id)
 
 
 async def _refresh_gauges(metrics: Metrics) -> None:

@@ -303,9 +303,7 @@ async def delete_session(session_id: Id, services: Here, principal: Caller) -> R
 @router.delete("/tenant", responses=describe_answer(DeletedAnswer))
 async def delete_tenant(services: Here, principal: Caller) -> Response:
     """Delete everything of the caller's tenant: sessions, turns, rewards and keys, the caller's own included."""
-    total = retention.Deleted()
-    while (deleted := await services.writer.do(retention.delete_tenant, principal.tenant)).sessions:
-        total += deleted
+    total = await services.writer.delete_all(retention.delete_tenant, principal.tenant)
     services.forget_keys()
     services.counts.forget(principal.tenant)
     return answer(_deleted(services, total))

@@ -24,6 +24,7 @@ from proxy.writer.process import Ending, Job, NewTurn, Report, Setup, Work, answ
 from turnwise.errors import StoreUnavailable
 from turnwise.store.database import Connection
 from turnwise.store.new_turns import TurnRow
+from turnwise.store.retention import Deleted
 from turnwise.telemetry import LogFormat, current_request
 from turnwise.types import Session
 
@@ -149,6 +150,22 @@ class Writer:
         """
         result: T = await self._submit(Work(function, arguments, options))
         return result
+
+    async def delete_all(
+        self, delete_some: Callable[Concatenate[Connection, P], Deleted], *arguments: P.args, **options: P.kwargs
+    ) -> Deleted:
+        """Repeat a deletion, one short transaction each time, until it deletes no session.
+
+        Raises:
+            StoreUnavailable: when a transaction could not be committed in time; those before it are.
+        """
+        total = Deleted()
+        while True:
+            async with self.slices:
+                deleted = await self.do(delete_some, *arguments, **options)
+            if not deleted.sessions:
+                return total
+            total += deleted
 
     async def close(self) -> None:
         """Write the queued jobs, then stop the process."""

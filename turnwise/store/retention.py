@@ -35,6 +35,8 @@ from turnwise.types import GroupStatus, SessionKey, SessionStatus
 
 SESSIONS_AT_ONCE = 100
 """Maximum number of sessions that one transaction deletes."""
+TURNS_AT_ONCE = 200
+"""Maximum number of turns that one transaction deletes, unless a single session has more."""
 _OVER = (SessionStatus.ENDED, SessionStatus.EXPIRED)
 _IS_OVER = sessions.c.status.in_([status.value for status in _OVER])
 
@@ -77,7 +79,7 @@ def delete_tenant(conn: sa.Connection, tenant: str, *, limit: int = SESSIONS_AT_
     if not found:
         for table in (groups, api_keys, token_usage, idempotency):
             conn.execute(sa.delete(table).where(table.c.tenant == tenant))
-    return _delete(conn, found)
+    return _delete(conn, _with_few_turns(found))
 
 
 def delete_user(conn: sa.Connection, tenant: str, user_id: str, *, limit: int = SESSIONS_AT_ONCE) -> Deleted:
@@ -92,7 +94,7 @@ def prune(conn: sa.Connection, before: datetime.datetime, *, limit: int = SESSIO
     A group that has been open since before that instant does not protect its sessions: its missing sessions are not
     expected any more. Call it until it deletes no session.
     """
-    return _delete(conn, conn.execute(_select_over(before).limit(limit)).all())
+    return _delete(conn, _with_few_turns(conn.execute(_select_over(before).limit(limit)).all()))
 
 
 def over_since(
@@ -121,8 +123,20 @@ def over_since(
                 sa.or_(at > after.last_active_at, pk > after.session_pk),
             )
         if found := conn.execute(page).all():
-            return list(found)
+            return _with_few_turns(found)
     return []
+
+
+def _with_few_turns(found: Sequence[StoredRow]) -> list[StoredRow]:
+    """Return the first of these sessions that have `TURNS_AT_ONCE` turns together; always the first one."""
+    few: list[StoredRow] = []
+    num_turns = 0
+    for row in found:
+        num_turns += row.num_turns
+        if few and num_turns > TURNS_AT_ONCE:
+            break
+        few.append(row)
+    return few
 
 
 def delete_unchanged(conn: sa.Connection, read: Sequence[StoredRow]) -> Deleted:

@@ -107,6 +107,20 @@ def test_the_deletion_of_a_tenant_removes_all_its_rows_and_no_others(database: D
         assert queries.counts(connection, "zeta").num_turns == 6
 
 
+def test_a_transaction_deletes_few_turns_even_of_many_sessions(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most three turns, or a single session."""
+    monkeypatch.setattr(retention, "TURNS_AT_ONCE", 3)
+    for number, num_turns in enumerate((1, 2, 3, 4)):
+        add_session(database, f"s{number}", turns=num_turns, split=Split.EVAL)
+        finish(database, f"s{number}")
+    with database.write() as connection:
+        assert len(retention.over_since(connection, utc_now() + HOUR)) == 2
+        rounds = [retention.prune(connection, utc_now() + HOUR).num_turns for _ in range(4)]
+    assert rounds == [3, 3, 4, 0]
+
+
 @pytest.mark.parametrize("dialect", ["sqlite"])
 def test_a_backup_is_a_whole_database_while_another_writes(database: Database, tmp_path: Path) -> None:
     add_session(database, "s", turns=3)
